@@ -1,0 +1,91 @@
+"""What a codec is: messages in, ids out, and never a sampled id encoded again.
+
+A codec is asked to *extend* a path: these recorded messages stand on it with these ids, these new ones
+follow; what is the next prompt? It answers how much of the path stays as it is, and the ids of the rest.
+Concatenating the kept ids, the pieces and the opening is the prompt, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from branchline.core.message import Message
+from branchline.core.runs import Ids, Runs
+
+History = Literal["template", "verbatim"]
+"""`template`: the prompt shows what the chat template shows. `verbatim`: the path stays as it was sampled."""
+
+
+class Recorded(Protocol):
+    """A message on a path, as the tree keeps it."""
+
+    @property
+    def message(self) -> Message: ...
+    @property
+    def ids(self) -> Ids:
+        """The ids the message added to its path."""
+
+    @property
+    def sampled_ids(self) -> Ids | None:
+        """Its output as sampled, here or wherever it was first said; None for other people's words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A message that is not on the path: new, or said elsewhere."""
+
+    message: Message
+    sampled_ids: Ids | None = None
+    """What was sampled for it elsewhere; reused wherever the template shows the message in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The ids one message adds, and where each comes from. Reused ids are context here."""
+
+    ids: Ids
+    spans: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """The answer to an extend: path[:kept] as recorded, then pieces, then the opening."""
+
+    kept: int
+    pieces: tuple[Piece, ...]
+    """One for each message from `kept` on: first what is left of the path, then the new ones."""
+    opening: Ids
+    """The generation prompt."""
+    encoded: int
+    """How many of these ids were made by encoding text."""
+    rewritten: str = ""
+    """Why less than the whole path was kept."""
+
+
+class Codec(Protocol):
+    """Messages to ids and back, for one model family's way of writing conversations."""
+
+    @property
+    def name(self) -> str: ...
+
+    def extend(
+        self,
+        path: Sequence[Recorded],
+        new: Sequence[Shown],
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        history: History,
+    ) -> Extension:
+        """The next prompt behind a path."""
+        ...
+
+    def parse(self, ids: Ids) -> Message:
+        """The assistant message that sampled ids spell. Never raises, whatever the ids."""
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """Text for people to read."""
+        ...

@@ -1,0 +1,200 @@
+"""A codec small enough to check by hand: a byte is a token, a message is a header, its bytes and an end.
+
+In its plain style a message renders `role:content\\n` and the generation prompt is `assistant:`. With a
+terminator it behaves like ChatML: an output that stopped ends in it, one that was cut gets it as context.
+It can strip earlier thinking as real templates do. Tests, demos and the scripted engine use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from branchline.chat.base import Extension, History, Piece, Recorded, Shown
+from branchline.core.message import Message, ToolCall
+from branchline.core.runs import Ids, Origin, as_ids, runs_of
+
+THINK, END_THINK, CALL, END_CALL = 256, 257, 258, 259
+"""Tokens beyond the bytes: they frame thinking and tool calls, and no text can spell them."""
+STOP = 260
+"""The terminator of `ToyCodec.chatml()`."""
+_NAMES = {THINK: "<think>", END_THINK: "</think>", CALL: "<call>", END_CALL: "</call>", STOP: "<end>"}
+
+
+def _plain_header(role: str) -> Sequence[int]:
+    return f"{role}:".encode()
+
+
+@dataclass(frozen=True)
+class ToyCodec:
+    """Ids are bytes plus a few frames.
+
+    >>> codec = ToyCodec()
+    >>> codec.decode(codec.extend((), [Shown(Message("user", "p"))]).pieces[0].ids)
+    'user:p\\n'
+    """
+
+    name: str = "toy"
+    header: Callable[[str], Sequence[int]] = _plain_header
+    terminator: Sequence[int] = ()
+    """What an output that stopped ends in. Empty: outputs end where they end, and nothing is added."""
+    separator: Sequence[int] = b"\n"
+    """What follows each message; after an output it belongs to the next message."""
+    strip_thinking: bool = False
+    """Leave reasoning out of every assistant message before the last user message."""
+
+    @classmethod
+    def chatml(cls, *, strip_thinking: bool = False) -> ToyCodec:
+        """The same with a terminator, so that outputs can stop or be cut."""
+        return cls("toy-chatml", terminator=(STOP,), strip_thinking=strip_thinking)
+
+    def extend(
+        self,
+        path: Sequence[Recorded],
+        new: Sequence[Shown],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        history: History = "template",
+    ) -> Extension:
+        kept = len(path)
+        last_user = -1
+        if self.strip_thinking and history == "template":
+            last_user = self._last_user(path, new)
+            for index in range(min(kept, last_user + 1)):
+                entry = path[index]
+                if entry.message.reasoning and _shows_thinking(entry.ids):
+                    kept = index
+                    break
+        encoded = 0
+        pieces: list[Piece] = []
+        rest: list[Recorded | Shown] = [*path[kept:], *new]
+        before = path[kept - 1] if kept else None
+        unclosed = self._closing(before.sampled_ids if before is not None and _ends_sampled(before) else None)
+        for index, shown in enumerate(rest, start=kept):
+            lead = unclosed
+            if index == 0:
+                lead = [*self._frame(tools, template or {}), *lead]
+            body, reused = self._body(shown, strip=index < last_user)
+            header = self.header(shown.message.role)
+            ids = [*lead, *header, *body]
+            spans = [(len(lead) + len(header), Origin.TEMPLATE), (len(body), Origin.CONTEXT)]
+            if reused:
+                unclosed = self._closing(shown.sampled_ids)
+            else:
+                ids += [*self.terminator, *self.separator]
+                spans.append((len(self.terminator) + len(self.separator), Origin.TEMPLATE))
+                unclosed = []
+            encoded += len(ids) - (len(body) if reused else 0)
+            pieces.append(Piece(as_ids(ids), runs_of(spans)))
+        opening = as_ids([*unclosed, *self.header("assistant")])
+        return Extension(
+            kept,
+            tuple(pieces),
+            opening,
+            encoded + len(opening),
+            rewritten="think_strip" if kept < len(path) else "",
+        )
+
+    def parse(self, ids: Ids) -> Message:
+        body = ids.tolist()
+        if self.terminator and body[-len(self.terminator) :] == list(self.terminator):
+            body = body[: -len(self.terminator)]
+        reasoning = ""
+        if body[:1] == [THINK]:
+            end = body.index(END_THINK) if END_THINK in body else len(body)
+            reasoning, body = _text(body[1:end]), body[end + 1 :]
+        calls: list[ToolCall] = []
+        while CALL in body and END_CALL in body[body.index(CALL) :]:
+            start = body.index(CALL)
+            end = body.index(END_CALL, start)
+            call = _parse_call(_text(body[start + 1 : end]))
+            if call is None:
+                break
+            calls.append(call)
+            body = body[:start] + body[end + 1 :]
+        return Message("assistant", _text(body), reasoning=reasoning, calls=tuple(calls))
+
+    def decode(self, ids: Ids) -> str:
+        return _text(ids.tolist())
+
+    def spell(self, message: Message, *, stop: bool = True) -> Ids:
+        """The ids a model would sample to say this message; what scripted outputs are made of."""
+        return as_ids([*_message_body(message, strip=False), *(self.terminator if stop else ())])
+
+    def _frame(self, tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[int]:
+        if not (tools or template):
+            return []
+        shown = json.dumps([list(tools), dict(template)], sort_keys=True, default=dict)
+        return list(f"tools:{shown}\n".encode())
+
+    def _body(self, shown: Recorded | Shown, *, strip: bool) -> tuple[Sequence[int], bool]:
+        message, sampled = shown.message, shown.sampled_ids
+        if sampled is not None and not (strip and message.reasoning):
+            return sampled.tolist(), True
+        return _message_body(message, strip=strip), False
+
+    def _closing(self, sampled: Ids | None) -> list[int]:
+        """What the template puts behind an output before the next message."""
+        if sampled is None or not self.terminator:
+            return []
+        end = len(self.terminator)
+        stopped = len(sampled) >= end and sampled[-end:].tolist() == list(self.terminator)
+        return [*(() if stopped else self.terminator), *self.separator]
+
+    @staticmethod
+    def _last_user(path: Sequence[Recorded], new: Sequence[Shown]) -> int:
+        for index in range(len(new) - 1, -1, -1):
+            if new[index].message.role == "user":
+                return len(path) + index
+        for index in range(len(path) - 1, -1, -1):
+            if path[index].message.role == "user":
+                return index
+        return -1
+
+
+def _ends_sampled(entry: Recorded) -> bool:
+    """Whether the entry's own ids end in its output, so that nothing closes it yet."""
+    sampled = entry.sampled_ids
+    if sampled is None:
+        return False
+    return len(sampled) == 0 or bool(np.array_equal(entry.ids[len(entry.ids) - len(sampled) :], sampled))
+
+
+def _shows_thinking(ids: Ids) -> bool:
+    return bool((ids == THINK).any())
+
+
+def _message_body(message: Message, *, strip: bool) -> list[int]:
+    body: list[int] = []
+    if message.reasoning and not strip:
+        body += [THINK, *message.reasoning.encode("utf-8", "surrogatepass"), END_THINK]
+    for part in message.parts or (message.text,):
+        shown = part if isinstance(part, str) else f"<{part.kind} {part.digest}>"
+        body += shown.encode("utf-8", "surrogatepass")
+    for call in message.calls:
+        body += [CALL, *f"{call.name} {call.arguments}".encode("utf-8", "surrogatepass"), END_CALL]
+    return body
+
+
+def _parse_call(text: str) -> ToolCall | None:
+    name, space, arguments = text.partition(" ")
+    return ToolCall(name, arguments) if space and name else None
+
+
+def _text(ids: Sequence[int]) -> str:
+    pieces: list[str] = []
+    run = bytearray()
+    for token in ids:
+        if 0 <= token < 256:
+            run.append(token)
+            continue
+        pieces.append(run.decode("utf-8", "replace"))
+        run.clear()
+        pieces.append(_NAMES.get(token, f"<{token}>"))
+    pieces.append(run.decode("utf-8", "replace"))
+    return "".join(pieces)

@@ -1,0 +1,131 @@
+"""A call: what was asked, what the engine gave, and what became of it.
+
+`Request` comes in, `Generation` comes out of an engine, `Call` is the record of both in a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.core.echo import Equivalence
+from branchline.core.message import Message
+from branchline.core.reader import digest_of, read_messages, read_tools
+from branchline.core.runs import Floats, Ids, Runs
+
+DEFAULT_AGENT = ""
+
+
+class Delivery(StrEnum):
+    """Whether an output reached the client that asked for it."""
+
+    PENDING = "pending"
+    """Not known yet."""
+    DELIVERED = "delivered"
+    LOST = "lost"
+    """The client was gone before the output was whole (a timeout, a dropped connection)."""
+    CANCELLED = "cancelled"
+    """Stopped on purpose; what was sampled until then is kept."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One inbound request, free of its protocol: the conversation so far and who asks."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template (`enable_thinking`, …): part of a prompt's identity."""
+    agent: str = DEFAULT_AGENT
+    retry: bool = False
+    """The client says it sends this again (an SDK's retry header)."""
+    spawned_by: str = ""
+    """The agent that started this one, where a header says so."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    equivalences: tuple[Equivalence, ...] = ()
+    """What reading the request already had to tolerate."""
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], *, agent: str = DEFAULT_AGENT) -> Request:
+        """A request from the body of a chat completion request."""
+        tools = read_tools(body.get("tools"))
+        tolerated = (Equivalence.EMPTY_TOOLS,) if body.get("tools") == [] else ()
+        return cls(
+            read_messages(body.get("messages")),
+            tools,
+            template=body.get("chat_template_kwargs") or {},
+            agent=agent,
+            equivalences=tolerated,
+        )
+
+    @cached_property
+    def frame(self) -> bytes:
+        """What decides a prompt beside its messages: the tools and the template's arguments."""
+        return digest_of([dict(tool) for tool in self.tools], dict(self.template))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine gave for a prompt: ids out, and all that is known of each."""
+
+    ids: Ids
+    logprobs: Floats | None = None
+    versions: int | NDArray[np.integer] = 0
+    """The policy version that sampled each token, or one for all."""
+    finish: str = "stop"
+    message: Message | None = None
+    """The output as parsed; None lets the codec parse it."""
+    routed_experts: NDArray[np.integer] | None = None
+    """One row per sampled token, for mixture models that replay their routing."""
+
+
+class Echo(msgspec.Struct, frozen=True, array_like=True):
+    """An equivalence that was used to recognise the message at `index` of a request."""
+
+    index: int
+    equivalence: Equivalence
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled part of a node, beyond its ids."""
+
+    call: int
+    choice: int = 0
+    finish: str = "stop"
+    logprobs: Floats | None = None
+    versions: Runs = ()
+    routed_experts: NDArray[np.integer] | None = None
+    behind_other_ids: bool = False
+    """Sampled behind other ids than those on its path; only merged foreign logs can say so."""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """The record of one request and its outputs."""
+
+    index: int
+    """Order of commit within the session."""
+    id: str
+    agent: str
+    prompt_node: int
+    """The node the prompt ends on (the generation prompt belongs to the outputs)."""
+    outputs: tuple[int, ...]
+    prompt_tokens: int
+    frame: bytes = b""
+    echoes: tuple[Echo, ...] = ()
+    ambiguous_echo: bool = False
+    """Several recorded outputs fitted an echo and nothing but their age decided."""
+    encoded_tokens: int = 0
+    rewritten: str = ""
+    """Why the template did not show the matched path as it was sampled (`think_strip`), if it did not."""
+    retry: bool = False
+    spawned_by: str = ""
+    sampling: Mapping[str, Any] = {}
+    shown: tuple[int, ...] = ()
+    """Nodes sampled elsewhere that this prompt shows as context."""

@@ -1,0 +1,71 @@
+"""Every error Branchline raises on purpose, as one tree; a type names the boundary it happened at.
+
+    BranchlineError
+    ├── InputError              what a caller or a file handed us is not what we expect
+    │   ├── MessageError        a message or request that cannot be read
+    │   └── LogError            a line of a call log; carries the file and the line number
+    ├── CodecError              messages could not be turned into ids, or ids into messages
+    ├── TreeError               a commit that does not fit the tree it is meant for
+    ├── JournalError            the journal could not be opened, written or read
+    └── ExportError             samples that must not be trained on without being asked for
+        └── MissingLogprobsError
+
+Messages carry the key, the value and the expectation. Status codes are the gateway's business.
+"""
+
+from __future__ import annotations
+
+
+class BranchlineError(Exception):
+    """The root of the tree: catch this to catch everything raised on purpose."""
+
+
+class InputError(BranchlineError):
+    """What a caller or a file handed us is not what we expect."""
+
+
+class MessageError(InputError):
+    """A message or request that cannot be read.
+
+    >>> str(MessageError("messages[2].role", "wizard", "one of system, user"))
+    "messages[2].role: got 'wizard', expected one of system, user"
+    """
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field}: got {shown}, expected {expected}")
+        self.field = field
+        self.value = value
+        self.expected = expected
+
+
+class LogError(InputError):
+    """A line of a call log that cannot be used: file, line number, and what was expected."""
+
+    def __init__(self, file: str, line: int, problem: str) -> None:
+        super().__init__(f"{file}:{line}: {problem}")
+        self.file = file
+        self.line = line
+        self.problem = problem
+
+
+class CodecError(BranchlineError):
+    """Messages could not be turned into ids, or ids into messages."""
+
+
+class TreeError(BranchlineError):
+    """A commit that does not fit the tree it is meant for; the tree is unchanged."""
+
+
+class JournalError(BranchlineError):
+    """The journal could not be opened, written or read."""
+
+
+class ExportError(BranchlineError):
+    """Samples that must not be trained on without being asked for."""
+
+
+class MissingLogprobsError(ExportError):
+    """Sampled tokens without logprobs, and nobody said that is fine."""

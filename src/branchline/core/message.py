@@ -1,0 +1,156 @@
+"""The canonical message: one shape for what every wire protocol calls a message.
+
+A message's `key` says what it means. Two messages of equal key are candidates for being the same message;
+an assistant's key leaves out what clients are known to lose on the way (reasoning, the order of parallel
+calls, surrounding whitespace), and `core.echo` then names each difference or calls it an edit. Ids of
+responses and tool calls are never part of a key.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+from msgspec.structs import force_setattr
+
+from branchline.core.arguments import Notation, canonical_arguments
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool", "function")
+
+MediaKind = Literal["image", "video", "audio", "file"]
+
+
+class Form(IntFlag):
+    """How a message was written on the wire where that carries no meaning; an echo may differ in it."""
+
+    PLAIN = 0
+    NULL_CONTENT = 1
+    NO_CONTENT = 2
+    PART_LIST = 4
+    NULL_CALLS = 8
+    EMPTY_CALLS = 16
+
+
+class Media(msgspec.Struct, frozen=True, tag="media"):
+    """An image, video, sound or file: a digest that identifies it and a payload that travels along."""
+
+    kind: MediaKind
+    digest: str
+    payload: bytes = b""
+    """The bytes, where the client sent them; empty where it sent a link."""
+    url: str = ""
+    mime: str = ""
+    detail: str = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a tool: its name and its arguments, as text and as meaning."""
+
+    name: str
+    arguments: str = ""
+    id: str = ""
+    kind: str = "function"
+    meaning: bytes = b""
+    """Canonical arguments; filled in on construction."""
+    notation: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.meaning:
+            meaning, notation = canonical_arguments(self.arguments)
+            force_setattr(self, "meaning", meaning)
+            force_setattr(self, "notation", int(notation))
+
+    @property
+    def is_json(self) -> bool:
+        return self.notation in (Notation.JSON, Notation.EMPTY)
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation, free of any protocol's spelling.
+
+    >>> Message("user", "hi").key == Message("user", "hi", id="msg_1").key
+    True
+    """
+
+    role: Role
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    refusal: str = ""
+    name: str = ""
+    answers: str = ""
+    """The tool call this message is the result of, by its id on the wire."""
+    parts: tuple[str | Media, ...] = ()
+    """Content in order, where it is more than one text; `text` holds its texts joined."""
+    id: str = ""
+    """The message's or response's id on the wire, where the protocol has one."""
+    form: int = 0
+    key: bytes = b""
+    """128 bits of meaning; filled in on construction."""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            force_setattr(self, "key", _message_key(self))
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Media))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.calls or self.reasoning or self.refusal or self.parts)
+
+
+# The plain case, a role and a text, is hashed in one pass over the text; everything else is framed first.
+_PLAIN_SEED = {role: index for index, role in enumerate(ROLES)}
+_FRAMED_SEED = 64
+
+
+def _message_key(message: Message) -> bytes:
+    role = message.role
+    is_assistant = role == "assistant"
+    text = message.text.strip() if is_assistant else message.text
+    # Results are paired with their calls by position and id; the name on them is decoration.
+    name = "" if role == "tool" else message.name
+    reasoning = "" if is_assistant else message.reasoning
+    media = message.media if message.parts else ()
+    if not (message.calls or message.refusal or name or reasoning or media):
+        return _digest(text, _PLAIN_SEED[role])
+    calls = [(call.name, call.meaning) for call in message.calls]
+    if is_assistant:
+        calls.sort()
+    content: Any = _utf8(text)
+    if media:
+        content = [_utf8(part) if isinstance(part, str) else _media_key(part) for part in message.parts]
+    framed = (role, content, _utf8(reasoning), calls, _utf8(message.refusal), name)
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(framed), seed=_FRAMED_SEED)
+
+
+def _digest(text: str, seed: int) -> bytes:
+    return xxhash.xxh3_128_digest(_utf8(text), seed=seed)
+
+
+def _media_key(media: Media) -> tuple[str, str, str]:
+    return (media.kind, media.digest, media.detail)
+
+
+def _utf8(text: str) -> bytes:
+    # JSON can carry lone surrogates; they must neither raise nor collapse into one key.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def same_meaning(one: Message, other: Message) -> bool:
+    """Whether two context messages are the same, reasoning, order and whitespace included."""
+    return one is other or (
+        one.key == other.key
+        and one.text == other.text
+        and one.reasoning == other.reasoning
+        and (
+            one.calls == other.calls
+            or [(call.name, call.meaning) for call in one.calls]
+            == [(call.name, call.meaning) for call in other.calls]
+        )
+    )

@@ -1,0 +1,72 @@
+"""What a commit adds to a tree, as a value: applied live, written to the journal, applied again on replay.
+
+Both ways go through `Tree.apply`, so a tree that was replayed is the tree that was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from branchline.core.call import Call, Delivery, Output
+from branchline.core.message import Message
+from branchline.core.runs import Ids, Runs
+from branchline.tree.node import NOWHERE
+
+
+class NewNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node to be added; parents come before their children."""
+
+    id: int
+    parent: int
+    message: Message
+    ids: Ids
+    spans: Runs
+    source: int = NOWHERE
+    output: Output | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+    """One commit: context nodes that were not there yet, sampled nodes, the call."""
+
+    nodes: tuple[NewNode, ...]
+    call: Call
+
+
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivery"):
+    """What became of a call's outputs."""
+
+    call: int
+    delivery: Delivery
+
+
+Record = Delta | Delivered
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, list(value.shape), value.tobytes())
+    if isinstance(value, np.integer):
+        return int(value)
+    raise NotImplementedError(f"{type(value).__name__} in a journal record")
+
+
+def _decode_array(_: type, value: Any) -> Any:
+    dtype, shape, data = value
+    array = np.frombuffer(data, dtype).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=_decode_array)
+
+
+def encode_record(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes) -> Record:
+    return _decoder.decode(data)

@@ -1,0 +1,144 @@
+"""Finds the recorded path that a request continues.
+
+All paths that fit are followed side by side, because equal answers may have been sampled more than once
+and a greedy walk would fork: the longest wins; then the one whose ids the client echoes; then one known
+to have reached the client; then the one that needed the fewest equivalences; then the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from branchline.core.call import Delivery, Echo, Request
+from branchline.core.echo import Equivalence, echo, order_results
+from branchline.core.message import Message, same_meaning
+from branchline.tree.node import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a request continues, and what had to be tolerated to see it."""
+
+    path: list[Node]
+    messages: tuple[Message, ...]
+    """The request's messages with tool results in the order their calls were sampled."""
+    echoes: tuple[Echo, ...]
+    ambiguous: bool
+
+
+@dataclass(slots=True)
+class _Candidate:
+    node: Node
+    echoes: list[Echo]
+    echoed_ids: int = 0
+    undelivered: int = 0
+    reordered: dict[int, Message] | None = None
+    """Tool results of this request that take another place on this path."""
+
+    def fork(self) -> _Candidate:
+        return _Candidate(self.node, self.echoes[:], self.echoed_ids, self.undelivered, self.reordered)
+
+    def rank(self) -> tuple[int, int, int, int]:
+        return (-self.echoed_ids, self.undelivered, len(self.echoes), self.node.id)
+
+
+class Matcher:
+    """Matches requests against one tree; the two functions say what the tree knows of a sampled node."""
+
+    def __init__(
+        self, root: Node, agent_of: Callable[[Node], str], delivery_of: Callable[[Node], Delivery]
+    ) -> None:
+        self._root = root
+        self._agent_of = agent_of
+        self._delivery_of = delivery_of
+
+    def find(self, request: Request, first_key: bytes) -> Match:
+        """The best path for a request; `first_key` is its first message's key joined with its frame."""
+        messages = request.messages
+        frontier = [_Candidate(self._root, [])]
+        for index, message in enumerate(messages):
+            following: list[_Candidate] = []
+            for candidate in frontier:
+                children = candidate.node.children
+                if children is None:
+                    continue
+                shown = message
+                if candidate.reordered is not None:
+                    shown = candidate.reordered.get(index, message)
+                group = children.get(shown.key if index else first_key, ())
+                for place, child in enumerate(group, start=1):
+                    # The last child may take the candidate itself: mostly there is just one.
+                    stepped = candidate if place == len(group) else candidate.fork()
+                    if self._step(stepped, child, index, shown, request):
+                        following.append(stepped)
+            if not following:
+                break
+            frontier = following
+        best, ambiguous = frontier[0], False
+        if len(frontier) > 1:
+            frontier.sort(key=_Candidate.rank)
+            best = frontier[0]
+            ambiguous = best.echoed_ids == frontier[1].echoed_ids
+        effective = messages
+        if best.reordered:
+            effective = tuple(best.reordered.get(index, message) for index, message in enumerate(messages))
+        return Match(best.node.path(), effective, tuple(best.echoes), ambiguous)
+
+    def _step(self, candidate: _Candidate, child: Node, index: int, shown: Message, request: Request) -> bool:
+        """Moves a candidate to a child if the shown message is that child; leaves it alone if not."""
+        recorded = child.message
+        if child.sampled_ids is None:
+            if not same_meaning(recorded, shown):
+                return False
+            candidate.node = child
+            return True
+        used = echo(recorded, shown)
+        if used is None:
+            return False
+        if child.output is not None:
+            if self._agent_of(child) != request.agent:
+                return False
+            if self._delivery_of(child) in _UNSEEN:
+                candidate.undelivered += 1
+        candidate.node = child
+        if used:
+            candidate.echoes += [Echo(index, equivalence) for equivalence in used]
+        if recorded.id and recorded.id == shown.id:
+            candidate.echoed_ids += 1
+        if recorded.calls:
+            known = {call.id for call in recorded.calls if call.id}
+            candidate.echoed_ids += len(known & _wire_ids(shown, request.messages, index))
+            moved = reorder(recorded, shown, request.messages, index)
+            if moved:
+                candidate.reordered = {**(candidate.reordered or {}), **moved}
+                if Equivalence.REORDERED_CALLS not in used:
+                    candidate.echoes.append(Echo(index, Equivalence.REORDERED_RESULTS))
+        return True
+
+
+_UNSEEN = (Delivery.LOST, Delivery.CANCELLED)
+
+
+def reorder(
+    recorded: Message, shown: Message, messages: Sequence[Message], index: int
+) -> dict[int, Message] | None:
+    """The tool results behind messages[index] that belong in another place, by the place they take."""
+    results = _results_behind(messages, index)
+    ordered, moved = order_results(recorded, shown, results)
+    if not moved:
+        return None
+    return dict(enumerate(ordered, start=index + 1))
+
+
+def _results_behind(messages: Sequence[Message], index: int) -> Sequence[Message]:
+    end = index + 1
+    while end < len(messages) and messages[end].role == "tool":
+        end += 1
+    return messages[index + 1 : end]
+
+
+def _wire_ids(shown: Message, messages: Sequence[Message], index: int) -> set[str]:
+    ids = {call.id for call in shown.calls}
+    ids.update(result.answers for result in _results_behind(messages, index))
+    return ids

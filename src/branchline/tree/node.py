@@ -1,0 +1,105 @@
+"""A node: one message, and the ids it added behind its parent.
+
+Concatenating `node.ids` from the root to a node reproduces exactly what the model saw up to there (and,
+at a sampled node, what it said). A node never changes once it is in a tree; only children are added.
+"""
+
+from __future__ import annotations
+
+from branchline.core.call import Output
+from branchline.core.message import Message
+from branchline.core.runs import NO_IDS, Ids, Runs
+
+ROOT = 0
+NOWHERE = -1
+
+
+class Node:
+    """One message of a tree. Plain slots, because a tree holds many of them."""
+
+    __slots__ = (
+        "children",
+        "depth",
+        "frame",
+        "id",
+        "ids",
+        "key",
+        "message",
+        "output",
+        "parent",
+        "sampled_ids",
+        "source",
+        "spans",
+        "start",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        parent: Node | None,
+        key: bytes,
+        message: Message,
+        ids: Ids,
+        spans: Runs,
+        *,
+        output: Output | None = None,
+        sampled_ids: Ids | None = None,
+        source: int = NOWHERE,
+        frame: bytes = b"",
+    ) -> None:
+        self.id = id
+        self.parent = parent
+        self.key = key
+        """What its parent's children are looked up by: the message's key, at the root with the frame."""
+        self.message = message
+        self.ids = ids
+        self.spans = spans
+        self.output = output
+        self.sampled_ids = sampled_ids
+        """The output as sampled: a view of `ids`, or of the source's where it is shown as context."""
+        self.source = source
+        """The node this one shows again as context, or NOWHERE."""
+        self.frame = frame
+        self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.start: int = parent.end if parent is not None else 0
+        """How many tokens stand before this node on its path."""
+        self.children: dict[bytes, list[Node]] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.output is not None
+
+    @property
+    def sampled_start(self) -> int:
+        """Where on the path the sampled part begins; it reaches to `end`."""
+        return self.end - (len(self.sampled_ids) if self.output and self.sampled_ids is not None else 0)
+
+    def path(self) -> list[Node]:
+        """The nodes from the first message to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def all_children(self) -> list[Node]:
+        """Children in the order they were added."""
+        if not self.children:
+            return []
+        if len(self.children) == 1:
+            return next(iter(self.children.values()))
+        return sorted((child for group in self.children.values() for child in group), key=lambda n: n.id)
+
+    def __repr__(self) -> str:
+        kind = "sampled" if self.is_sampled else self.message.role
+        return f"<Node {self.id} {kind} {self.message.text[:20]!r} {len(self.ids)} ids>"
+
+
+def root_node() -> Node:
+    return Node(ROOT, None, b"", Message("system"), NO_IDS, ())

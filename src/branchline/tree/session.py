@@ -1,0 +1,77 @@
+"""A session: one episode's tree, its codec, and the journal that makes it survive.
+
+    turn = session.prepare(request)
+    generation = await engine.generate(turn.prompt_ids, params)
+    call = session.commit(turn, generation).call
+
+A failed generation touches nothing. A commit is planned, written to the journal in the order of commits
+and applied; `durable` resolves once the record is safe, and a reply must not leave before.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from branchline.chat.base import Codec, History
+from branchline.core.call import Call, Delivery, Generation, Request
+from branchline.tree.delta import Delivered, decode_record, encode_record
+from branchline.tree.journal import Journal
+from branchline.tree.tree import Tree, Turn
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A call in the tree, and when it is safe."""
+
+    call: Call
+    durable: Future[int] | None
+    """Resolves once the journal holds the call; None where the session has no journal."""
+
+
+class Session:
+    """One episode of one task by one or more agents."""
+
+    def __init__(
+        self,
+        id: str,
+        codec: Codec,
+        *,
+        history: History = "template",
+        journal: Journal | None = None,
+        tree: Tree | None = None,
+    ) -> None:
+        self.id = id
+        self.codec = codec
+        self.history: History = history
+        self.tree = tree or Tree()
+        self._journal = journal
+        # Plan, journal and apply belong together; prepare reads an append-only tree and needs no lock.
+        self._commit = threading.Lock()
+
+    @classmethod
+    def reopen(cls, id: str, codec: Codec, journal: Journal, *, history: History = "template") -> Session:
+        """The session as its journal has it; an unknown id is a session with nothing in it yet."""
+        tree = Tree()
+        for data in journal.read(id):
+            tree.apply(decode_record(data))
+        return cls(id, codec, history=history, journal=journal, tree=tree)
+
+    def prepare(self, request: Request) -> Turn:
+        return self.tree.prepare(request, self.codec, self.history)
+
+    def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> Committed:
+        """Adds the outputs of a turn, one generation for each choice."""
+        with self._commit:
+            delta = self.tree.plan(turn, generations, call_id, self.codec)
+            durable = self._journal.append(self.id, encode_record(delta)) if self._journal else None
+            return Committed(self.tree.apply(delta), durable)
+
+    def deliver(self, call: Call, delivery: Delivery = Delivery.DELIVERED) -> Future[int] | None:
+        """Records what became of a call's outputs."""
+        record = Delivered(call.index, delivery)
+        with self._commit:
+            durable = self._journal.append(self.id, encode_record(record)) if self._journal else None
+            self.tree.apply(record)
+            return durable

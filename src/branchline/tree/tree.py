@@ -1,0 +1,302 @@
+"""The prefix tree of one session: every call's prompt and output is a path, and nothing is ever changed.
+
+    turn = tree.prepare(request, codec)      # looks, mutates nothing
+    delta = tree.plan(turn, generations)     # what a commit would add
+    call = tree.apply(delta)                 # adds it
+
+Context nodes are found by key and ids, sampled nodes are always new: calls of one session can run side
+by side, and siblings are siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from branchline.chat.base import Codec, History, Piece, Shown
+from branchline.core.call import Call, Delivery, Echo, Generation, Output, Request
+from branchline.core.echo import echo
+from branchline.core.errors import TreeError
+from branchline.core.message import Message
+from branchline.core.runs import Ids, Origin, Runs, as_ids, compress, runs_of
+from branchline.tree.delta import Delivered, Delta, NewNode, Record
+from branchline.tree.match import Matcher, reorder
+from branchline.tree.node import NOWHERE, Node, root_node
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt, ready for an engine, and what a commit needs to put its output in the right place."""
+
+    request: Request
+    parent: Node
+    """The deepest node of the matched path that stays as it is."""
+    messages: tuple[Message, ...]
+    """The messages below `parent`, one for each piece."""
+    pieces: tuple[Piece, ...]
+    sources: tuple[int, ...]
+    """For each piece the node it shows again, or NOWHERE."""
+    opening: Ids
+    prompt_ids: Ids
+    echoes: tuple[Echo, ...]
+    ambiguous: bool
+    encoded: int
+    rewritten: str
+
+
+class Tree:
+    """An append-only tree of messages and their ids."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = [root_node()]
+        self.calls: list[Call] = []
+        self._deliveries: dict[int, Delivery] = {}
+        self._sampled: dict[bytes, list[Node]] = {}
+        self._matcher = Matcher(self.root, self.agent_of, self._delivery_of)
+
+    @property
+    def root(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def token_count(self) -> int:
+        """Stored tokens: of the tree, not of its paths."""
+        return sum(len(node.ids) for node in self.nodes)
+
+    def call_of(self, node: Node) -> Call:
+        """The call that sampled a node."""
+        if node.output is None:
+            raise TreeError(f"node {node.id} was not sampled, so no call made it")
+        return self.calls[node.output.call]
+
+    def delivery(self, call: Call) -> Delivery:
+        return self._deliveries.get(call.index, Delivery.PENDING)
+
+    def agent_of(self, node: Node) -> str:
+        return self.call_of(node).agent
+
+    def _delivery_of(self, node: Node) -> Delivery:
+        return self.delivery(self.call_of(node))
+
+    # -- prepare -------------------------------------------------------------------------------------
+
+    def prepare(self, request: Request, codec: Codec, history: History = "template") -> Turn:
+        """The next prompt for a request. Mutates nothing."""
+        first_key = _root_key(request.frame, request.messages[0].key)
+        match = self._matcher.find(request, first_key)
+        path = match.path
+        new, sources, messages, echoes = self._new_messages(request, match.messages, len(path))
+        extension = codec.extend(path, new, tools=request.tools, template=request.template, history=history)
+        kept = extension.kept
+        again = path[kept:]
+        parts = [node.ids for node in path[:kept]]
+        parts += [piece.ids for piece in extension.pieces]
+        parts.append(extension.opening)
+        prompt_ids = np.concatenate(parts)
+        prompt_ids.flags.writeable = False
+        return Turn(
+            request=request,
+            parent=path[kept - 1] if kept else self.root,
+            messages=(*(node.message for node in again), *messages),
+            pieces=extension.pieces,
+            sources=(*(_source_of(node) for node in again), *sources),
+            opening=extension.opening,
+            prompt_ids=prompt_ids,
+            echoes=(*(Echo(-1, used) for used in request.equivalences), *match.echoes, *echoes),
+            ambiguous=match.ambiguous,
+            encoded=extension.encoded,
+            rewritten=extension.rewritten,
+        )
+
+    def _new_messages(
+        self, request: Request, messages: Sequence[Message], start: int
+    ) -> tuple[list[Shown], list[int], list[Message], list[Echo]]:
+        """The messages behind the path; those that were sampled in another place are recognised."""
+        shown: list[Shown] = []
+        sources: list[int] = []
+        kept: list[Message] = []
+        echoes: list[Echo] = []
+        pending = list(messages)
+        for index in range(start, len(pending)):
+            message = pending[index]
+            source = self._sampled_elsewhere(message, request.agent)
+            if source is None:
+                shown.append(Shown(message))
+                sources.append(NOWHERE)
+                kept.append(message)
+                continue
+            echoes += [Echo(index, used) for used in echo(source.message, message) or ()]
+            moved = reorder(source.message, message, pending, index)
+            for place, result in (moved or {}).items():
+                pending[place] = result
+            shown.append(Shown(source.message, source.sampled_ids))
+            sources.append(source.id)
+            kept.append(source.message)
+        return shown, sources, kept, echoes
+
+    def _sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
+        if message.role != "assistant":
+            return None
+        best: tuple[int, int, int, int] | None = None
+        found: Node | None = None
+        for node in self._sampled.get(message.key, ()):
+            used = echo(node.message, message)
+            if used is None:
+                continue
+            ids = {call.id for call in node.message.calls if call.id} & {call.id for call in message.calls}
+            rank = (-len(ids), self.agent_of(node) != agent, len(used), node.id)
+            if best is None or rank < best:
+                best, found = rank, node
+        return found
+
+    # -- commit --------------------------------------------------------------------------------------
+
+    def plan(
+        self, turn: Turn, generations: Sequence[Generation], call_id: str = "", codec: Codec | None = None
+    ) -> Delta:
+        """What committing these outputs of a turn adds. Mutates nothing; raises where they do not fit."""
+        if not generations:
+            raise TreeError("commit: got no generation, expected one for each choice")
+        new: list[NewNode] = []
+        parent_id = turn.parent.id
+        parent: Node | None = turn.parent
+        for message, piece, source in zip(turn.messages, turn.pieces, turn.sources, strict=True):
+            found = None
+            if parent is not None:
+                key = message.key if parent.parent is not None else _root_key(turn.request.frame, message.key)
+                found = _context_child(parent, key, piece.ids)
+            if found is not None:
+                parent, parent_id = found, found.id
+                continue
+            parent = None
+            node_id = len(self.nodes) + len(new)
+            new.append(NewNode(node_id, parent_id, message, piece.ids, piece.spans, source))
+            parent_id = node_id
+        call_index = len(self.calls)
+        prompt_node = parent_id
+        outputs: list[int] = []
+        for choice, generation in enumerate(generations):
+            ids, output = _read_generation(generation, call_index, choice)
+            message = generation.message or (codec.parse(ids) if codec else Message("assistant"))
+            node_id = len(self.nodes) + len(new)
+            spans = runs_of(((len(turn.opening), Origin.TEMPLATE), (len(ids), Origin.SAMPLED)))
+            joined = as_ids(np.concatenate((turn.opening, ids)))
+            new.append(NewNode(node_id, prompt_node, message, joined, spans, NOWHERE, output))
+            outputs.append(node_id)
+        call = Call(
+            index=call_index,
+            id=call_id or f"call-{call_index}",
+            agent=turn.request.agent,
+            prompt_node=prompt_node,
+            outputs=tuple(outputs),
+            prompt_tokens=len(turn.prompt_ids),
+            frame=turn.request.frame,
+            echoes=turn.echoes,
+            ambiguous_echo=turn.ambiguous,
+            encoded_tokens=turn.encoded,
+            rewritten=turn.rewritten,
+            retry=turn.request.retry,
+            spawned_by=turn.request.spawned_by,
+            sampling=turn.request.sampling,
+            shown=tuple(source for source in turn.sources if source != NOWHERE),
+        )
+        return Delta(tuple(new), call)
+
+    def apply(self, record: Record) -> Call:
+        """Adds what a record says, whole or not at all."""
+        if isinstance(record, Delivered):
+            self._deliveries[record.call] = record.delivery
+            return self.calls[record.call]
+        if record.call.index != len(self.calls) or (record.nodes and record.nodes[0].id != len(self.nodes)):
+            raise TreeError(
+                f"commit of call {record.call.index}: expected call {len(self.calls)} "
+                f"with nodes from {len(self.nodes)}; another commit came between plan and apply"
+            )
+        for new in record.nodes:
+            self._add(new, record.call.frame)
+        self.calls.append(record.call)
+        return record.call
+
+    def _add(self, new: NewNode, frame: bytes) -> None:
+        parent = self.nodes[new.parent]
+        key, frame = new.message.key, (frame if parent.parent is None else b"")
+        if parent.parent is None:
+            key = _root_key(frame, key)
+        sampled_ids = None
+        if new.output is not None:
+            sampled = new.spans[-1][0] if new.spans and new.spans[-1][1] == Origin.SAMPLED else 0
+            sampled_ids = new.ids[len(new.ids) - sampled :]
+        elif new.source != NOWHERE:
+            sampled_ids = self.nodes[new.source].sampled_ids
+        node = Node(
+            new.id,
+            parent,
+            key,
+            new.message,
+            new.ids,
+            new.spans,
+            output=new.output,
+            sampled_ids=sampled_ids,
+            source=new.source,
+            frame=frame,
+        )
+        self.nodes.append(node)
+        if parent.children is None:
+            parent.children = {}
+        parent.children.setdefault(key, []).append(node)
+        if new.output is not None:
+            self._sampled.setdefault(new.message.key, []).append(node)
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def path_ids(self, node: Node) -> Ids:
+        """The ids from the root to a node: what the model saw, and said."""
+        return as_ids(np.concatenate([entry.ids for entry in node.path()] or [node.ids]))
+
+    def leaves(self) -> list[Node]:
+        """Nodes nothing follows, in the order they were added."""
+        return [node for node in self.nodes if not node.children and node.parent is not None]
+
+
+def _root_key(frame: bytes, key: bytes) -> bytes:
+    """Other tools or template arguments make another first message, whatever it says."""
+    return xxhash.xxh3_128_digest(frame + key) if frame else key
+
+
+def _source_of(node: Node) -> int:
+    return node.id if node.is_sampled else node.source
+
+
+def _context_child(parent: Node, key: bytes, ids: Ids) -> Node | None:
+    for child in (parent.children or {}).get(key, ()):
+        if child.output is None and np.array_equal(child.ids, ids):
+            return child
+    return None
+
+
+def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Ids, Output]:
+    ids = as_ids(generation.ids)
+    count = len(ids)
+    logprobs = generation.logprobs
+    if logprobs is not None:
+        logprobs = np.asarray(logprobs, np.float32)
+        if len(logprobs) != count:
+            raise TreeError(f"logprobs: got {len(logprobs)} for {count} sampled ids, expected one for each")
+        logprobs.flags.writeable = False
+    if isinstance(generation.versions, int):
+        versions: Runs = runs_of(((count, generation.versions),))
+    else:
+        if len(generation.versions) != count:
+            raise TreeError(
+                f"versions: got {len(generation.versions)} for {count} sampled ids, expected one for each"
+            )
+        versions = compress(np.asarray(generation.versions))
+    routed = generation.routed_experts
+    if routed is not None and len(routed) != count:
+        raise TreeError(
+            f"routed_experts: got {len(routed)} rows for {count} sampled ids, expected one for each"
+        )
+    return ids, Output(call, choice, generation.finish, logprobs, versions, routed)
