@@ -44,8 +44,8 @@ class Request:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template (`enable_thinking`, …): part of a prompt's identity."""
     agent: str = DEFAULT_AGENT
-    retry: bool = False
-    """The client says it sends this again (an SDK's retry header)."""
+    retry: int = 0
+    """How often the client says it has sent this before (an SDK's retry header)."""
     spawned_by: str = ""
     """The agent that started this one, where a header says so."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -118,13 +118,16 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[int, ...]
     prompt_tokens: int
     frame: bytes = b""
+    """What keeps first messages apart beside what they say; none where tool lists are ignored."""
+    tools: bytes = b""
+    """The digest of the tools and template arguments asked for."""
     echoes: tuple[Echo, ...] = ()
     ambiguous_echo: bool = False
     """Several recorded outputs fitted an echo and nothing but their age decided."""
     encoded_tokens: int = 0
     rewritten: str = ""
     """Why the template did not show the matched path as it was sampled (`think_strip`), if it did not."""
-    retry: bool = False
+    retry: int = 0
     spawned_by: str = ""
     sampling: Mapping[str, Any] = {}
     shown: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from branchline.chat.base import Codec, History
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.tree.delta import Delivered, decode_record, encode_record
+from branchline.tree.delta import Delivered, Record, decode_record, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.tree import Tree, Turn
 
@@ -65,13 +65,20 @@ class Session:
         """Adds the outputs of a turn, one generation for each choice."""
         with self._commit:
             delta = self.tree.plan(turn, generations, call_id, self.codec)
-            durable = self._journal.append(self.id, encode_record(delta)) if self._journal else None
+            durable = self._write(delta)
             return Committed(self.tree.apply(delta), durable)
 
     def deliver(self, call: Call, delivery: Delivery = Delivery.DELIVERED) -> Future[int] | None:
         """Records what became of a call's outputs."""
         record = Delivered(call.index, delivery)
         with self._commit:
-            durable = self._journal.append(self.id, encode_record(record)) if self._journal else None
+            durable = self._write(record)
             self.tree.apply(record)
             return durable
+
+    def _write(self, record: Record) -> Future[int] | None:
+        if self._journal is None:
+            return None
+        if self._journal.failed is not None:
+            raise self._journal.failed
+        return self._journal.append(self.id, encode_record(record))

@@ -164,14 +164,11 @@ class Tree:
         parent_id = turn.parent.id
         parent: Node | None = turn.parent
         for message, piece, source in zip(turn.messages, turn.pieces, turn.sources, strict=True):
-            found = None
             if parent is not None:
-                key = message.key if parent.parent is not None else _root_key(turn.request.frame, message.key)
-                found = _context_child(parent, key, piece.ids)
-            if found is not None:
-                parent, parent_id = found, found.id
+                parent = self.context_child(parent, message, piece.ids, turn.request.frame)
+            if parent is not None:
+                parent_id = parent.id
                 continue
-            parent = None
             node_id = len(self.nodes) + len(new)
             new.append(NewNode(node_id, parent_id, message, piece.ids, piece.spans, source))
             parent_id = node_id
@@ -194,6 +191,7 @@ class Tree:
             outputs=tuple(outputs),
             prompt_tokens=len(turn.prompt_ids),
             frame=turn.request.frame,
+            tools=turn.request.frame,
             echoes=turn.echoes,
             ambiguous_echo=turn.ambiguous,
             encoded_tokens=turn.encoded,
@@ -250,6 +248,14 @@ class Tree:
         if new.output is not None:
             self._sampled.setdefault(new.message.key, []).append(node)
 
+    def context_child(self, parent: Node, message: Message, ids: Ids, frame: bytes) -> Node | None:
+        """The child that adds this message as these ids, if there is one; sampled nodes do not count."""
+        key = message.key if parent.parent is not None else _root_key(frame, message.key)
+        for child in (parent.children or {}).get(key, ()):
+            if child.output is None and np.array_equal(child.ids, ids):
+                return child
+        return None
+
     # -- reading -------------------------------------------------------------------------------------
 
     def path_ids(self, node: Node) -> Ids:
@@ -268,13 +274,6 @@ def _root_key(frame: bytes, key: bytes) -> bytes:
 
 def _source_of(node: Node) -> int:
     return node.id if node.is_sampled else node.source
-
-
-def _context_child(parent: Node, key: bytes, ids: Ids) -> Node | None:
-    for child in (parent.children or {}).get(key, ()):
-        if child.output is None and np.array_equal(child.ids, ids):
-            return child
-    return None
 
 
 def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Ids, Output]:

@@ -1,0 +1,106 @@
+"""Samples as JSON lines: one object a sample, written whole or not at all.
+
+NaN is not JSON, so an unknown logprob is null.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from branchline.core.message import Media
+from branchline.core.sample import Report, Sample
+
+
+def sample_record(sample: Sample) -> dict[str, Any]:
+    """A sample as plain JSON values."""
+    return {
+        "session": sample.session,
+        "agent": sample.agent,
+        "calls": list(sample.calls),
+        "prompt_ids": sample.prompt_ids.tolist(),
+        "response_ids": sample.response_ids.tolist(),
+        "response_mask": sample.response_mask.tolist(),
+        "response_logprobs": [
+            None if unknown else value
+            for value, unknown in zip(
+                sample.response_logprobs.tolist(), np.isnan(sample.response_logprobs).tolist(), strict=True
+            )
+        ],
+        "response_versions": sample.response_versions.tolist(),
+        "shares": sample.shares.tolist(),
+        "finish": sample.finish,
+        "exact": sample.exact,
+        "tokens_behind_other_ids": sample.tokens_behind_other_ids,
+        "missing_logprobs": sample.missing_logprobs,
+        "truncated_tokens": sample.truncated_tokens,
+        "reward": sample.reward,
+        "media": [{"kind": media.kind, "digest": media.digest, "url": media.url} for media in sample.media],
+    }
+
+
+def report_record(report: Report) -> dict[str, Any]:
+    """A report as plain JSON values."""
+    return {
+        "samples": report.samples,
+        "sampled_tokens": report.sampled_tokens,
+        "trained_tokens": report.trained_tokens,
+        "inexact_tokens": report.inexact_tokens,
+        "missing_logprobs": report.missing_logprobs,
+        "dropped": [
+            {"reason": dropped.reason, "call": dropped.call, "tokens": dropped.tokens}
+            for dropped in report.dropped
+        ],
+    }
+
+
+def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
+    """Writes samples to a file and says how many. A fault on the way leaves what was there before."""
+    target = Path(path)
+    count = 0
+    handle, temporary = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for sample in samples:
+                file.write(msgspec.json.encode(sample_record(sample)) + b"\n")
+                count += 1
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return count
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
+    """The samples of a file that `write_jsonl` wrote. Media come back as digests without payload."""
+    with Path(path).open("rb") as file:
+        for line in file:
+            yield _read_sample(msgspec.json.decode(line))
+
+
+def _read_sample(raw: dict[str, Any]) -> Sample:
+    logprobs = [np.nan if value is None else value for value in raw["response_logprobs"]]
+    return Sample(
+        prompt_ids=np.array(raw["prompt_ids"], np.int32),
+        response_ids=np.array(raw["response_ids"], np.int32),
+        response_mask=np.array(raw["response_mask"], np.int8),
+        response_logprobs=np.array(logprobs, np.float32),
+        response_versions=np.array(raw["response_versions"], np.int32),
+        shares=np.array(raw["shares"], np.float32),
+        agent=raw["agent"],
+        session=raw["session"],
+        calls=tuple(raw["calls"]),
+        finish=raw["finish"],
+        exact=raw["exact"],
+        tokens_behind_other_ids=raw["tokens_behind_other_ids"],
+        missing_logprobs=raw["missing_logprobs"],
+        truncated_tokens=raw["truncated_tokens"],
+        reward=raw["reward"],
+        media=tuple(Media(**media) for media in raw["media"]),
+    )

@@ -1,0 +1,261 @@
+"""Why does a tree fork? Every branch beyond the first at a node gets a cause, or `unknown`.
+
+Causes are judged once a tree is read, not when a call arrives: concurrent identical calls are not retries,
+and a reply shows by being continued that it reached its client. Where evidence is thin the answer is
+`unknown`, because a wrong cause misleads more than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from branchline.core.call import Call, Delivery
+from branchline.core.message import Message
+from branchline.timelines.evidence import Evidence, replaced, shares_later
+from branchline.tree.node import NOWHERE, Node
+from branchline.tree.tree import Tree
+
+
+class Cause(StrEnum):
+    """Why there is a branch."""
+
+    BEST_OF_N = "best_of_n"
+    """The same prompt sampled again for another answer."""
+    TWIN = "twin"
+    """The same, and the answers are equal."""
+    RETRY = "retry"
+    """The same prompt sent again because the answer never arrived."""
+    CANCELLED = "cancelled"
+    """A generation stopped on the way, and the prompt sent again."""
+    REPAIR_LOOP = "repair_loop"
+    """A reply got in temporary context, shown afterwards without that context."""
+    EDIT = "edit"
+    """A message replaced by another."""
+    CONTEXT_DELETE = "context_delete"
+    """Earlier messages removed, or emptied to a stub."""
+    COMPACTION = "compaction"
+    """A new start that quotes what was said before."""
+    SUB_AGENT = "sub_agent"
+    """Another agent's conversation."""
+    SIDE_CALL = "side_call"
+    """A question asked in passing: a title, a topic check."""
+    THINK_STRIP = "think_strip"
+    """The template leaves out earlier thinking."""
+    TOOLS_CHANGED = "tools_changed"
+    """The same conversation under other tools or template arguments."""
+    DRIFT = "drift"
+    """Foreign logs only: the same text, encoded again into other ids."""
+    UNKNOWN = "unknown"
+
+
+class Drop(StrEnum):
+    """Why an output never counts as something a client got."""
+
+    RETRY = "retry"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Fork:
+    """One branch beyond the first: where it leaves, from whom, and why."""
+
+    at: Node
+    branch: Node
+    beside: Node
+    """The sibling it is compared with."""
+    cause: Cause
+    call: Call
+    """The first call through the branch."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tie that no path shows: a sub-agent and the call that spawned it, a summary and its source."""
+
+    cause: Cause
+    source: Node
+    target: Node
+
+
+@dataclass
+class Judgement:
+    """Everything a tree's shape says about what its agents did."""
+
+    forks: list[Fork] = field(default_factory=list)
+    unseen: dict[int, Drop] = field(default_factory=dict)
+    """Sampled nodes that never reached a client, by node id."""
+    edges: list[Edge] = field(default_factory=list)
+    main: Node | None = None
+    """The leaf of the first agent's timeline that ends last."""
+
+
+def judge(tree: Tree) -> Judgement:
+    """Causes of all forks, outputs nobody saw, and edges beyond the tree."""
+    judgement = Judgement(unseen=_unseen(tree))
+    evidence = Evidence(tree)
+    for node in tree.nodes:
+        children = node.all_children()
+        for place in range(1, len(children)):
+            branch = children[place]
+            beside, cause = _cause(tree, evidence, judgement, node, branch, children[:place])
+            judgement.forks.append(Fork(node, branch, beside, cause, evidence.first_call(branch)))
+    judgement.main = _main_leaf(tree, judgement)
+    return judgement
+
+
+# -- outputs nobody saw ---------------------------------------------------------------------------------
+
+
+def _unseen(tree: Tree) -> dict[int, Drop]:
+    """An output that is continued was seen, whatever was recorded; of the others, retries show the losers."""
+    groups: dict[tuple[int, str], list[Call]] = {}
+    for call in tree.calls:
+        groups.setdefault((call.prompt_node, call.agent), []).append(call)
+    unseen: dict[int, Drop] = {}
+    for calls in groups.values():
+        open_calls = [call for call in calls if not any(tree.nodes[node].children for node in call.outputs)]
+        losers = _losers(tree, calls, open_calls)
+        for call in open_calls:
+            delivery = tree.delivery(call)
+            if delivery == Delivery.CANCELLED:
+                reason = Drop.CANCELLED
+            elif call.index in losers:
+                reason = Drop.RETRY
+            elif delivery == Delivery.LOST:
+                reason = Drop.LOST
+            else:
+                continue
+            unseen.update(dict.fromkeys(call.outputs, reason))
+    return unseen
+
+
+def _losers(tree: Tree, calls: Sequence[Call], open_calls: Sequence[Call]) -> set[int]:
+    """Calls whose client asked again: by its retry header, or because they were lost and asked anew."""
+    losers = {
+        call.index
+        for call in open_calls
+        if tree.delivery(call) == Delivery.LOST and any(other.index > call.index for other in calls)
+    }
+    spoken_for = len(losers)
+    for retry in sorted((call for call in calls if call.retry), key=lambda call: call.index):
+        if spoken_for:
+            spoken_for -= 1
+            continue
+        before = [
+            call
+            for call in open_calls
+            if call.index not in losers
+            and call is not retry
+            and call.retry < retry.retry
+            and tree.delivery(call) == Delivery.PENDING
+        ]
+        if before:
+            losers.add(max(before, key=lambda call: (call.retry, -call.index)).index)
+    return losers
+
+
+# -- causes ---------------------------------------------------------------------------------------------
+
+
+def _cause(
+    tree: Tree, evidence: Evidence, judgement: Judgement, at: Node, branch: Node, before: Sequence[Node]
+) -> tuple[Node, Cause]:
+    if branch.is_sampled:
+        sampled = [node for node in before if node.is_sampled]
+        if sampled:
+            return _same_prompt(tree, judgement, branch, sampled)
+        # A context message stood here first; whatever made it a branch is the cause.
+        return before[0], _other_context(tree, evidence, judgement, at, before[0], branch)
+    beside = evidence.closest(branch, before)
+    return beside, _other_context(tree, evidence, judgement, at, branch, beside)
+
+
+def _same_prompt(
+    tree: Tree, judgement: Judgement, branch: Node, siblings: Sequence[Node]
+) -> tuple[Node, Cause]:
+    retry = tree.call_of(branch).retry
+    for beside in (*reversed(siblings), branch):
+        drop = judgement.unseen.get(beside.id)
+        if drop is None or (beside is branch and drop != Drop.CANCELLED and not siblings):
+            continue
+        partner = siblings[-1] if beside is branch else beside
+        return partner, Cause.CANCELLED if drop == Drop.CANCELLED else Cause.RETRY
+    if retry:
+        return siblings[-1], Cause.RETRY
+    for beside in siblings:
+        if beside.message.key == branch.message.key:
+            return beside, Cause.TWIN
+    return siblings[0], Cause.BEST_OF_N
+
+
+def _other_context(
+    tree: Tree, evidence: Evidence, judgement: Judgement, at: Node, branch: Node, beside: Node
+) -> Cause:
+    call = evidence.first_call(branch)
+    other = evidence.first_call(beside)
+    if branch.message.key == beside.message.key:
+        return _same_message(tree, call, other, branch, beside)
+    if call.agent != other.agent:
+        spawn = evidence.spawn(branch)
+        if spawn is not None:
+            judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
+        return Cause.SUB_AGENT
+    spawn = evidence.spawn(branch)
+    if spawn is not None:
+        judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
+        return Cause.SUB_AGENT
+    if branch.source != NOWHERE and at.parent is not None and at in tree.nodes[branch.source].path():
+        return Cause.REPAIR_LOOP
+    quoted = evidence.quoted(branch)
+    if quoted is not None:
+        judgement.edges.append(Edge(Cause.COMPACTION, quoted, branch))
+        return Cause.COMPACTION
+    new, old = evidence.prompt_below(branch), evidence.path_below(beside, call)
+    if old and new and shares_later(new, old):
+        return Cause.CONTEXT_DELETE if _was_removed(new, old) else Cause.EDIT
+    if evidence.is_side_call(branch):
+        return Cause.SIDE_CALL
+    if old and new and new[0].role == old[0].role and at.parent is not None:
+        return Cause.EDIT
+    return Cause.UNKNOWN
+
+
+def _same_message(tree: Tree, call: Call, other: Call, branch: Node, beside: Node) -> Cause:
+    if call.rewritten == Cause.THINK_STRIP:
+        return Cause.THINK_STRIP
+    if call.tools != other.tools:
+        return Cause.TOOLS_CHANGED
+    source = beside if beside.is_sampled else tree.nodes[branch.source] if branch.source != NOWHERE else None
+    if source is not None and source.message.reasoning:
+        return Cause.THINK_STRIP
+    if len(branch.ids) and len(beside.ids):
+        return Cause.DRIFT
+    return Cause.UNKNOWN
+
+
+def _was_removed(new: Sequence[Message], old: Sequence[Message]) -> bool:
+    """Whether the first difference is something missing or emptied rather than something rewritten."""
+    if any(message.key == new[0].key for message in old):
+        return True
+    return replaced(new[0], old[0]) == "stub"
+
+
+# -- the main history -----------------------------------------------------------------------------------
+
+
+def _main_leaf(tree: Tree, judgement: Judgement) -> Node | None:
+    aside = {fork.branch.id for fork in judgement.forks if fork.cause in (Cause.SUB_AGENT, Cause.SIDE_CALL)}
+    best: Node | None = None
+    for leaf in tree.leaves():
+        if tree.agent_of(leaf) != tree.calls[0].agent or leaf.id in judgement.unseen:
+            continue
+        if best is None or (not _below(leaf, aside), leaf.id) > (not _below(best, aside), best.id):
+            best = leaf
+    return best
+
+
+def _below(leaf: Node, branches: set[int]) -> bool:
+    return bool(branches) and any(node.id in branches for node in leaf.path())

@@ -1,0 +1,166 @@
+"""Which logged call continues which output, for all calls at once and in time linear in the log.
+
+Each call's messages are a sequence of 128-bit keys. Hashing every prefix, column by column over all calls,
+turns "is this output's path a prefix of that call's messages" into one look-up; a hit is then confirmed
+key by key. The same is done on token ids. The answer does not depend on the order of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.core.runs import Ids
+
+Hashes = NDArray[np.uint64]
+
+_MIX_A = np.uint64(0x9E3779B97F4A7C15)
+_MIX_B = np.uint64(0xC2B2AE3D27D4EB4F)
+_MIX_C = np.uint64(0x165667B19E3779F9)
+_SHIFT = np.uint64(29)
+_WORD = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One call as the hasher sees it: who asks, its messages' keys, its outputs' keys."""
+
+    scope: int
+    """Calls of different scopes (agents, tool lists) never meet."""
+    keys: bytes
+    """16 bytes for each message of the request."""
+    outputs: tuple[bytes, ...]
+
+
+Hit = tuple[int, int, int]
+"""(depth, call, output): messages[:depth] are that call's messages and that output."""
+
+
+class Continuations:
+    """For each call the outputs it shows as a prefix of its messages, deepest first."""
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self._chains = chains
+        self._keys = [np.frombuffer(chain.keys, np.uint64).reshape(-1, 2) for chain in chains]
+        self._prefixes, self._offsets = _prefix_hashes(chains, self._keys)
+        counts = [len(chain.outputs) for chain in chains]
+        self._owners = [(call, output) for call, count in enumerate(counts) for output in range(count)]
+        ends = np.repeat(self._offsets[1:] - 1, counts)
+        output_keys = b"".join(key for chain in chains for key in chain.outputs)
+        whole = _mix(self._prefixes[ends], np.frombuffer(output_keys, np.uint64).reshape(-1, 2))
+        self._owners_of: dict[int, list[int]] = {}
+        for place, value in enumerate(whole.tolist()):
+            self._owners_of.setdefault(value, []).append(place)
+        self._found = np.flatnonzero(np.isin(self._prefixes, whole))
+        self._found_of_call = np.searchsorted(self._found, self._offsets)
+
+    def of(self, call: int) -> Iterator[Hit]:
+        first, last = self._found_of_call[call : call + 2].tolist()
+        chain, keys, start = self._chains[call], self._keys[call], int(self._offsets[call])
+        for place in self._found[first:last][::-1].tolist():
+            depth = place - start
+            for owner in self._owners_of[int(self._prefixes[place])]:
+                parent, output = self._owners[owner]
+                # Equal hashes are a hint; equal keys are the proof.
+                if (
+                    len(self._keys[parent]) == depth - 1
+                    and self._chains[parent].scope == chain.scope
+                    and self._chains[parent].outputs[output] == chain.keys[16 * depth - 16 : 16 * depth]
+                    and np.array_equal(keys[: depth - 1], self._keys[parent])
+                ):
+                    yield depth, parent, output
+
+
+def _prefix_hashes(chains: Sequence[Chain], keys: Sequence[Hashes]) -> tuple[Hashes, NDArray[np.int64]]:
+    """The hash of every prefix of every call, laid end to end, and where each call's begin."""
+    lengths = np.array([len(key) for key in keys], np.int64)
+    offsets = np.concatenate(([0], np.cumsum(lengths + 1)))
+    flat = np.concatenate(keys) if len(keys) else np.empty((0, 2), np.uint64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))[:-1]
+    prefixes = np.empty(int(offsets[-1]), np.uint64)
+    # Longest first, so that the calls that still have a message at some depth are a leading slice.
+    order = np.argsort(-lengths, kind="stable")
+    alive = np.searchsorted(-lengths[order], -np.arange(1, int(lengths.max(initial=0)) + 1), side="right")
+    current = np.array([chain.scope for chain in chains], np.uint64)[order] * _MIX_C + _MIX_A
+    prefixes[offsets[:-1][order]] = current
+    for depth, count in enumerate(alive.tolist()):
+        rows = order[:count]
+        current = _mix(current[:count], flat[starts[rows] + depth])
+        prefixes[offsets[rows] + depth + 1] = current
+    return prefixes, offsets
+
+
+def _mix(state: Hashes, key: Hashes) -> Hashes:
+    mixed = (state ^ key[:, 0]) * _MIX_B + key[:, 1] * _MIX_A
+    mixed ^= mixed >> _SHIFT
+    return mixed * _MIX_C
+
+
+class IdContinuations:
+    """For each call the outputs whose prompt and ids are a prefix of its prompt ids, deepest first.
+
+    The depth of a hit is a number of ids. At most as many prefixes are looked up as a prompt has ids, so
+    this too is linear in the log.
+    """
+
+    def __init__(
+        self, scopes: Sequence[int], prompts: Sequence[Ids | None], outputs: Sequence[Sequence[Ids | None]]
+    ) -> None:
+        self._scopes, self._prompts, self._outputs = scopes, prompts, outputs
+        longest = max((len(prompt) for prompt in prompts if prompt is not None), default=0)
+        self._powers = _powers(longest)
+        self._owners_of: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        lengths: dict[int, set[int]] = {scope: set() for scope in scopes}
+        for call, prompt in enumerate(prompts):
+            if prompt is None:
+                continue
+            total = int(_terms(prompt, self._powers).sum(dtype=np.uint64))
+            for choice, ids in enumerate(outputs[call]):
+                if ids is None or len(prompt) + len(ids) > longest:
+                    continue
+                length = len(prompt) + len(ids)
+                tail = int(_terms(ids, self._powers[len(prompt) :]).sum(dtype=np.uint64))
+                key = (scopes[call], length, (total + tail) & _WORD)
+                self._owners_of.setdefault(key, []).append((call, choice))
+                lengths[scopes[call]].add(length)
+        self._lengths = {scope: np.array(sorted(found), np.int64) for scope, found in lengths.items()}
+
+    def of(self, call: int) -> Iterator[Hit]:
+        prompt, scope = self._prompts[call], self._scopes[call]
+        if prompt is None:
+            return
+        fitting = self._lengths[scope]
+        fitting = fitting[: np.searchsorted(fitting, len(prompt), side="right")]
+        sums = np.concatenate(
+            (np.zeros(1, np.uint64), np.cumsum(_terms(prompt, self._powers), dtype=np.uint64))
+        )
+        for length in fitting[::-1].tolist():
+            for parent, choice in self._owners_of.get((scope, length, int(sums[length])), ()):
+                before, said = self._prompts[parent], self._outputs[parent][choice]
+                # An empty output is continued only by a longer prompt, or twins would continue each other.
+                if before is not None and len(before) < len(prompt) and starts_with(prompt, before, said):
+                    yield length, parent, choice
+
+
+def starts_with(prompt: Ids, *parts: Ids | None) -> bool:
+    """Whether a prompt begins with these ids, one part after the other."""
+    place = 0
+    for part in parts:
+        if part is None or len(prompt) < place + len(part):
+            return False
+        if not np.array_equal(prompt[place : place + len(part)], part):
+            return False
+        place += len(part)
+    return True
+
+
+def _powers(count: int) -> Hashes:
+    return np.cumprod(np.concatenate(([np.uint64(1)], np.full(count, _MIX_A))), dtype=np.uint64)
+
+
+def _terms(ids: Ids, powers: Hashes) -> Hashes:
+    # +1: a leading id 0 must change the hash.
+    return (ids.astype(np.uint64) + np.uint64(1)) * powers[: len(ids)]

@@ -1,0 +1,120 @@
+"""Why did it not merge? For a fork: the first divergent token, both sides, the cause, the cost.
+
+first divergent token 42: "…<think>plan" became "…The"; cause think_strip; 310 tokens computed again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from branchline.core.message import Message
+from branchline.core.runs import NO_IDS, Ids
+from branchline.timelines.causes import Cause, Fork
+from branchline.tree.node import Node
+from branchline.tree.tree import Tree
+
+Decode = Callable[[Ids], str]
+_WINDOW = 12
+"""Tokens shown of each side."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A fork explained."""
+
+    fork: Fork
+    first_divergent_token: int | None
+    """Its place on the path; None where there are no ids to compare."""
+    before: str
+    """The sibling's side, decoded."""
+    after: str
+    """The branch's side, decoded."""
+    tokens_computed_again: int
+    """Tokens of the branch's first prompt that its sibling's path already had, beyond the common ids."""
+
+    @property
+    def cause(self) -> Cause:
+        return self.fork.cause
+
+    def __str__(self) -> str:
+        if self.first_divergent_token is None:
+            place = f"message {self.fork.branch.depth}"
+        else:
+            place = f"first divergent token {self.first_divergent_token}"
+        return (
+            f"{place}: {self.before!r} became {self.after!r}; cause {self.cause}; "
+            f"{self.tokens_computed_again} tokens computed again"
+        )
+
+
+def diagnose(tree: Tree, fork: Fork, decode: Decode | None = None) -> Diagnosis:
+    """Explains one fork; without a decoder the sides are shown as the messages' texts or as ids."""
+    ours = _branch_nodes(tree, fork)
+    theirs = _sibling_nodes(fork.beside)
+    our_ids, their_ids = _join(ours), _join(theirs)
+    common = _common_prefix(our_ids, their_ids)
+    if not len(our_ids) and not len(their_ids):
+        place, before, after = None, _excerpt(fork.beside.message), _excerpt(fork.branch.message)
+    else:
+        place = fork.at.end + common
+        before = _show(their_ids[common : common + _WINDOW], decode)
+        after = _show(our_ids[common : common + _WINDOW], decode)
+    return Diagnosis(fork, place, before, after, _computed_again(ours, theirs, common))
+
+
+def _branch_nodes(tree: Tree, fork: Fork) -> list[Node]:
+    """From the branch to the end of its first prompt; a sampled branch is itself."""
+    if fork.branch.is_sampled:
+        return [fork.branch]
+    path = tree.nodes[fork.call.prompt_node].path()
+    return path[fork.at.depth :]
+
+
+def _sibling_nodes(beside: Node) -> list[Node]:
+    """Down the sibling's first children."""
+    nodes = [beside]
+    while nodes[-1].children:
+        nodes.append(nodes[-1].all_children()[0])
+    return nodes
+
+
+def _join(nodes: Sequence[Node]) -> Ids:
+    return np.concatenate([NO_IDS, *(node.ids for node in nodes)])
+
+
+def _common_prefix(one: Ids, other: Ids) -> int:
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _computed_again(ours: Sequence[Node], theirs: Sequence[Node], common: int) -> int:
+    context = [node for node in ours if not node.is_sampled]
+    known = {node.message.key for node in theirs}
+    if any(not len(node.ids) for node in context):
+        # A grafted tree keeps the ids of several messages on the last one: share them out by length.
+        tokens = sum(len(node.ids) for node in context)
+        lengths = [len(node.message.text) + 1 for node in context]
+        shown = sum(
+            length for node, length in zip(context, lengths, strict=True) if node.message.key in known
+        )
+        again = round(tokens * shown / sum(lengths))
+        return max(0, again - common)
+    place = again = 0
+    for node in context:
+        if node.message.key in known:
+            again += max(0, len(node.ids) - max(0, common - place))
+        place += len(node.ids)
+    return again
+
+
+def _show(ids: Ids, decode: Decode | None) -> str:
+    return decode(ids) if decode is not None else " ".join(map(str, ids.tolist()))
+
+
+def _excerpt(message: Message) -> str:
+    calls = " ".join(f"{call.name}({call.arguments})" for call in message.calls)
+    return f"{message.role}: {message.text or calls}"[:80]

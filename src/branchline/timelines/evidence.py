@@ -1,0 +1,177 @@
+"""What can be seen around a fork: which call came first, who is quoted, what was left out.
+
+Nothing here decides a cause; it answers the questions `causes` asks of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+from branchline.core.call import Call
+from branchline.core.message import Message
+from branchline.tree.node import Node
+from branchline.tree.tree import Tree
+
+_QUOTE = 16
+"""Characters a quotation must have; shorter texts turn up by chance."""
+_TASK = 8
+"""Characters of a first user text to be looked for in tool arguments."""
+_LOOKED_AT = 4
+"""New messages searched for quotations."""
+_NEIGHBOURS = 8
+"""Siblings a branch is compared with, the latest ones: a thousand branches must not take a million looks."""
+
+
+class Evidence:
+    """Answers about one tree, computed once."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._first_call: dict[int, Call] = {}
+        self._calls_below: dict[int, int] = {}
+        for call in tree.calls:
+            for output in call.outputs:
+                node: Node | None = tree.nodes[output]
+                while node is not None and node.id not in self._first_call:
+                    self._first_call[node.id] = call
+                    node = node.parent
+        # Children come after their parents, so one pass from the end adds up every subtree.
+        for node in reversed(tree.nodes):
+            below = self._calls_below.get(node.id, 0) + node.is_sampled
+            self._calls_below[node.id] = below
+            if node.parent is not None:
+                self._calls_below[node.parent.id] = self._calls_below.get(node.parent.id, 0) + below
+
+    def first_call(self, branch: Node) -> Call:
+        """The first call whose prompt or output goes through a node."""
+        return self._first_call[branch.id]
+
+    def prompt_below(self, branch: Node) -> list[Message]:
+        """The context messages from a branch down to the end of its first prompt."""
+        if branch.is_sampled:
+            return []
+        messages: list[Message] = []
+        node: Node | None = self._tree.nodes[self.first_call(branch).prompt_node]
+        while node is not None and node is not branch.parent:
+            messages.append(node.message)
+            node = node.parent
+        return messages[::-1]
+
+    def path_below(self, beside: Node, call: Call) -> list[Message]:
+        """The messages from a sibling down its longest path that was there before a call."""
+        last = self._deepest_before(beside, call)
+        messages: list[Message] = []
+        node: Node | None = last
+        while node is not None and node is not beside.parent:
+            messages.append(node.message)
+            node = node.parent
+        return messages[::-1]
+
+    def _deepest_before(self, beside: Node, call: Call) -> Node:
+        best, stack = beside, [beside]
+        while stack:
+            node = stack.pop()
+            if node.depth > best.depth:
+                best = node
+            stack += [
+                child
+                for child in node.all_children()
+                if child.id in self._first_call and self._first_call[child.id].index < call.index
+            ]
+        return best
+
+    def closest(self, branch: Node, siblings: Sequence[Node]) -> Node:
+        """The sibling whose path has most in common with a branch; the latest among equals."""
+        if len(siblings) == 1:
+            return siblings[0]
+        siblings = [node for node in siblings[:-_NEIGHBOURS] if node.id == branch.source] + [
+            *siblings[-_NEIGHBOURS:]
+        ]
+        call = self.first_call(branch)
+        keys = {message.key for message in self.prompt_below(branch)}
+
+        def likeness(sibling: Node) -> tuple[bool, int, int]:
+            shared = sum(message.key in keys for message in self.path_below(sibling, call))
+            return (sibling.id == branch.source, shared, sibling.id)
+
+        return max(siblings, key=likeness)
+
+    def spawn(self, branch: Node) -> Node | None:
+        """The latest earlier tool call that hands this branch its task."""
+        call = self.first_call(branch)
+        task = next((message.text for message in self.prompt_below(branch) if message.role == "user"), "")
+        if len(task.strip()) < _TASK:
+            return None
+        for node in reversed(self._callers):
+            if self._tree.call_of(node).index >= call.index:
+                continue
+            if any(_holds(made.arguments, task) for made in node.message.calls) and branch not in node.path():
+                return node
+        return None
+
+    @cached_property
+    def _callers(self) -> list[Node]:
+        return [node for node in self._tree.nodes if node.is_sampled and node.message.calls]
+
+    def quoted(self, branch: Node) -> Node | None:
+        """An earlier output of the same agent that the branch's first new messages repeat word for word."""
+        call = self.first_call(branch)
+        texts = [message.text for message in self.prompt_below(branch) if message.role != "assistant"]
+        texts = [text for text in texts[:_LOOKED_AT] if len(text) >= _QUOTE]
+        if not texts:
+            return None
+        for node in reversed(self._tree.nodes[: branch.id]):
+            if node.output is None or self._tree.calls[node.output.call].agent != call.agent:
+                continue
+            said = node.message.text.strip()
+            if len(said) >= _QUOTE and any(said in text for text in texts) and branch not in node.path():
+                return node
+        return None
+
+    def is_side_call(self, branch: Node) -> bool:
+        """One call that nothing follows, without the tools of the others, about what the user said."""
+        if self._calls_below[branch.id] != 1 or branch.parent is None:
+            return False
+        call = self.first_call(branch)
+        first = self._tree.calls[0]
+        if call is first:
+            return False
+        task = next((message.text for message in self._first_prompt if message.role == "user"), "").strip()
+        about = bool(task) and any(
+            task in message.text and task != message.text.strip() for message in self.prompt_below(branch)
+        )
+        return about or (not call.tools and bool(first.tools))
+
+    @cached_property
+    def _first_prompt(self) -> list[Message]:
+        return [node.message for node in self._tree.nodes[self._tree.calls[0].prompt_node].path()]
+
+
+def _holds(arguments: str, task: str) -> bool:
+    """Whether tool arguments, a JSON text, carry a task."""
+    task = task.strip()
+    if task in arguments:
+        return True
+    try:
+        return task in arguments.encode().decode("unicode_escape")
+    except UnicodeError:
+        return False
+
+
+def shares_later(new: Sequence[Message], old: Sequence[Message]) -> bool:
+    """Whether two runs of messages that differ at once have something in common further on."""
+    later = {message.key for message in old}
+    return any(message.key in later for message in new)
+
+
+def replaced(new: Message, old: Message) -> Literal["stub", "other"]:
+    """Whether a message was emptied (the same role, much shorter) or rewritten."""
+    if new.role != old.role or [call.name for call in new.calls] != [call.name for call in old.calls]:
+        return "other"
+    before = len(old.text) + sum(len(call.arguments) for call in old.calls)
+    after = len(new.text) + sum(len(call.arguments) for call in new.calls)
+    if new.role == "user":
+        return "other"
+    return "stub" if after < before else "other"

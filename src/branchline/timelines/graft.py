@@ -1,0 +1,208 @@
+"""Turns linked foreign calls into a tree.
+
+The log says what a whole prompt was, not which ids each message added. The ids between two outputs
+therefore sit on the last message before the later one; the messages before it add none. Every path still
+spells prompt and output exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from branchline.core.call import Call, Delivery, Echo, Output
+from branchline.core.echo import echo
+from branchline.core.message import Message
+from branchline.core.runs import NO_IDS, Ids, Origin, as_ids, runs_of
+from branchline.timelines.align import Method
+from branchline.timelines.links import Link
+from branchline.timelines.log import LoggedCall
+from branchline.tree.delta import Delivered, Delta, NewNode
+from branchline.tree.node import NOWHERE, Node
+from branchline.tree.tree import Tree
+
+Place = tuple[int, int]
+"""(call, output) in a log."""
+_MOST_SOURCES = 16
+"""Equal answers looked through for the best source of one message; more would make `OK` quadratic."""
+
+
+@dataclass(frozen=True)
+class Graft:
+    """A tree grown from a log, and which logged call each of its calls is."""
+
+    tree: Tree
+    order: list[int]
+
+
+def graft(
+    calls: Sequence[LoggedCall],
+    links: Sequence[Link | None],
+    left_out: set[Place],
+    *,
+    ignore_tools: bool,
+) -> Graft:
+    """Grows a tree from calls and what each continues."""
+    grower = _Grower(calls, links, left_out, ignore_tools)
+    order = _parents_first(links, grower.sources)
+    for index in order:
+        grower.grow(index)
+    return Graft(grower.tree, order)
+
+
+def _parents_first(links: Sequence[Link | None], sources: Sequence[dict[int, Place]]) -> list[int]:
+    """An order in which what a call continues, and what it shows again, comes before it."""
+    order: list[int] = []
+    state = [0] * len(links)
+    for first in range(len(links)):
+        stack = [first]
+        while stack:
+            index = stack[-1]
+            link = links[index]
+            needed = [link.parent] if link is not None else []
+            needed += [call for call, _ in sources[index].values()]
+            waiting = [other for other in needed if state[other] == 0] if state[index] == 0 else []
+            state[index] = max(state[index], 1)
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if state[index] == 1:
+                state[index] = 2
+                order.append(index)
+    return order
+
+
+class _Grower:
+    def __init__(
+        self,
+        calls: Sequence[LoggedCall],
+        links: Sequence[Link | None],
+        left_out: set[Place],
+        ignore_tools: bool,
+    ) -> None:
+        self.tree = Tree()
+        self.sources = _find_sources(calls, links)
+        self._calls = calls
+        self._links = links
+        self._left_out = left_out
+        self._ignore_tools = ignore_tools
+        self._nodes: dict[Place, Node] = {}
+        self._inexact: set[Place] = set()
+
+    def grow(self, index: int) -> None:
+        """Adds one call whose parent is in the tree already."""
+        call, link = self._calls[index], self._links[index]
+        parent, start, ids, exact = self.tree.root, 0, call.prompt_ids, call.prompt_ids is not None
+        if link is not None:
+            place = (link.parent, link.output)
+            parent, start, cut = self._nodes[place], link.depth, link.cut
+            exact = (
+                exact and cut is not None and cut.method == Method.IDENTICAL and place not in self._inexact
+            )
+            ids = None if ids is None or cut is None else ids[cut.end :]
+        frame = b"" if self._ignore_tools else call.request.frame
+        ids = as_ids(NO_IDS if ids is None else ids)
+        new, prompt_node, echoes, shown = self._context(index, parent, start, ids, frame)
+        opening = ids if start == len(call.request.messages) else NO_IDS
+        choices = [choice for choice in range(len(call.outputs)) if (index, choice) not in self._left_out]
+        call_index, free = len(self.tree.calls), len(self.tree.nodes) + len(new)
+        outputs = [
+            _output_node(call, call_index, choice, opening, free + offset, prompt_node, exact)
+            for offset, choice in enumerate(choices)
+        ]
+        record = Call(
+            index=call_index,
+            id=call.id or f"line-{call.line}",
+            agent=call.agent,
+            prompt_node=prompt_node,
+            outputs=tuple(node.id for node in outputs),
+            prompt_tokens=0 if call.prompt_ids is None else len(call.prompt_ids),
+            frame=frame,
+            tools=call.request.frame,
+            echoes=echoes,
+            shown=shown,
+        )
+        self.tree.apply(Delta((*new, *outputs), record))
+        self.tree.apply(Delivered(record.index, Delivery.DELIVERED))
+        for choice, node in zip(choices, outputs, strict=True):
+            self._nodes[index, choice] = self.tree.nodes[node.id]
+            if not exact:
+                self._inexact.add((index, choice))
+
+    def _context(
+        self, index: int, parent: Node, start: int, ids: Ids, frame: bytes
+    ) -> tuple[list[NewNode], int, tuple[Echo, ...], tuple[int, ...]]:
+        messages = self._calls[index].request.messages
+        new: list[NewNode] = []
+        echoes: list[Echo] = []
+        shown: list[int] = []
+        at: Node | None = parent
+        parent_id = parent.id
+        for place in range(start, len(messages)):
+            message = messages[place]
+            added = ids if place == len(messages) - 1 else NO_IDS
+            source = self._nodes.get(self.sources[index].get(place, (-1, -1)))
+            if source is not None:
+                shown.append(source.id)
+                echoes += [Echo(place, used) for used in echo(source.message, message) or ()]
+            at = self.tree.context_child(at, message, added, frame) if at is not None else None
+            if at is not None:
+                parent_id = at.id
+                continue
+            node_id = len(self.tree.nodes) + len(new)
+            spans = runs_of(((len(added), Origin.CONTEXT),))
+            new.append(NewNode(node_id, parent_id, message, added, spans, source.id if source else NOWHERE))
+            parent_id = node_id
+        return new, parent_id, tuple(echoes), tuple(shown)
+
+
+def _find_sources(calls: Sequence[LoggedCall], links: Sequence[Link | None]) -> list[dict[int, Place]]:
+    """For each call, which of the messages it adds as context were sampled in another place, and where."""
+    said: dict[bytes, list[Place]] = {}
+    for index, call in enumerate(calls):
+        for choice, output in enumerate(call.outputs):
+            said.setdefault(output.message.key, []).append((index, choice))
+    sources: list[dict[int, Place]] = []
+    for index, (call, link) in enumerate(zip(calls, links, strict=True)):
+        found: dict[int, Place] = {}
+        for place in range(link.depth if link is not None else 0, len(call.request.messages)):
+            message = call.request.messages[place]
+            if message.role == "assistant" and message.key in said:
+                source = _best_source(calls, message, index, said[message.key][:_MOST_SOURCES])
+                if source is not None:
+                    found[place] = source
+        sources.append(found)
+    return sources
+
+
+def _best_source(
+    calls: Sequence[LoggedCall], message: Message, index: int, places: Sequence[Place]
+) -> Place | None:
+    ranked: list[tuple[bool, int, int, Place]] = []
+    for call, choice in places:
+        used = echo(calls[call].outputs[choice].message, message) if call != index else None
+        if used is not None:
+            other_agent = calls[call].agent != calls[index].agent
+            ranked.append((other_agent, len(used), calls[call].line, (call, choice)))
+    return min(ranked)[-1] if ranked else None
+
+
+def _output_node(
+    call: LoggedCall, call_index: int, choice: int, opening: Ids, node_id: int, parent: int, exact: bool
+) -> NewNode:
+    output = call.outputs[choice]
+    said = NO_IDS if output.ids is None else output.ids
+    known = Output(
+        call_index,
+        choice,
+        output.finish,
+        output.logprobs if output.ids is not None else None,
+        runs_of(((len(said), 0),)),
+        behind_other_ids=not (exact and output.ids_were_sampled),
+    )
+    spans = runs_of(((len(opening), Origin.TEMPLATE), (len(said), Origin.SAMPLED)))
+    ids = as_ids(np.concatenate((opening, said)))
+    return NewNode(node_id, parent, output.message, ids, spans, NOWHERE, known)

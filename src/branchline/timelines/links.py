@@ -1,0 +1,158 @@
+"""Which output does each logged call continue?
+
+By text, the deepest output whose messages the call repeats, tool calls and role included; by token, the
+deepest whose ids it repeats. Where several fit, ids decide, then echoed ids on the wire, then how little
+had to be tolerated, then the order of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from branchline.core.echo import echo
+from branchline.core.message import Message
+from branchline.timelines.align import Cut, Method, TokenBytes, find_end
+from branchline.timelines.chains import Chain, Continuations, IdContinuations
+from branchline.timelines.log import LoggedCall, LoggedOutput
+
+Compare = Literal["text", "token"]
+
+
+@dataclass(frozen=True)
+class MergePolicy:
+    """How alike two calls must be for one to continue the other."""
+
+    compare: Compare = "text"
+    """`text`: the same messages, tool calls included. `token`: the same ids, nothing else."""
+    ignore_tools: bool = True
+    """Merge across different tool lists."""
+    repair: bool = True
+    """Where texts agree and ids do not, put the sampled ids back instead of forking."""
+    deduplicate: bool = False
+    """Keep one of several outputs that are equal in every id; by default each is a sample."""
+    token_bytes: TokenBytes | None = None
+    """The bytes of a token, where a tokenizer is at hand: makes repairs certain."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The output a call continues: messages[:depth] end in it."""
+
+    depth: int
+    parent: int
+    output: int
+    cut: Cut | None
+    """Where that output ends in the call's prompt; None where there are no ids to say."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """For each call what it continues, or None."""
+
+    of_call: list[Link | None]
+    drifted: list[tuple[int, int]]
+    """(call, depth): left apart at that message because ids disagree where texts agree."""
+
+
+def find_links(calls: Sequence[LoggedCall], scopes: Sequence[int], policy: MergePolicy) -> Links:
+    if policy.compare == "token":
+        return Links(list(_token_links(calls, scopes)), [])
+    drifted: list[tuple[int, int]] = []
+    return Links(list(_text_links(calls, scopes, policy, drifted)), drifted)
+
+
+def _token_links(calls: Sequence[LoggedCall], scopes: Sequence[int]) -> Iterator[Link | None]:
+    found = IdContinuations(
+        scopes, [call.prompt_ids for call in calls], [[out.ids for out in call.outputs] for call in calls]
+    )
+    for index in range(len(calls)):
+        hit = next(found.of(index), None)
+        if hit is None:
+            yield None
+            continue
+        end, parent, output = hit
+        depth = min(len(calls[parent].request.messages) + 1, len(calls[index].request.messages))
+        yield Link(depth, parent, output, Cut(end, Method.IDENTICAL))
+
+
+def _text_links(
+    calls: Sequence[LoggedCall], scopes: Sequence[int], policy: MergePolicy, drifted: list[tuple[int, int]]
+) -> Iterator[Link | None]:
+    found = Continuations(
+        [
+            Chain(
+                scope,
+                b"".join([message.key for message in call.request.messages]),
+                tuple(output.message.key for output in call.outputs),
+            )
+            for scope, call in zip(scopes, calls, strict=True)
+        ]
+    )
+    reasoned = any(output.message.reasoning for call in calls for output in call.outputs)
+    for index, call in enumerate(calls):
+        best: Link | None = None
+        rank: tuple[int, ...] = ()
+        for depth, parent, output in found.of(index):
+            if best is not None and depth < best.depth:
+                break
+            earlier = calls[parent]
+            said = earlier.outputs[output]
+            used = echo(said.message, call.request.messages[depth - 1])
+            if used is None or (reasoned and not _same_reasoning(call, earlier)):
+                continue
+            cut = _cut(call, earlier, said, depth, policy)
+            if not _may_join(cut, said.message, policy):
+                drifted.append((index, depth))
+                continue
+            exact = cut is None or cut.method == Method.IDENTICAL
+            echoed = bool(said.message.id) and said.message.id == call.request.messages[depth - 1].id
+            echoed_calls = _echoed_calls(said.message, call.request.messages[depth - 1 :])
+            now = (not exact, -(echoed + echoed_calls), len(used))
+            if best is None or now < rank:
+                best, rank = Link(depth, parent, output, cut), now
+        yield best
+
+
+def _cut(
+    call: LoggedCall, earlier: LoggedCall, said: LoggedOutput, depth: int, policy: MergePolicy
+) -> Cut | None:
+    if call.prompt_ids is None or earlier.prompt_ids is None or said.ids is None:
+        return None
+    return find_end(
+        call.prompt_ids,
+        earlier.prompt_ids,
+        said.ids,
+        finish=said.finish,
+        following=call.request.messages[depth:],
+        answer=said.message,
+        token_bytes=policy.token_bytes,
+    )
+
+
+def _may_join(cut: Cut | None, said: Message, policy: MergePolicy) -> bool:
+    """Ids decide: what they show to be missing from the later prompt must not be put back into it."""
+    if cut is None or cut.method == Method.IDENTICAL:
+        return True
+    if said.reasoning and cut.method in (Method.STOP_TOKEN, Method.ESTIMATE):
+        # Other ids and not provably the same text: the template left the thinking out.
+        return False
+    return policy.repair
+
+
+def _same_reasoning(call: LoggedCall, earlier: LoggedCall) -> bool:
+    """Whether both calls show the same reasoning for what they have in common, as far as they show any."""
+    for mine, theirs in zip(call.request.messages, earlier.request.messages, strict=False):
+        if mine.reasoning and theirs.reasoning and mine.reasoning.strip() != theirs.reasoning.strip():
+            return False
+    return True
+
+
+def _echoed_calls(said: Message, shown: Sequence[Message]) -> int:
+    known = {call.id for call in said.calls if call.id}
+    if not known:
+        return 0
+    wire = {call.id for call in shown[0].calls}
+    wire.update(message.answers for message in shown[1:] if message.role == "tool")
+    return len(known & wire)

@@ -1,0 +1,212 @@
+"""Calls captured elsewhere, one JSON object a line, as the merger wants them.
+
+A line is `{"session": str?, "agent": str?, "request": <chat completion request>, "response": <response>}`,
+with ids where vLLM puts them and logprobs in OpenAI's form. What cannot be used is refused with the file,
+the line and what was expected; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from branchline.core.call import DEFAULT_AGENT, Request
+from branchline.core.errors import InputError, LogError, MessageError
+from branchline.core.message import Message
+from branchline.core.reader import read_message
+from branchline.core.runs import Floats, Ids, as_ids
+
+_MAX_ID = 2**31
+
+
+@dataclass(frozen=True)
+class LoggedOutput:
+    """One choice of a logged response."""
+
+    message: Message
+    ids: Ids | None = None
+    logprobs: Floats | None = None
+    finish: str = "stop"
+    ids_were_sampled: bool = True
+    """False where the log had no ids and these were made by encoding its text."""
+
+
+@dataclass(frozen=True)
+class LoggedCall:
+    """One call somebody else captured; ids are there or they are not."""
+
+    request: Request
+    outputs: tuple[LoggedOutput, ...]
+    prompt_ids: Ids | None = None
+    session: str = ""
+    line: int = 0
+    id: str = ""
+
+    @property
+    def agent(self) -> str:
+        return self.request.agent
+
+
+@dataclass
+class LogReading:
+    """Reads a log to its end; with `skip_bad`, bad lines are kept as errors and the rest goes on."""
+
+    path: Path
+    skip_bad: bool = False
+    check_ids: Callable[[Ids], str | None] | None = None
+    """Says what is wrong with some ids, or None; a tokenizer knows which ids decode."""
+    errors: list[LogError] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[LoggedCall]:
+        try:
+            with self.path.open("rb") as file:
+                yield from self._read(file)
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+
+    def _read(self, lines: Iterable[bytes]) -> Iterator[LoggedCall]:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield self._read_line(line, number)
+            except LogError as error:
+                if not self.skip_bad:
+                    raise
+                self.errors.append(error)
+
+    def _read_line(self, line: bytes, number: int) -> LoggedCall:
+        try:
+            call = read_call(msgspec.json.decode(line), number)
+            for where, ids in _all_ids(call):
+                problem = self.check_ids(ids) if self.check_ids else None
+                if problem:
+                    raise InputError(f"{where}: {problem}")
+        except msgspec.DecodeError as error:
+            raise LogError(str(self.path), number, f"expected one JSON object a line: {error}") from error
+        except InputError as error:
+            raise LogError(str(self.path), number, str(error)) from error
+        return call
+
+
+def read_log(path: str | Path) -> list[LoggedCall]:
+    """All calls of a log; the first bad line raises."""
+    return list(LogReading(Path(path)))
+
+
+def read_call(raw: object, line: int = 0) -> LoggedCall:
+    """One decoded line of a log."""
+    if not isinstance(raw, dict):
+        raise MessageError("line", raw, "an object with request and response")
+    for key in ("request", "response"):
+        if not isinstance(raw.get(key), dict):
+            raise MessageError(key, raw.get(key), f"an object (a chat completion {key})")
+    response = raw["response"]
+    agent = _name(raw, "agent") or DEFAULT_AGENT
+    request = Request.read(raw["request"], agent=agent)
+    choices = response.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise MessageError("response.choices", choices, "a non-empty list")
+    outputs = tuple(
+        _read_choice(choice, f"response.choices[{index}]", response.get("id"))
+        for index, choice in enumerate(choices)
+    )
+    return LoggedCall(
+        request,
+        outputs,
+        _read_ids(response.get("prompt_token_ids"), "response.prompt_token_ids"),
+        session=_name(raw, "session"),
+        line=line,
+        id=str(response.get("id") or ""),
+    )
+
+
+def _name(raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise MessageError(key, value, "a string")
+    return value
+
+
+def _read_choice(raw: object, where: str, response_id: object) -> LoggedOutput:
+    if not isinstance(raw, dict):
+        raise MessageError(where, raw, "an object with a message")
+    body = raw.get("message")
+    if isinstance(body, dict):
+        body = {"role": "assistant", **body}
+    message = read_message(body, f"{where}.message")
+    if message.role != "assistant":
+        raise MessageError(f"{where}.message.role", message.role, "assistant")
+    if isinstance(response_id, str) and response_id and not message.id:
+        message = msgspec.structs.replace(message, id=response_id)
+    ids = _read_ids(raw.get("token_ids"), f"{where}.token_ids")
+    logprobs = _read_logprobs(raw.get("logprobs"), f"{where}.logprobs")
+    if ids is not None and logprobs is not None and len(ids) != len(logprobs):
+        raise MessageError(
+            f"{where}.logprobs", f"{len(logprobs)} entries", f"one for each of {len(ids)} token_ids"
+        )
+    return LoggedOutput(message, ids, logprobs, str(raw.get("finish_reason") or "stop"))
+
+
+def _read_ids(raw: object, where: str) -> Ids | None:
+    if raw is None:
+        return None
+    if not isinstance(raw, list):
+        raise MessageError(where, raw, "a list of token ids")
+    try:
+        ids = np.array(raw) if raw else np.empty(0, np.int64)
+    except (ValueError, OverflowError):
+        ids = np.empty(0, np.float64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise MessageError(where, raw, "a list of token ids (integers)")
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= _MAX_ID):
+        bad = int(np.flatnonzero((ids < 0) | (ids >= _MAX_ID))[0])
+        raise MessageError(f"{where}[{bad}]", raw[bad], "a token id from 0 to 2147483647")
+    return as_ids(ids)
+
+
+def _read_logprobs(raw: object, where: str) -> Floats | None:
+    if raw is None:
+        return None
+    content = raw.get("content") if isinstance(raw, dict) else raw
+    if content is None:
+        return None
+    if not isinstance(content, list):
+        raise MessageError(f"{where}.content", content, "a list with one entry per token")
+    try:
+        values = [entry["logprob"] for entry in content]
+        return np.array([np.nan if value is None else value for value in values], np.float32)
+    except (TypeError, KeyError, ValueError):
+        raise MessageError(f"{where}.content", content, "entries with a logprob (a number)") from None
+
+
+def _all_ids(call: LoggedCall) -> Iterator[tuple[str, Ids]]:
+    if call.prompt_ids is not None:
+        yield "response.prompt_token_ids", call.prompt_ids
+    for index, output in enumerate(call.outputs):
+        if output.ids is not None:
+            yield f"response.choices[{index}].token_ids", output.ids
+
+
+def by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]:
+    """Calls of each session, in the order sessions first appear."""
+    sessions: dict[str, list[LoggedCall]] = {}
+    for call in calls:
+        sessions.setdefault(call.session, []).append(call)
+    return sessions
+
+
+def with_ids(call: LoggedCall, prompt_ids: Ids, output_ids: Iterable[Ids]) -> LoggedCall:
+    """The call with ids that were made afterwards, by encoding what the log has as text."""
+    outputs = tuple(
+        replace(output, ids=ids, logprobs=None, ids_were_sampled=False)
+        for output, ids in zip(call.outputs, output_ids, strict=True)
+    )
+    return replace(call, prompt_ids=prompt_ids, outputs=outputs)

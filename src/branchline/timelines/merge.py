@@ -1,0 +1,129 @@
+"""Merging foreign logs: calls captured elsewhere become one tree, whatever order they come in.
+
+AgentJet's rule, for all calls at once: a timeline whose messages are a prefix of another's is absorbed by
+it, and what the model said there is the model's. Outputs keep the ids they were sampled with; a call that
+was sampled behind other ids than those now before it says so (`behind_other_ids`).
+
+    merged = merge(read_log("calls.jsonl"))
+    merged.tree, merged.line_of_call, merged.repairs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from branchline.core.message import Message
+from branchline.core.runs import NO_IDS
+from branchline.timelines.align import Method
+from branchline.timelines.graft import Graft, graft
+from branchline.timelines.links import Link, MergePolicy, find_links
+from branchline.timelines.log import LoggedCall
+from branchline.tree.tree import Tree
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A place where sampled ids were put back in front of a call that was sampled behind others."""
+
+    line: int
+    method: Method
+
+
+@dataclass
+class Merged:
+    """One session's calls as a tree."""
+
+    calls: list[LoggedCall]
+    links: list[Link | None]
+    policy: MergePolicy
+    duplicates: list[tuple[int, int]] = field(default_factory=list)
+    """(call, output) left out because an equal one is kept."""
+    drifted: list[tuple[int, int]] = field(default_factory=list)
+    """(call, depth) of calls left apart because ids disagree where texts agree."""
+    _graft: Graft | None = None
+
+    @property
+    def repairs(self) -> list[Repair]:
+        return [
+            Repair(call.line, link.cut.method)
+            for call, link in zip(self.calls, self.links, strict=True)
+            if link is not None and link.cut is not None and link.cut.method != Method.IDENTICAL
+        ]
+
+    @property
+    def tree(self) -> Tree:
+        return self._grafted.tree
+
+    @property
+    def line_of_call(self) -> list[int]:
+        """The log line of each call of the tree."""
+        return [self.calls[index].line for index in self._grafted.order]
+
+    @property
+    def _grafted(self) -> Graft:
+        if self._graft is None:
+            self._graft = graft(
+                self.calls, self.links, set(self.duplicates), ignore_tools=self.policy.ignore_tools
+            )
+        return self._graft
+
+    def timelines(self) -> Iterator[tuple[list[Message], list[int]]]:
+        """Merged timelines as (messages, places the model wrote), straight from the links."""
+        continued = {(link.parent, link.output) for link in self.links if link is not None}
+        dropped = set(self.duplicates)
+        for index, call in enumerate(self.calls):
+            written: list[int] | None = None
+            for choice, output in enumerate(call.outputs):
+                if (index, choice) in continued or (index, choice) in dropped:
+                    continue
+                if written is None:
+                    written = self._written(index)
+                yield [*call.request.messages, output.message], [*written, len(call.request.messages)]
+
+    def _written(self, index: int) -> list[int]:
+        places: list[int] = []
+        link = self.links[index]
+        while link is not None:
+            places.append(link.depth - 1)
+            link = self.links[link.parent]
+        return places[::-1]
+
+
+def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> Merged:
+    """Merges the calls of one session. Linear in the log; the order of calls does not matter."""
+    policy = policy or MergePolicy()
+    calls = list(calls)
+    scopes = _scopes(calls, policy)
+    links = find_links(calls, scopes, policy)
+    merged = Merged(calls, links.of_call, policy, drifted=links.drifted)
+    if policy.deduplicate:
+        merged.duplicates = list(_duplicates(calls, scopes, merged.links))
+    return merged
+
+
+def _scopes(calls: Sequence[LoggedCall], policy: MergePolicy) -> list[int]:
+    """A number for each set of calls that may meet: one agent, and one tool list unless those are ignored."""
+    numbers: dict[tuple[str, bytes], int] = {}
+    return [
+        numbers.setdefault((call.agent, b"" if policy.ignore_tools else call.request.frame), len(numbers))
+        for call in calls
+    ]
+
+
+def _duplicates(
+    calls: Sequence[LoggedCall], scopes: Sequence[int], links: Sequence[Link | None]
+) -> Iterator[tuple[int, int]]:
+    """Outputs equal to another of their prompt in every id, or in text without ids; continued ones stay."""
+    continued = {(link.parent, link.output) for link in links if link is not None}
+    kept: dict[object, bool] = {}
+    places = [(index, choice) for index, call in enumerate(calls) for choice in range(len(call.outputs))]
+    for index, choice in sorted(places, key=lambda place: place not in continued):
+        call, output = calls[index], calls[index].outputs[choice]
+        prompt = (call.prompt_ids if call.prompt_ids is not None else NO_IDS).tobytes()
+        ids = output.ids.tobytes() if output.ids is not None else output.message.key
+        keys = b"".join(message.key for message in call.request.messages)
+        identity = (scopes[index], keys, prompt, ids, output.message.text)
+        if identity in kept and (index, choice) not in continued:
+            yield index, choice
+        kept[identity] = True

@@ -1,0 +1,145 @@
+"""A timeline: one root-to-leaf path of a tree, read as aligned arrays.
+
+`ids`, `origins`, `mask`, `logprobs` and `versions` have one length, always. A timeline is a view: it
+computes from the nodes when asked, and holds no tokens of its own until then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.core.call import Call
+from branchline.core.message import Media, Message
+from branchline.core.runs import NO_IDS, Floats, Ids, Origin, expand, runs_of, total
+from branchline.tree.node import Node
+from branchline.tree.tree import Tree
+
+Author = Literal["llm", "env"]
+NO_VERSION = -1
+
+
+@dataclass(frozen=True)
+class Emission:
+    """One assistant turn of a timeline: what it saw is `ids[:start]`, what it said `ids[start:end]`."""
+
+    call: Call
+    node: Node
+    start: int
+    end: int
+    finish: str
+
+
+class Timeline:
+    """A path of a tree as a trainer sees it."""
+
+    def __init__(self, tree: Tree, leaf: Node) -> None:
+        self.tree = tree
+        self.leaf = leaf
+        self.nodes = leaf.path()
+
+    @property
+    def agent(self) -> str:
+        return self.tree.agent_of(self.leaf)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [node.message for node in self.nodes]
+
+    @property
+    def authors(self) -> list[Author]:
+        """Who wrote each message here: a reply shown again in another place is `env` there."""
+        return ["llm" if node.is_sampled else "env" for node in self.nodes]
+
+    @property
+    def media(self) -> list[Media]:
+        return [media for node in self.nodes for media in node.message.media]
+
+    @property
+    def sampled_nodes(self) -> list[Node]:
+        return [node for node in self.nodes if node.is_sampled]
+
+    @property
+    def calls(self) -> list[Call]:
+        return [self.tree.call_of(node) for node in self.sampled_nodes]
+
+    @property
+    def emissions(self) -> list[Emission]:
+        """The assistant turns with their boundaries, first to last."""
+        return [
+            Emission(
+                self.tree.calls[node.output.call], node, node.sampled_start, node.end, node.output.finish
+            )
+            for node in self.nodes
+            if node.output is not None
+        ]
+
+    @property
+    def exact(self) -> bool:
+        return self.tokens_behind_other_ids == 0
+
+    @property
+    def tokens_behind_other_ids(self) -> int:
+        """Sampled tokens that were sampled behind other ids than those that stand before them here."""
+        return sum(
+            len(node.sampled_ids)
+            for node in self.nodes
+            if node.output is not None and node.output.behind_other_ids and node.sampled_ids is not None
+        )
+
+    def __len__(self) -> int:
+        return self.leaf.end
+
+    @cached_property
+    def ids(self) -> Ids:
+        return np.concatenate([NO_IDS, *(node.ids for node in self.nodes)])
+
+    @cached_property
+    def origins(self) -> NDArray[np.int8]:
+        runs = runs_of(run for node in self.nodes for run in node.spans)
+        origins: NDArray[np.int8] = expand(runs, np.int8).astype(np.int8, copy=False)
+        return origins
+
+    @cached_property
+    def mask(self) -> NDArray[np.int8]:
+        """1 where a token was sampled here."""
+        return (self.origins == Origin.SAMPLED).astype(np.int8)
+
+    @cached_property
+    def logprobs(self) -> Floats:
+        """As sampled; 0 where nothing was sampled, NaN where a sampled token came without."""
+        logprobs = np.zeros(len(self), np.float32)
+        for node in self.nodes:
+            if node.output is not None:
+                given = node.output.logprobs
+                logprobs[node.sampled_start : node.end] = np.nan if given is None else given
+        return logprobs
+
+    @cached_property
+    def versions(self) -> NDArray[np.int32]:
+        """The policy version that sampled each token; -1 where nothing was sampled."""
+        versions = np.full(len(self), NO_VERSION, np.int32)
+        for node in self.nodes:
+            if node.output is not None and total(node.output.versions):
+                versions[node.sampled_start : node.end] = expand(node.output.versions)
+        return versions
+
+    @cached_property
+    def nodes_of_tokens(self) -> NDArray[np.int32]:
+        """The id of the node each token belongs to."""
+        return np.repeat(
+            np.array([node.id for node in self.nodes], np.int32), [len(node.ids) for node in self.nodes]
+        )
+
+    def __repr__(self) -> str:
+        said = " · ".join(repr(node.message.text[:16]) for node in self.sampled_nodes)
+        return f"<Timeline {len(self.nodes)} messages, {len(self)} tokens: {said}>"
+
+
+def timelines(tree: Tree) -> list[Timeline]:
+    """Every timeline of a tree, in the order their last messages were committed."""
+    return [Timeline(tree, leaf) for leaf in tree.leaves()]

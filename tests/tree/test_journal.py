@@ -1,0 +1,526 @@
+"""The journal keeps what it acknowledged, in order, through kills, cuts, full disks and second openers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from branchline.core.errors import JournalError
+from branchline.tree import journal as journal_module
+from branchline.tree.journal import Durability, Journal
+
+LEVELS: list[Durability] = ["process", "disk"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.journal"
+
+
+@contextmanager
+def held_up(path: Path) -> Iterator[None]:
+    """Hold SQLite's write lock from outside: whatever is appended meanwhile stays queued."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as outsider:
+        outsider.execute("BEGIN IMMEDIATE")
+        yield
+        outsider.execute("ROLLBACK")
+
+
+@contextmanager
+def child(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", script, *map(str, args)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def number(index: int) -> bytes:
+    return b"%d" % index
+
+
+# Order and isolation
+
+
+def test_each_session_reads_its_own_records_in_order_of_append(path: Path) -> None:
+    with Journal(path) as journal:
+        futures = [journal.append(f"s{index % 3}", number(index)) for index in range(30)]
+        seqs = [future.result() for future in futures]
+        assert seqs == sorted(set(seqs))
+        for session in range(3):
+            assert list(journal.read(f"s{session}")) == [number(i) for i in range(session, 30, 3)]
+        assert list(journal.replay()) == [(f"s{i % 3}", number(i)) for i in range(30)]
+
+
+def test_sessions_are_listed_in_order_of_their_first_record(path: Path) -> None:
+    with Journal(path) as journal:
+        for session in ["zebra", "ant", "zebra", "mole", "ant"]:
+            journal.append(session, b"x")
+        journal.flush()
+        assert journal.sessions() == ["zebra", "ant", "mole"]
+
+
+def test_any_text_names_a_session_and_any_bytes_are_a_record(path: Path) -> None:
+    expected = [("", b""), ("a", b"\0"), ("a\0b", bytes(range(256))), ("Zürich/%?#'\"", b"x" * 100_000)]
+    with Journal(path) as journal:
+        for session, record in expected:
+            journal.append(session, record)
+        journal.flush()
+        assert list(journal.replay()) == expected
+        assert [list(journal.read(session)) for session, _ in expected] == [
+            [record] for _, record in expected
+        ]
+
+
+def test_an_unknown_session_has_no_records(path: Path) -> None:
+    with Journal(path) as journal:
+        assert list(journal.read("nobody")) == []
+        assert list(journal.replay()) == []
+        assert journal.sessions() == []
+
+
+def test_a_reader_sees_the_records_committed_when_it_began(path: Path) -> None:
+    with Journal(path) as journal:
+        for index in range(3):
+            journal.append("s", number(index))
+        journal.flush()
+        reader = journal.read("s")
+        first = next(reader)
+        journal.append("s", b"later").result()
+        assert [first, *reader] == [b"0", b"1", b"2"]
+
+
+def test_queued_records_are_not_read_before_they_are_committed(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("s", b"committed").result()
+        with held_up(path):
+            queued = journal.append("s", b"queued")
+            assert list(journal.read("s")) == [b"committed"]
+            assert not queued.done()
+        queued.result()
+        assert list(journal.read("s")) == [b"committed", b"queued"]
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_records_and_their_numbers_survive_close_and_reopen(path: Path, durability: Durability) -> None:
+    with Journal(path, durability=durability) as journal:
+        assert (journal.path, journal.durability, journal.failed) == (path, durability, None)
+        first = journal.append("a", b"1").result()
+        journal.append("b", b"2")  # close commits what is still queued
+    with Journal(path, durability=durability) as journal:
+        assert journal.append("a", b"3").result() > first + 1
+        assert list(journal.replay()) == [("a", b"1"), ("b", b"2"), ("a", b"3")]
+        assert journal.sessions() == ["a", "b"]
+
+
+# Group commit, threads, asyncio
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_appends_queued_at_once_share_a_transaction(path: Path, durability: Durability) -> None:
+    with Journal(path, durability=durability) as journal:
+        with held_up(path):
+            futures = [journal.append("s", number(index)) for index in range(500)]
+        assert [future.result() for future in futures] == list(range(1, 501))
+        assert journal.commits <= 2  # the writer may have left with the first record alone
+        assert list(journal.read("s")) == [number(index) for index in range(500)]
+
+
+def test_concurrent_threads_lose_nothing_and_keep_their_order(path: Path) -> None:
+    with Journal(path) as journal:
+
+        def work(name: str) -> None:
+            for index in range(300):
+                future = journal.append(name, number(index))
+                if index % 50 == 0:
+                    future.result()
+
+        threads = [threading.Thread(target=work, args=(f"t{index}",)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        journal.flush()
+        for index in range(8):
+            assert list(journal.read(f"t{index}")) == [number(i) for i in range(300)]
+        assert len(list(journal.replay())) == 8 * 300
+
+
+def test_flush_waits_for_everything_appended_before_it(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.flush()  # nothing to wait for
+        futures = [journal.append("s", number(index)) for index in range(200)]
+        journal.flush()
+        assert all(future.done() for future in futures)
+        assert len(list(journal.read("s"))) == 200
+
+
+def test_an_event_loop_awaits_appends_with_wrap_future(path: Path) -> None:
+    async def append_all(journal: Journal) -> list[int]:
+        return await asyncio.gather(
+            *(asyncio.wrap_future(journal.append("s", number(index))) for index in range(50))
+        )
+
+    with Journal(path) as journal:
+        assert asyncio.run(append_all(journal)) == list(range(1, 51))
+        assert list(journal.read("s")) == [number(index) for index in range(50)]
+
+
+def test_a_cancelled_waiter_takes_nothing_back_and_stops_nothing(path: Path) -> None:
+    async def give_up(journal: Journal) -> None:
+        with held_up(path):
+            waiter = asyncio.wrap_future(journal.append("s", b"unawaited"))
+            waiter.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiter
+            assert not journal.append("s", b"kept").cancel()
+        await asyncio.wrap_future(journal.append("s", b"after"))
+
+    with Journal(path) as journal:
+        asyncio.run(give_up(journal))
+        assert list(journal.read("s")) == [b"unawaited", b"kept", b"after"]
+
+
+def test_a_callback_that_raises_does_not_stop_the_writer(path: Path) -> None:
+    def explode(_: object) -> None:
+        raise RuntimeError("not the journal's problem")
+
+    with Journal(path) as journal:
+        with held_up(path):
+            journal.append("s", b"1").add_done_callback(explode)
+        journal.append("s", b"2").result()
+        assert list(journal.read("s")) == [b"1", b"2"]
+
+
+# Kills and cuts
+
+APPEND_AND_TELL = """
+import sys
+from branchline.tree.journal import Journal
+journal = Journal(sys.argv[1], durability=sys.argv[2])
+for index in range(10**9):
+    future = journal.append(f"s{index % 7}", b"%d" % index)
+    if index % 3 == 0:
+        print(future.result(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+@pytest.mark.parametrize("durability", LEVELS)
+def test_everything_acknowledged_survives_kill_9(path: Path, durability: Durability) -> None:
+    with child(APPEND_AND_TELL, path, durability) as process:
+        assert process.stdout is not None
+        acknowledged = [int(next(process.stdout)) for _ in range(150)]
+        process.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
+    with Journal(path) as journal:
+        records = list(journal.replay())
+        # The child numbers its records from 0, the journal from 1: what is there is a prefix, and whole.
+        assert records == [(f"s{index % 7}", number(index)) for index in range(len(records))]
+        assert len(records) >= max(acknowledged)
+        assert journal.append("s", b"goes on").result() == len(records) + 1
+
+
+def written(path: Path, records: list[bytes], sizes: list[int]) -> Path:
+    """A copy of a journal and its WAL as a crash leaves them; `sizes` gets the WAL's length per commit."""
+    crashed = path.with_name("crashed.journal")
+    wal = Path(f"{path}-wal")
+    with Journal(path) as journal:
+        sizes.append(wal.stat().st_size if wal.exists() else 0)
+        for record in records:
+            journal.append("s", record).result()
+            sizes.append(wal.stat().st_size)
+        shutil.copy(path, crashed)
+        shutil.copy(wal, f"{crashed}-wal")
+    return crashed
+
+
+def check_cuts(crashed: Path, records: list[bytes], sizes: list[int], cuts: list[int], folder: Path) -> None:
+    main, wal = crashed.read_bytes(), Path(f"{crashed}-wal").read_bytes()
+    cut_path = folder / "cut.journal"
+    for step, cut in enumerate(cuts):
+        cut_path.write_bytes(main)
+        Path(f"{cut_path}-wal").write_bytes(wal[:cut])
+        whole = sum(size <= cut for size in sizes[1:])
+        with Journal(cut_path) as journal:
+            assert list(journal.read("s")) == records[:whole], cut
+            if step % 10 == 0:
+                assert journal.append("s", b"goes on").result() == whole + 1
+                assert list(journal.read("s")) == [*records[:whole], b"goes on"]
+
+
+def test_a_wal_cut_at_any_byte_opens_at_the_last_whole_commit(
+    path: Path, fast_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small pages make small commits, so that every byte of the last ones can be tried.
+    monkeypatch.setattr(journal_module, "_SCHEMA", f"PRAGMA page_size = 512; {journal_module._SCHEMA}")
+    records = [number(index) * 20 for index in range(8)]
+    sizes: list[int] = []
+    crashed = written(path, records, sizes)
+    cuts = [*range(0, sizes[-3], 97), *range(sizes[-3], sizes[-1] + 1)]
+    check_cuts(crashed, records, sizes, cuts, fast_folder)
+
+
+def test_a_cut_through_pages_of_the_usual_size_opens_at_the_last_whole_commit(
+    path: Path, fast_folder: Path
+) -> None:
+    records = [bytes([index]) * 3000 for index in range(12)]
+    sizes: list[int] = []
+    crashed = written(path, records, sizes)
+    cuts = [*range(0, sizes[-1], 997), *(size + off for size in sizes[1:] for off in (-1, 0)), sizes[-1]]
+    check_cuts(crashed, records, sizes, cuts, fast_folder)
+
+
+@pytest.fixture
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose fsync costs nothing, where there is one: what is cut is the file, not the machine."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    folder = memory / f"branchline-{os.getpid()}-{tmp_path.name}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_file_cut_off_before_its_schema_opens_empty(path: Path) -> None:
+    path.touch()
+    with Journal(path) as journal:
+        assert list(journal.replay()) == []
+        assert journal.append("s", b"1").result() == 1
+
+
+def test_the_wal_is_emptied_once_it_is_long(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 50_000)
+    wal = Path(f"{path}-wal")
+    with Journal(path) as journal:
+        for index in range(100):
+            journal.append("s", number(index) * 1000).result()
+        assert journal.failed is None
+        assert list(journal.read("s")) == [number(index) * 1000 for index in range(100)]
+        assert wal.stat().st_size < 100_000
+
+
+def test_a_slow_reader_delays_the_emptying_and_not_the_writer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 50_000)
+    wal = Path(f"{path}-wal")
+    with Journal(path) as journal:
+        for _ in range(3):
+            journal.append("s", b"early").result()
+        reader = journal.read("s")
+        next(reader)
+        for index in range(100):
+            journal.append("s", number(index) * 1000).result()
+        assert wal.stat().st_size > 200_000
+        assert list(reader) == [b"early", b"early"]
+        for index in range(50):
+            journal.append("s", number(index) * 1000).result()
+        assert journal.failed is None
+        assert wal.stat().st_size < 100_000
+
+
+# What is not a journal, and who else has it open
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith("-lock")}
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="nowhere does not exist"):
+        Journal(tmp_path / "nowhere" / "run.journal")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_not_a_journal(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"dear diary\n", b"dear diary\n" * 1000, b"SQLite format 3\0", b"\0" * 4096]
+)
+def test_a_file_that_is_not_sqlite_is_refused_and_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    before = snapshot(path.parent)
+    with pytest.raises(JournalError, match=r"run\.journal: found a.*, expected a journal"):
+        Journal(path)
+    assert snapshot(path.parent) == before
+
+
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_a_foreign_database_is_refused_and_left_alone(path: Path, mode: str) -> None:
+    with closing(sqlite3.connect(path)) as foreign:
+        foreign.execute(f"PRAGMA journal_mode = {mode}")
+        foreign.execute("CREATE TABLE diary (page TEXT)")
+        foreign.commit()
+        before = snapshot(path.parent)
+        with pytest.raises(JournalError, match="found an SQLite file with application_id 0x0, version 0"):
+            Journal(path)
+        assert snapshot(path.parent) == before
+
+
+def test_another_version_is_refused_and_left_alone(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("s", b"1")
+    with closing(sqlite3.connect(path)) as newer:
+        newer.execute("PRAGMA user_version = 7")
+    before = snapshot(path.parent)
+    with pytest.raises(
+        JournalError, match=r"version 7, expected a journal with application_id .*, version 1"
+    ):
+        Journal(path)
+    assert snapshot(path.parent) == before
+
+
+def test_a_damaged_journal_is_an_error_that_names_it(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("s", b"x" * 100_000)
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff" * 8000)
+    with pytest.raises(JournalError, match=r"run\.journal: the journal cannot be opened"):
+        Journal(path)
+
+
+def test_a_second_opener_in_this_process_is_refused_even_through_a_link(path: Path) -> None:
+    link = path.with_name("link.journal")
+    link.symlink_to(path)
+    with Journal(path) as journal:
+        for other in (path, link):
+            with pytest.raises(JournalError, match="already open"):
+                Journal(other)
+        journal.append("s", b"1").result()
+    with Journal(link) as journal:
+        assert list(journal.read("s")) == [b"1"]
+
+
+OPEN_AND_WAIT = """
+import sys
+from branchline.tree.journal import Journal
+journal = Journal(sys.argv[1])
+journal.append("s", b"theirs").result()
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no flock")
+def test_another_live_process_has_it_until_it_is_killed(path: Path) -> None:
+    with child(OPEN_AND_WAIT, path) as process:
+        assert process.stdout is not None
+        assert next(process.stdout) == "open\n"
+        with pytest.raises(JournalError, match="already open"):
+            Journal(path)
+        process.kill()
+        process.wait()
+        with Journal(path) as journal:
+            assert list(journal.read("s")) == [b"theirs"]
+
+
+# Failure
+
+FILL_UP = """
+import resource, sys
+from branchline.core.errors import JournalError
+from branchline.tree.journal import Journal
+journal = Journal(sys.argv[1], durability=sys.argv[2])
+for index in range(5):
+    journal.append("s", b"%d" % index).result()
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # from here the disk is full at 200 kB
+batch = [journal.append("s", b"x" * 150_000) for _ in range(4)]
+errors = [future.exception() for future in batch]
+assert errors[-1] is not None
+failed = [error for error in errors if error is not None]
+assert all(type(error) is JournalError and sys.argv[1] in str(error) for error in failed), failed
+assert all(error.__cause__ is not None and str(error.__cause__) in str(error) for error in failed), failed
+assert isinstance(journal.failed, JournalError)
+later = journal.append("s", b"small").exception(timeout=0)
+assert type(later) is JournalError and "takes no more records" in str(later), later
+try:
+    journal.flush()
+except JournalError:
+    kept = list(journal.read("s"))
+    assert kept[:5] == [b"%d" % index for index in range(5)], kept
+    assert len(kept) == 5 + errors.count(None)
+    journal.close()
+    journal.close()
+    print(len(kept))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
+@pytest.mark.parametrize("durability", LEVELS)
+def test_a_full_disk_fails_the_futures_and_keeps_what_was_committed(
+    path: Path, durability: Durability
+) -> None:
+    with child(FILL_UP, path, durability) as process:
+        out, _ = process.communicate()
+        assert process.returncode == 0
+    with Journal(path) as journal:
+        kept = list(journal.read("s"))
+        assert len(kept) == int(out)
+        assert kept[:5] == [number(index) for index in range(5)]
+        journal.append("s", b"room again").result()
+        assert list(journal.read("s")) == [*kept, b"room again"]
+
+
+def test_a_failed_transaction_fails_all_that_queued_behind_it(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("s", b"kept").result()
+        with closing(sqlite3.connect(path)) as outsider:
+            outsider.execute("DROP TABLE records")  # the next transaction cannot succeed
+        futures = [journal.append("s", number(index)) for index in range(20)]
+        assert all(isinstance(future.exception(), JournalError) for future in futures)
+        assert "no such table" in str(journal.failed)
+
+
+def test_a_failed_checkpoint_stops_the_journal_and_takes_back_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Journal, "_checkpoint", lambda self, db: db.execute("SELECT * FROM nowhere"))
+    with Journal(path) as journal:
+        assert journal.append("s", b"kept").result() == 1
+        with pytest.raises(JournalError, match="no such table: nowhere"):
+            journal.append("s", b"late").result()
+        assert list(journal.read("s")) == [b"kept"]
+
+
+def test_an_unstorable_value_is_refused_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_MAX_RECORD_BYTES", 10)
+    with Journal(path) as journal:
+        with pytest.raises(JournalError, match="got 11 bytes, expected at most 10"):
+            journal.append("s", b"x" * 11).result()
+        with pytest.raises(JournalError, match="lone surrogates"):
+            journal.append("\ud800", b"x").result()
+        journal.append("s", b"fine").result()
+        assert journal.failed is None
+        assert list(journal.replay()) == [("s", b"fine")]
+
+
+def test_a_closed_journal_refuses_appends_and_reads(path: Path) -> None:
+    journal = Journal(path)
+    journal.close()
+    journal.close()
+    journal.flush()
+    with pytest.raises(JournalError, match="is closed"):
+        journal.append("s", b"x").result(timeout=0)
+    with pytest.raises(JournalError, match="is closed"):
+        list(journal.read("s"))
+    with pytest.raises(JournalError, match="is closed"):
+        journal.sessions()
