@@ -176,19 +176,22 @@ def _cause(
 def _same_prompt(
     tree: Tree, judgement: Judgement, branch: Node, siblings: Sequence[Node]
 ) -> tuple[Node, Cause]:
-    retry = tree.call_of(branch).retry
-    for beside in (*reversed(siblings), branch):
-        drop = judgement.unseen.get(beside.id)
-        if drop is None or (beside is branch and drop != Drop.CANCELLED and not siblings):
-            continue
-        partner = siblings[-1] if beside is branch else beside
-        return partner, Cause.CANCELLED if drop == Drop.CANCELLED else Cause.RETRY
-    if retry:
-        return siblings[-1], Cause.RETRY
-    for beside in siblings:
-        if beside.message.key == branch.message.key:
-            return beside, Cause.TWIN
-    return siblings[0], Cause.BEST_OF_N
+    """Two outputs of one conversation: asked twice, or asked again."""
+    call = tree.call_of(branch)
+    alike = [node for node in siblings if tree.call_of(node).tools == call.tools]
+    if not alike:
+        return siblings[-1], Cause.TOOLS_CHANGED
+    for node in (*reversed(alike), branch):
+        drop = judgement.unseen.get(node.id)
+        if drop is not None:
+            beside = alike[-1] if node is branch else node
+            return beside, Cause.CANCELLED if drop == Drop.CANCELLED else Cause.RETRY
+    if call.retry:
+        return alike[-1], Cause.RETRY
+    for node in alike:
+        if node.message.key == branch.message.key:
+            return node, Cause.TWIN
+    return alike[0], Cause.BEST_OF_N
 
 
 def _other_context(
@@ -198,42 +201,40 @@ def _other_context(
     other = evidence.first_call(beside)
     if branch.message.key == beside.message.key:
         return _same_message(tree, call, other, branch, beside)
-    if call.agent != other.agent:
-        spawn = evidence.spawn(branch)
-        if spawn is not None:
-            judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
-        return Cause.SUB_AGENT
     spawn = evidence.spawn(branch)
     if spawn is not None:
         judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
+    if spawn is not None or (call.agent != other.agent and call.agent != tree.calls[0].agent):
         return Cause.SUB_AGENT
+    new, old = evidence.prompt_below(branch), evidence.path_below(beside, call)
     if branch.source != NOWHERE and at.parent is not None and at in tree.nodes[branch.source].path():
-        return Cause.REPAIR_LOOP
+        # Shown without what led to it; where more of the old path is kept, it is that which was removed.
+        return Cause.CONTEXT_DELETE if shares_later(new[1:], old) else Cause.REPAIR_LOOP
+    if evidence.is_side_call(branch):
+        return Cause.SIDE_CALL
     quoted = evidence.quoted(branch)
     if quoted is not None:
         judgement.edges.append(Edge(Cause.COMPACTION, quoted, branch))
         return Cause.COMPACTION
-    new, old = evidence.prompt_below(branch), evidence.path_below(beside, call)
     if old and new and shares_later(new, old):
         return Cause.CONTEXT_DELETE if _was_removed(new, old) else Cause.EDIT
-    if evidence.is_side_call(branch):
-        return Cause.SIDE_CALL
     if old and new and new[0].role == old[0].role and at.parent is not None:
         return Cause.EDIT
     return Cause.UNKNOWN
 
 
 def _same_message(tree: Tree, call: Call, other: Call, branch: Node, beside: Node) -> Cause:
+    """The same message, and yet another node: its ids are others."""
     if call.rewritten == Cause.THINK_STRIP:
         return Cause.THINK_STRIP
     if call.tools != other.tools:
         return Cause.TOOLS_CHANGED
-    source = beside if beside.is_sampled else tree.nodes[branch.source] if branch.source != NOWHERE else None
-    if source is not None and source.message.reasoning:
-        return Cause.THINK_STRIP
-    if len(branch.ids) and len(beside.ids):
-        return Cause.DRIFT
-    return Cause.UNKNOWN
+    if call.agent != other.agent:
+        return Cause.SUB_AGENT
+    said = beside if beside.is_sampled else tree.nodes[branch.source] if branch.source != NOWHERE else None
+    if said is None:
+        return Cause.UNKNOWN
+    return Cause.THINK_STRIP if said.message.reasoning else Cause.DRIFT
 
 
 def _was_removed(new: Sequence[Message], old: Sequence[Message]) -> bool:

@@ -54,7 +54,7 @@ def diagnose(tree: Tree, fork: Fork, decode: Decode | None = None) -> Diagnosis:
     """Explains one fork; without a decoder the sides are shown as the messages' texts or as ids."""
     ours = _branch_nodes(tree, fork)
     theirs = _sibling_nodes(fork.beside)
-    our_ids, their_ids = _join(ours), _join(theirs)
+    our_ids, their_ids = _ids_of_prompt(tree, fork, ours), _join(theirs)
     common = _common_prefix(our_ids, their_ids)
     if not len(our_ids) and not len(their_ids):
         place, before, after = None, _excerpt(fork.beside.message), _excerpt(fork.branch.message)
@@ -62,15 +62,23 @@ def diagnose(tree: Tree, fork: Fork, decode: Decode | None = None) -> Diagnosis:
         place = fork.at.end + common
         before = _show(their_ids[common : common + _WINDOW], decode)
         after = _show(our_ids[common : common + _WINDOW], decode)
-    return Diagnosis(fork, place, before, after, _computed_again(ours, theirs, common))
+    again = 0 if fork.branch.is_sampled else _computed_again(ours, theirs, len(our_ids), common)
+    return Diagnosis(fork, place, before, after, again)
 
 
 def _branch_nodes(tree: Tree, fork: Fork) -> list[Node]:
     """From the branch to the end of its first prompt; a sampled branch is itself."""
     if fork.branch.is_sampled:
         return [fork.branch]
-    path = tree.nodes[fork.call.prompt_node].path()
-    return path[fork.at.depth :]
+    return tree.nodes[fork.call.prompt_node].path()[fork.at.depth :]
+
+
+def _ids_of_prompt(tree: Tree, fork: Fork, nodes: Sequence[Node]) -> Ids:
+    """What the branch's first prompt adds, the part that its output carries included."""
+    if fork.branch.is_sampled or not fork.call.outputs:
+        return _join(nodes)
+    output = tree.nodes[fork.call.outputs[0]]
+    return np.concatenate((_join(nodes), output.ids[: output.sampled_start - output.start]))
 
 
 def _sibling_nodes(beside: Node) -> list[Node]:
@@ -91,20 +99,16 @@ def _common_prefix(one: Ids, other: Ids) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _computed_again(ours: Sequence[Node], theirs: Sequence[Node], common: int) -> int:
-    context = [node for node in ours if not node.is_sampled]
+def _computed_again(ours: Sequence[Node], theirs: Sequence[Node], tokens: int, common: int) -> int:
+    """Tokens behind the common ids that belong to messages both sides have."""
     known = {node.message.key for node in theirs}
-    if any(not len(node.ids) for node in context):
-        # A grafted tree keeps the ids of several messages on the last one: share them out by length.
-        tokens = sum(len(node.ids) for node in context)
-        lengths = [len(node.message.text) + 1 for node in context]
-        shown = sum(
-            length for node, length in zip(context, lengths, strict=True) if node.message.key in known
-        )
-        again = round(tokens * shown / sum(lengths))
-        return max(0, again - common)
+    if not any(len(node.ids) for node in ours):
+        # A grafted tree does not know the ids of single messages: share them out by length.
+        lengths = [len(node.message.text) + 1 for node in ours]
+        shown = sum(length for node, length in zip(ours, lengths, strict=True) if node.message.key in known)
+        return max(0, round(tokens * shown / sum(lengths)) - common)
     place = again = 0
-    for node in context:
+    for node in ours:
         if node.message.key in known:
             again += max(0, len(node.ids) - max(0, common - place))
         place += len(node.ids)

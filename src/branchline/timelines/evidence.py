@@ -30,19 +30,19 @@ class Evidence:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._first_call: dict[int, Call] = {}
-        self._calls_below: dict[int, int] = {}
+        self._goes_on: set[int] = set()
         for call in tree.calls:
             for output in call.outputs:
                 node: Node | None = tree.nodes[output]
                 while node is not None and node.id not in self._first_call:
                     self._first_call[node.id] = call
                     node = node.parent
-        # Children come after their parents, so one pass from the end adds up every subtree.
-        for node in reversed(tree.nodes):
-            below = self._calls_below.get(node.id, 0) + node.is_sampled
-            self._calls_below[node.id] = below
-            if node.parent is not None:
-                self._calls_below[node.parent.id] = self._calls_below.get(node.parent.id, 0) + below
+        # Children come after their parents, so one pass from the end sees every subtree.
+        for entry in reversed(tree.nodes):
+            if entry.parent is not None and (
+                entry.id in self._goes_on or (entry.is_sampled and entry.children)
+            ):
+                self._goes_on.update((entry.id, entry.parent.id))
 
     def first_call(self, branch: Node) -> Call:
         """The first call whose prompt or output goes through a node."""
@@ -92,9 +92,10 @@ class Evidence:
         call = self.first_call(branch)
         keys = {message.key for message in self.prompt_below(branch)}
 
-        def likeness(sibling: Node) -> tuple[bool, int, int]:
+        def likeness(sibling: Node) -> tuple[bool, bool, int, int]:
             shared = sum(message.key in keys for message in self.path_below(sibling, call))
-            return (sibling.id == branch.source, shared, sibling.id)
+            same_agent = self.first_call(sibling).agent == call.agent
+            return (sibling.id == branch.source, same_agent, shared, sibling.id)
 
         return max(siblings, key=likeness)
 
@@ -131,18 +132,16 @@ class Evidence:
         return None
 
     def is_side_call(self, branch: Node) -> bool:
-        """One call that nothing follows, without the tools of the others, about what the user said."""
-        if self._calls_below[branch.id] != 1 or branch.parent is None:
+        """Calls that nothing follows: without the tools of the first, or about what the user asked there."""
+        call, first = self.first_call(branch), self._tree.calls[0]
+        if call is first or branch.id in self._goes_on:
             return False
-        call = self.first_call(branch)
-        first = self._tree.calls[0]
-        if call is first:
-            return False
+        if first.tools:
+            return not call.tools
         task = next((message.text for message in self._first_prompt if message.role == "user"), "").strip()
-        about = bool(task) and any(
+        return len(task) >= _TASK and any(
             task in message.text and task != message.text.strip() for message in self.prompt_below(branch)
         )
-        return about or (not call.tools and bool(first.tools))
 
     @cached_property
     def _first_prompt(self) -> list[Message]:

@@ -1,8 +1,8 @@
 """Turns linked foreign calls into a tree.
 
-The log says what a whole prompt was, not which ids each message added. The ids between two outputs
-therefore sit on the last message before the later one; the messages before it add none. Every path still
-spells prompt and output exactly.
+The log says what a whole prompt was, not which ids each message of it added. So the ids between two
+outputs sit, as context, on the later output, and messages in between add none: nodes meet by what they
+say, and every path still spells prompt and output exactly.
 """
 
 from __future__ import annotations
@@ -104,13 +104,12 @@ class _Grower:
             )
             ids = None if ids is None or cut is None else ids[cut.end :]
         frame = b"" if self._ignore_tools else call.request.frame
-        ids = as_ids(NO_IDS if ids is None else ids)
-        new, prompt_node, echoes, shown = self._context(index, parent, start, ids, frame)
-        opening = ids if start == len(call.request.messages) else NO_IDS
+        gap = NO_IDS if ids is None else ids
+        new, prompt_node, echoes, shown = self._context(index, parent, start, frame)
         choices = [choice for choice in range(len(call.outputs)) if (index, choice) not in self._left_out]
         call_index, free = len(self.tree.calls), len(self.tree.nodes) + len(new)
         outputs = [
-            _output_node(call, call_index, choice, opening, free + offset, prompt_node, exact)
+            _output_node(call, call_index, choice, gap, free + offset, prompt_node, exact)
             for offset, choice in enumerate(choices)
         ]
         record = Call(
@@ -133,7 +132,7 @@ class _Grower:
                 self._inexact.add((index, choice))
 
     def _context(
-        self, index: int, parent: Node, start: int, ids: Ids, frame: bytes
+        self, index: int, parent: Node, start: int, frame: bytes
     ) -> tuple[list[NewNode], int, tuple[Echo, ...], tuple[int, ...]]:
         messages = self._calls[index].request.messages
         new: list[NewNode] = []
@@ -143,18 +142,16 @@ class _Grower:
         parent_id = parent.id
         for place in range(start, len(messages)):
             message = messages[place]
-            added = ids if place == len(messages) - 1 else NO_IDS
             source = self._nodes.get(self.sources[index].get(place, (-1, -1)))
             if source is not None:
                 shown.append(source.id)
                 echoes += [Echo(place, used) for used in echo(source.message, message) or ()]
-            at = self.tree.context_child(at, message, added, frame) if at is not None else None
+            at = self.tree.context_child(at, message, NO_IDS, frame) if at is not None else None
             if at is not None:
                 parent_id = at.id
                 continue
             node_id = len(self.tree.nodes) + len(new)
-            spans = runs_of(((len(added), Origin.CONTEXT),))
-            new.append(NewNode(node_id, parent_id, message, added, spans, source.id if source else NOWHERE))
+            new.append(NewNode(node_id, parent_id, message, NO_IDS, (), source.id if source else NOWHERE))
             parent_id = node_id
         return new, parent_id, tuple(echoes), tuple(shown)
 
@@ -191,7 +188,7 @@ def _best_source(
 
 
 def _output_node(
-    call: LoggedCall, call_index: int, choice: int, opening: Ids, node_id: int, parent: int, exact: bool
+    call: LoggedCall, call_index: int, choice: int, gap: Ids, node_id: int, parent: int, exact: bool
 ) -> NewNode:
     output = call.outputs[choice]
     said = NO_IDS if output.ids is None else output.ids
@@ -203,6 +200,6 @@ def _output_node(
         runs_of(((len(said), 0),)),
         behind_other_ids=not (exact and output.ids_were_sampled),
     )
-    spans = runs_of(((len(opening), Origin.TEMPLATE), (len(said), Origin.SAMPLED)))
-    ids = as_ids(np.concatenate((opening, said)))
+    spans = runs_of(((len(gap), Origin.CONTEXT), (len(said), Origin.SAMPLED)))
+    ids = as_ids(np.concatenate((gap, said)))
     return NewNode(node_id, parent, output.message, ids, spans, NOWHERE, known)

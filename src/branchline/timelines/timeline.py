@@ -101,13 +101,13 @@ class Timeline:
     @cached_property
     def origins(self) -> NDArray[np.int8]:
         runs = runs_of(run for node in self.nodes for run in node.spans)
-        origins: NDArray[np.int8] = expand(runs, np.int8).astype(np.int8, copy=False)
-        return origins
+        return expand(runs, np.int8).astype(np.int8, copy=False)
 
     @cached_property
     def mask(self) -> NDArray[np.int8]:
         """1 where a token was sampled here."""
-        return (self.origins == Origin.SAMPLED).astype(np.int8)
+        mask: NDArray[np.int8] = (self.origins == Origin.SAMPLED).astype(np.int8)
+        return mask
 
     @cached_property
     def logprobs(self) -> Floats:

@@ -1,0 +1,298 @@
+"""A model's tokenizer directory, read lightly: ids, their exact bytes, and the prompt its template writes.
+
+For a byte-level tokenizer the bytes of a text's tokens are the bytes of the text (as the tokenizer
+normalises it), whichever ids spell it: `[71, 4791]` and `[14990]` are both `hello`. That is what makes a
+repair certain. What is encoded here was not sampled, and whoever uses it has to say so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from branchline.core.errors import CodecError
+from branchline.core.message import Message, ToolCall
+from branchline.core.reader import write_message
+from branchline.core.runs import Ids, as_ids
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from tokenizers import Tokenizer
+
+Tools = Sequence[Mapping[str, Any]]
+Values = Mapping[str, Any]
+_NOTHING: Values = {}
+_INSTALL = "pip install 'branchline[tokenizer]'"
+_SPACE = "\u2581"
+"""What sentencepiece writes for a space."""
+_ONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The parts of `tokenizer.json` that say how its tokens spell bytes; the rest is for `tokenizers`."""
+
+    added_tokens: list[_AddedToken] = []
+    pre_tokenizer: Any = None
+    decoder: Any = None
+
+
+class TokenizerDir:
+    """The tokenizer of one model. Open it with `TokenizerDir.open(path)`."""
+
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, file: _TokenizerFile, config: Mapping[str, Any]
+    ) -> None:
+        self.path = path
+        self._tokenizer = tokenizer
+        self._byte_level = _mentions([file.decoder, file.pre_tokenizer], "ByteLevel")
+        self._added = {token.id: token for token in file.added_tokens}
+        ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
+        self._known = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
+        self._known[ids] = True
+        self._bytes: dict[int, bytes] = {}
+        self._sources = _template_sources(path, config)
+        self._named_tokens = _named_tokens(config)
+        self._templates: dict[str, Template] = {}
+        # Equal prompts must stay equal however long a log takes to read.
+        self._now = datetime.now()
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenizerDir:
+        """Reads `tokenizer.json`, and the config and chat template beside it where there are any."""
+        path = Path(path)
+        if not path.is_dir():
+            raise CodecError(f"{path}: not a directory, expected one with a tokenizer.json")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise CodecError(f"{path}: needs the tokenizers package: {_INSTALL}") from error
+        raw = _read(path / "tokenizer.json")
+        try:
+            file = msgspec.json.decode(raw, type=_TokenizerFile)
+            tokenizer = Tokenizer.from_buffer(raw)
+        except Exception as error:
+            # The Rust side raises bare Exceptions.
+            raise CodecError(f"{path / 'tokenizer.json'}: not a tokenizer: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(path, tokenizer, file, _read_config(path / "tokenizer_config.json"))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return len(self._known)
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text; none are added around it, those written out in it (`<|im_end|>`) are one id."""
+        # JSON can carry lone surrogates, UTF-8 cannot.
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return as_ids(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Ids) -> str:
+        """Text for people to read: special tokens are shown, an id that does not decode is `<id>`."""
+        spelled = [
+            self.token_bytes(token) if self._knows(token) else b"<%d>" % token for token in ids.tolist()
+        ]
+        return b"".join(spelled).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The exact bytes that one token spells."""
+        spelled = self._bytes.get(token)
+        if spelled is None:
+            spelled = self._bytes[token] = self._spell(token)
+        return spelled
+
+    def check(self, ids: Ids) -> str | None:
+        """None where every id decodes, else which one does not."""
+        good = (ids >= 0) & (ids < self.vocab_size)
+        good[good] = self._known[ids[good]]
+        place = int(good.argmin()) if len(good) else 0
+        return None if good.all() else f"id {int(ids[place])} at place {place} {self._range}"
+
+    @property
+    def _range(self) -> str:
+        return f"does not decode, expected an id of {self.path}, 0 to {self.vocab_size - 1}"
+
+    def _knows(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size and bool(self._known[token])
+
+    def _spell(self, token: int) -> bytes:
+        if not self._knows(token):
+            raise CodecError(f"id {token} {self._range}")
+        added = self._added.get(token)
+        if added is not None:
+            plain = self._byte_level or added.special
+            return (added.content if plain else added.content.replace(_SPACE, " ")).encode()
+        spelling = self._tokenizer.id_to_token(token) or ""
+        if self._byte_level:
+            # A few vocabularies hold letters beside the 256 that stand for bytes; those mean themselves.
+            return b"".join(_BYTE_OF.get(letter) or letter.encode() for letter in spelling)
+        byte = _ONE_BYTE.fullmatch(spelling)
+        return bytes.fromhex(byte[1]) if byte else spelling.replace(_SPACE, " ").encode()
+
+    def render(self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING) -> str:
+        """The prompt as the model's chat template writes it, generation prompt included."""
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            named = ", ".join(sorted(self._sources)) or "none"
+            raise CodecError(f"{self.path}: no chat template named {name!r}, it has {named}")
+        environment = self._environment
+        values = {
+            **self._named_tokens,
+            "messages": [_template_message(message) for message in messages],
+            "tools": [dict(tool) for tool in tools] or None,
+            "add_generation_prompt": True,
+            **template,
+        }
+        try:
+            if name not in self._templates:
+                self._templates[name] = environment.from_string(self._sources[name])
+            return self._templates[name].render(values)
+        except Exception as error:
+            # A template is a program: it can fail in every way one can.
+            raise CodecError(f"{self.path}: chat template {name!r}: {error}") from error
+
+    def encode_prompt(
+        self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING
+    ) -> Ids:
+        """Ids for a prompt that was logged without; where there is no template, `role: text` lines."""
+        if self._sources:
+            return self.encode(self.render(messages, tools, template))
+        lines = [f"{message.role}: {_output_text(message)}\n" for message in messages]
+        return self.encode("".join([*lines, "assistant: "]))
+
+    def encode_output(self, message: Message) -> Ids:
+        """Ids for an output that was logged without: its text, then each tool call as a line of JSON."""
+        return self.encode(_output_text(message))
+
+    @cached_property
+    def _environment(self) -> Environment:
+        try:
+            from jinja2 import TemplateError, nodes
+            from jinja2.ext import Extension
+            from jinja2.parser import Parser
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise CodecError(f"{self.path}: its chat template needs jinja2: {_INSTALL}") from error
+
+        class GenerationBlock(Extension):
+            # `{% generation %}` marks what a trainer masks in; here it is only what stands inside it.
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Parser) -> list[nodes.Node]:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = self._now.strftime
+        return environment
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CodecError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(_read(path) if path.exists() else b"{}", type=dict[str, Any])
+    except ValueError as error:
+        raise CodecError(f"{path}: expected a JSON object: {error}") from error
+
+
+def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; a file of its own goes before what the config holds."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        try:
+            return {"default": _read(file).decode()}
+        except UnicodeError as error:
+            raise CodecError(f"{file}: expected UTF-8: {error}") from error
+    given = config.get("chat_template") or []
+    if isinstance(given, str):
+        return {"default": given}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in given}
+    except (TypeError, KeyError) as error:
+        expected = "chat_template: expected a string or a list of named templates"
+        raise CodecError(f"{path / 'tokenizer_config.json'}: {expected}") from error
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and their like, which templates use by name."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    contents = {name: v.get("content") if isinstance(v, dict) else v for name, v in tokens.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _mentions(part: object, kind: str) -> bool:
+    """Whether a step of a tokenizer, or one inside it, is of a kind."""
+    if isinstance(part, dict):
+        return part.get("type") == kind or any(_mentions(inner, kind) for inner in part.values())
+    return isinstance(part, list) and any(_mentions(inner, kind) for inner in part)
+
+
+def _byte_letters() -> dict[str, bytes]:
+    """The byte that each letter of a byte-level token stands for; unprintable ones were moved up."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = [*shown, *range(256, 256 + len(hidden))]
+    return {chr(letter): bytes([byte]) for letter, byte in zip(letters, shown + hidden, strict=True)}
+
+
+_BYTE_OF = _byte_letters()
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text as a string, arguments as the object they spell."""
+    raw = write_message(message)
+    if not message.media:
+        raw["content"] = message.text
+    for call, written in zip(message.calls, raw.get("tool_calls", ()), strict=True):
+        written["function"]["arguments"] = _arguments(call)
+    return raw
+
+
+def _arguments(call: ToolCall) -> Any:
+    try:
+        # Not the canonical meaning: a template shows keys in the order the model wrote them.
+        value = msgspec.json.decode(call.arguments or "{}")
+    except ValueError:
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments
+
+
+def _output_text(message: Message) -> str:
+    calls = [
+        _to_json({"name": call.name, "arguments": _arguments(call)}, separators=(",", ":"))
+        for call in message.calls
+    ]
+    return "\n".join([message.text, *calls] if message.text else calls)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
+    # jinja2's own filter escapes `<` and `>` for web pages; a model never saw them so.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **style)

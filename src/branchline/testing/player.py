@@ -1,0 +1,108 @@
+"""Plays a plan against a session, call by call, and keeps what really went in and out.
+
+`orders` gives causally possible orders; `overlap` lets calls that do not need each other run side by
+side, prepared before the others commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from branchline.chat.toy import ToyCodec
+from branchline.core.call import Call, Delivery, Generation, Request
+from branchline.core.runs import Floats, Ids
+from branchline.testing.behaviours import PlannedCall
+from branchline.timelines.log import LoggedCall, LoggedOutput
+from branchline.tree.session import Session
+from branchline.tree.tree import Turn
+
+
+@dataclass(frozen=True)
+class Played:
+    """One call as it happened: the prompt the engine got and the outputs it gave."""
+
+    planned: PlannedCall
+    call: Call
+    prompt_ids: Ids
+    outputs: tuple[Ids, ...]
+    logprobs: tuple[Floats, ...]
+
+
+class Player:
+    """Runs plans on one session with a toy codec."""
+
+    def __init__(self, session: Session, codec: ToyCodec) -> None:
+        self.session = session
+        self.codec = codec
+        self.played: list[Played] = []
+        self._waiting: dict[int, Turn] = {}
+
+    def play(
+        self, plan: Sequence[PlannedCall], order: Sequence[int] | None = None, overlap: Random | None = None
+    ) -> None:
+        """Plays all calls of a plan in an order; with `overlap`, some are prepared before they commit."""
+        done: set[int] = set()
+        for index in order if order is not None else range(len(plan)):
+            if overlap is not None:
+                for other in plan:
+                    ready = (
+                        other.needs <= done and other.index not in done and other.index not in self._waiting
+                    )
+                    if ready and overlap.random() < 0.5:
+                        self.prepare(other)
+            self.commit(plan[index])
+            done.add(index)
+
+    def prepare(self, planned: PlannedCall) -> Turn:
+        request = Request(planned.messages, planned.tools, agent=planned.agent, retry=planned.retry)
+        turn = self.session.prepare(request)
+        self._waiting[planned.index] = turn
+        return turn
+
+    def commit(self, planned: PlannedCall) -> Played:
+        turn = self._waiting.pop(planned.index, None) or self.prepare(planned)
+        self._waiting.pop(planned.index, None)
+        outputs = tuple(self.codec.spell(output.message, stop=output.stop) for output in planned.outputs)
+        logprobs = tuple(np.linspace(-1, 0, len(ids), dtype=np.float32) for ids in outputs)
+        generations = [
+            Generation(ids, given, planned.index, "stop" if output.stop else "length", output.message)
+            for ids, given, output in zip(outputs, logprobs, planned.outputs, strict=True)
+        ]
+        call = self.session.commit(turn, *generations).call
+        if planned.delivery != Delivery.PENDING:
+            self.session.deliver(call, planned.delivery)
+        played = Played(planned, call, turn.prompt_ids, outputs, logprobs)
+        self.played.append(played)
+        return played
+
+    def log(self) -> list[LoggedCall]:
+        """The same calls as a foreign log would have them."""
+        return [
+            LoggedCall(
+                Request(one.planned.messages, one.planned.tools, agent=one.planned.agent),
+                tuple(
+                    LoggedOutput(output.message, ids, given, "stop" if output.stop else "length")
+                    for output, ids, given in zip(one.planned.outputs, one.outputs, one.logprobs, strict=True)
+                ),
+                one.prompt_ids,
+                line=line,
+            )
+            for line, one in enumerate(self.played, start=1)
+        ]
+
+
+def causal_order(plan: Sequence[PlannedCall], rng: Random) -> list[int]:
+    """A random order in which every call comes after those it needs."""
+    order: list[int] = []
+    done: set[int] = set()
+    left = {call.index for call in plan}
+    while left:
+        ready = sorted(index for index in left if plan[index].needs <= done)
+        order.append(rng.choice(ready))
+        done.add(order[-1])
+        left.remove(order[-1])
+    return order
