@@ -13,7 +13,21 @@ import pytest
 import branchline
 
 SOURCE = Path(branchline.__file__).parent
-ROOMS = ["core", "chat", "tree", "timelines", "export", "testing", "engines", "gateway", "loop", "rollout", "train", "viewer", "cli"]
+ROOMS = [
+    "core",
+    "chat",
+    "tree",
+    "timelines",
+    "export",
+    "testing",
+    "engines",
+    "gateway",
+    "loop",
+    "rollout",
+    "train",
+    "viewer",
+    "cli",
+]
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "jinja2"}
 FILES = sorted(SOURCE.rglob("*.py"))
 

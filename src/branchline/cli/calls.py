@@ -19,7 +19,7 @@ from branchline.core.errors import CodecError, InputError, LogError
 from branchline.timelines.causes import Judgement, judge
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import Compare, MergePolicy
-from branchline.timelines.log import LoggedCall, LoggedOutput, LogReading, by_session, with_ids
+from branchline.timelines.log import LoggedCall, LogReading, by_session, with_ids
 from branchline.timelines.merge import Merged, merge
 
 _DEFAULTS = MergePolicy()
@@ -139,7 +139,8 @@ def read_calls(options: argparse.Namespace) -> CallLog:
         read = list(_encoded(calls, tokenizer, reading) if tokenizer is not None else calls)
     reading.errors.sort(key=lambda error: error.line)
     if not read:
-        problem = f"; the first of {len(reading.errors)} bad lines: {reading.errors[0]}" if reading.errors else ""
+        bad = reading.errors
+        problem = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
         raise InputError(f"{options.calls}: no calls in it, expected one JSON object a line{problem}")
     sessions = [Session(name, calls, merge(calls, policy)) for name, calls in by_session(read).items()]
     return CallLog(options.calls, sessions, reading.errors, tokenizer)
@@ -166,22 +167,17 @@ def _with_all_ids(call: LoggedCall, tokenizer: TokenizerDir) -> LoggedCall:
     if prompt_ids is None:
         request = call.request
         prompt_ids = tokenizer.encode_prompt(request.messages, request.tools, request.template)
-    made = with_ids(
-        call,
-        prompt_ids,
-        [
-            tokenizer.encode_output(output.message) if output.ids is None else output.ids
-            for output in call.outputs
-        ],
-    )
-    return replace(made, outputs=tuple(map(_sampled_as_logged, call.outputs, made.outputs, [call] * len(made.outputs))))
-
-
-def _sampled_as_logged(logged: LoggedOutput, made: LoggedOutput, call: LoggedCall) -> LoggedOutput:
-    if logged.ids is None:
-        return made
-    # Logged ids behind a prompt that was not logged: the ids are real, what they stand behind is not.
-    return replace(logged, ids_were_sampled=call.prompt_ids is not None)
+    output_ids = [
+        tokenizer.encode_output(output.message) if output.ids is None else output.ids
+        for output in call.outputs
+    ]
+    made = with_ids(call, prompt_ids, output_ids)
+    # Ids that were logged are real; behind a prompt that was not logged, their place is not.
+    outputs = [
+        made_up if logged.ids is None else replace(logged, ids_were_sampled=call.prompt_ids is not None)
+        for logged, made_up in zip(call.outputs, made.outputs, strict=True)
+    ]
+    return replace(made, outputs=tuple(outputs))
 
 
 @contextmanager

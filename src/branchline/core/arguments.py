@@ -9,14 +9,18 @@ from __future__ import annotations
 import ast
 import json
 import math
+import threading
 import warnings
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-_EXACT_INTEGERS = 2**53
 _LITERAL_LIMIT = 100_000
+# Every request sends all earlier calls again, so most short texts have been read before.
+_REMEMBERED_TEXTS = 4096
+_REMEMBERED_LENGTH = 1024
 
 
 class Notation(IntEnum):
@@ -37,66 +41,96 @@ def canonical_arguments(text: str) -> tuple[bytes, Notation]:
     >>> canonical_arguments('{"b": 1.0, "a": true}')
     (b'{"a":true,"b":1}', <Notation.JSON: 0>)
     """
-    if not text or text.isspace():
-        return b"{}", Notation.EMPTY
     try:
-        return _canonical_json(_load(text)), Notation.JSON
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return _canonical_json(_load_literal(text)), Notation.PYTHON
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return b"text:" + text.encode("utf-8", "surrogatepass"), Notation.TEXT
+        return _remember(text) if len(text) <= _REMEMBERED_LENGTH else _canonical(text)
+    except RecursionError:
+        # Caught out here, so that it is never remembered: it tells of the caller's stack, not of the text.
+        return _as_text(text)
 
 
 def canonical_json(value: Any) -> bytes:
-    """The canonical bytes of any JSON value (tool lists, template arguments)."""
-    return _canonical_json(value)
+    """The canonical bytes of any JSON value (tool lists, template arguments).
+
+    What is no JSON raises TypeError or ValueError, what is nested too deep RecursionError.
+    """
+    return _encode(_plain(value))
+
+
+def _canonical(text: str) -> tuple[bytes, Notation]:
+    if not text or text.isspace():
+        return b"{}", Notation.EMPTY
+    try:
+        return _encode(_load(text)), Notation.JSON
+    except ValueError:
+        pass
+    try:
+        return _encode(_plain(_load_literal(text))), Notation.PYTHON
+    except (ValueError, TypeError, SyntaxError, MemoryError):
+        return _as_text(text)
+
+
+_remember = lru_cache(_REMEMBERED_TEXTS)(_canonical)
+
+
+def _as_text(text: str) -> tuple[bytes, Notation]:
+    return b"text:" + text.encode("utf-8", "surrogatepass"), Notation.TEXT
+
+
+def _number(value: float | str) -> float | int:
+    """A number that is not spelled as an integer; JSON has one kind of number, so `2.0` is `2`."""
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not JSON")
+    return int(value) if value.is_integer() else value
+
+
+_decode = msgspec.json.Decoder(float_hook=_number).decode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def _load(text: str) -> Any:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        # What msgspec refuses and clients still send: lone surrogates, huge integers.
-        return json.loads(text, parse_constant=_refuse_constant)
+        return _decode(text)
+    except ValueError:
+        # What msgspec refuses and clients still send: lone surrogates.
+        return json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+# Warning filters belong to the process: two threads that set and restore them at once would mix them up.
+_warnings_lock = threading.Lock()
+
+
 def _load_literal(text: str) -> Any:
     if len(text) > _LITERAL_LIMIT:
         raise ValueError("too long for a literal")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
+    # Odd escapes make the parser warn, and how a process treats warnings must not decide what a text means.
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         value = ast.literal_eval(text.strip())
     if not isinstance(value, dict | list):
         raise ValueError("not a structure")
     return value
 
 
-def _canonical_json(value: Any) -> bytes:
-    plain = _plain(value)
+def _encode(plain: Any) -> bytes:
     try:
-        return msgspec.json.encode(plain, order="sorted")
-    except (TypeError, UnicodeEncodeError, OverflowError):
+        return _encode_sorted(plain)
+    except UnicodeEncodeError:
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def _plain(value: Any) -> Any:
-    """The value with integral floats as integers; JSON knows one kind of number."""
+    """The value in JSON's own types, with integral floats as integers."""
     if isinstance(value, dict):
         return {_plain_key(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{value} is not JSON")
-        if value.is_integer() and abs(value) < _EXACT_INTEGERS:
-            return int(value)
-        return value
+        return _number(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     raise TypeError(f"{type(value).__name__} is not JSON")

@@ -54,14 +54,13 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
     kind: str = "function"
     meaning: bytes = b""
-    """Canonical arguments; filled in on construction."""
+    """Canonical arguments; always made from `arguments`, on copies and replay too."""
     notation: int = 0
 
     def __post_init__(self) -> None:
-        if not self.meaning:
-            meaning, notation = canonical_arguments(self.arguments)
-            force_setattr(self, "meaning", meaning)
-            force_setattr(self, "notation", int(notation))
+        meaning, notation = canonical_arguments(self.arguments)
+        force_setattr(self, "meaning", meaning)
+        force_setattr(self, "notation", int(notation))
 
     @property
     def is_json(self) -> bool:
@@ -89,11 +88,10 @@ class Message(msgspec.Struct, frozen=True):
     """The message's or response's id on the wire, where the protocol has one."""
     form: int = 0
     key: bytes = b""
-    """128 bits of meaning; filled in on construction."""
+    """128 bits of meaning; always made from the fields above, on copies and replay too."""
 
     def __post_init__(self) -> None:
-        if not self.key:
-            force_setattr(self, "key", _message_key(self))
+        force_setattr(self, "key", _message_key(self))
 
     @property
     def media(self) -> tuple[Media, ...]:
@@ -110,31 +108,38 @@ _FRAMED_SEED = 64
 
 
 def _message_key(message: Message) -> bytes:
-    role = message.role
-    is_assistant = role == "assistant"
-    text = message.text.strip() if is_assistant else message.text
-    # Results are paired with their calls by position and id; the name on them is decoration.
-    name = "" if role == "tool" else message.name
-    reasoning = "" if is_assistant else message.reasoning
+    role, text, reasoning, name = message.role, message.text, message.reasoning, message.name
+    if role == "assistant":
+        text, reasoning = text.strip(), ""
+    elif role == "tool":
+        # Results are paired with their calls by position and id; the name on them is decoration.
+        name = ""
     media = message.media if message.parts else ()
-    if not (message.calls or message.refusal or name or reasoning or media):
-        return _digest(text, _PLAIN_SEED[role])
-    calls = [(call.name, call.meaning) for call in message.calls]
-    if is_assistant:
+    if not (message.calls or reasoning or name or message.refusal or media):
+        return xxhash.xxh3_128_digest(_utf8(text), _PLAIN_SEED[role])
+    calls = [(_utf8(call.name), call.meaning) for call in message.calls]
+    if role == "assistant":
         calls.sort()
-    content: Any = _utf8(text)
-    if media:
-        content = [_utf8(part) if isinstance(part, str) else _media_key(part) for part in message.parts]
-    framed = (role, content, _utf8(reasoning), calls, _utf8(message.refusal), name)
-    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(framed), seed=_FRAMED_SEED)
+    content = _content_key(message.parts) if media else _utf8(text)
+    framed = (role, content, _utf8(reasoning), calls, _utf8(message.refusal), _utf8(name))
+    return xxhash.xxh3_128_digest(_encode(framed), _FRAMED_SEED)
 
 
-def _digest(text: str, seed: int) -> bytes:
-    return xxhash.xxh3_128_digest(_utf8(text), seed=seed)
+def _content_key(parts: tuple[str | Media, ...]) -> list[Any]:
+    """Media in their places between the texts; where one text was cut into several does not count."""
+    content: list[Any] = []
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        else:
+            content += (_utf8(text), (part.kind, _utf8(part.digest), _utf8(part.detail)))
+            text = ""
+    content.append(_utf8(text))
+    return content
 
 
-def _media_key(media: Media) -> tuple[str, str, str]:
-    return (media.kind, media.digest, media.detail)
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def _utf8(text: str) -> bytes:

@@ -1,22 +1,24 @@
 """Reads messages as clients write them (Chat Completions and its dialects) into canonical ones.
 
 Tolerant where clients differ (null, empty or absent content, part lists, arguments as objects, reasoning
-under any of its names), strict where a guess would change meaning: every refusal names the field.
+under any of its names), strict where a guess would change meaning: every refusal names the field. A reader
+names it from where it stands itself, and whoever called it puts the way there in front.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
-from typing import Any, cast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote_to_bytes
 
-import msgspec
 import xxhash
 
 from branchline.core.arguments import canonical_json
-from branchline.core.errors import MessageError
-from branchline.core.message import ROLES, Form, Media, MediaKind, Message, Role, ToolCall
+from branchline.core.errors import InputError, MessageError
+from branchline.core.message import ROLES, Form, Media, MediaKind, Message, ToolCall
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
 """Plain-text wire names of reasoning, in the order they are looked for."""
@@ -24,8 +26,11 @@ REASONING_LISTS = ("reasoning_details", "thinking_blocks")
 """Wire names under which reasoning comes as a list of blocks."""
 
 _KNOWN_ROLES = frozenset(ROLES)
+_ANY_REASONING = frozenset((*REASONING_NAMES, *REASONING_LISTS))
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
-_REASONING_PARTS = frozenset(("thinking", "reasoning", "reasoning.text", "reasoning.summary", "summary_text"))
+_REASONING_PARTS = frozenset(
+    ("thinking", "reasoning", "reasoning_text", "reasoning.text", "reasoning.summary", "summary_text")
+)
 _SILENT_PARTS = frozenset(("redacted_thinking", "reasoning.encrypted"))
 _MEDIA_PARTS: dict[str, MediaKind] = {
     "image_url": "image",
@@ -40,6 +45,14 @@ _MEDIA_PARTS: dict[str, MediaKind] = {
     "file": "file",
     "input_file": "file",
 }
+_PART_TYPES = "one of " + ", ".join(sorted({*_TEXT_PARTS, *_MEDIA_PARTS, "refusal", "thinking"}))
+_DATA_NAMES = ("data", "file_data")
+_LINK_NAMES = ("url", "file_id", "path")
+
+# Members of Form as plain numbers: flags of an enum take longer to join than a message takes to read.
+_PLAIN, _PART_LIST = int(Form.PLAIN), int(Form.PART_LIST)
+_NULL_CONTENT, _NO_CONTENT = int(Form.NULL_CONTENT), int(Form.NO_CONTENT)
+_NULL_CALLS, _EMPTY_CALLS = int(Form.NULL_CALLS), int(Form.EMPTY_CALLS)
 
 
 def read_messages(raw: object, where: str = "messages") -> tuple[Message, ...]:
@@ -55,188 +68,271 @@ def read_messages(raw: object, where: str = "messages") -> tuple[Message, ...]:
 
 def read_message(raw: object, where: str = "message", index: int | None = None) -> Message:
     """One message; errors name the field by where it stands."""
-    if not isinstance(raw, dict):
-        raise MessageError(_place(where, index), raw, "an object")
-    role = raw.get("role")
-    if role not in _KNOWN_ROLES:
-        raise MessageError(f"{_place(where, index)}.role", role, "one of " + ", ".join(ROLES))
-    content = raw.get("content")
-    # Most messages of most requests are a role and a text: they are read without looking further.
-    if type(content) is str and len(raw) == 2:
-        return Message(role, content)
-    return _read_full(raw, role, content, _place(where, index))
+    try:
+        if not isinstance(raw, dict):
+            raise MessageError("", raw, "an object")
+        role = raw.get("role")
+        if not isinstance(role, str) or role not in _KNOWN_ROLES:
+            raise MessageError("role", role, "one of " + ", ".join(ROLES))
+        content = raw.get("content")
+        # Most messages of most requests are a role and a text: they are read without looking further.
+        if type(content) is str and len(raw) == 2:
+            return Message(role, content)  # type: ignore[arg-type]
+        return _read_full(raw, content)
+    except MessageError as error:
+        raise _inside(where if index is None else f"{where}[{index}]", error) from None
 
 
-def _place(where: str, index: int | None) -> str:
-    return where if index is None else f"{where}[{index}]"
+def _inside(where: str, error: MessageError) -> MessageError:
+    """The error as seen from further out."""
+    field = error.field
+    dot = "." if where and field else ""
+    return MessageError(where + dot + field, error.value, error.expected)
 
 
-def _read_full(raw: dict[str, Any], role: Role, content: object, where: str) -> Message:
-    form = Form.PLAIN
-    refusal = _text_or_none(raw.get("refusal"), f"{where}.refusal")
-    reasoning = _read_reasoning(raw, where)
+def _read_full(raw: dict[str, Any], content: object) -> Message:
+    form = _PLAIN
+    reasoning = "" if _ANY_REASONING.isdisjoint(raw) else _read_reasoning(raw)
+    refusal = _text(raw, "refusal")
     parts: tuple[str | Media, ...] = ()
     if isinstance(content, str):
         text = content
     elif content is None:
-        form |= Form.NULL_CONTENT if "content" in raw else Form.NO_CONTENT
+        form = _NULL_CONTENT if "content" in raw else _NO_CONTENT
         text = ""
     elif isinstance(content, list | tuple):
-        form |= Form.PART_LIST
-        read = [_read_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
-        parts = tuple(part for kind, part in read if kind == "content")
-        text = "".join(part for part in parts if isinstance(part, str))
-        reasoning += "".join(cast(str, part) for kind, part in read if kind == "reasoning")
-        refusal += "".join(cast(str, part) for kind, part in read if kind == "refusal")
-        if all(isinstance(part, str) for part in parts) and len(parts) < 2:
+        form = _PART_LIST
+        parts, more_reasoning, more_refusal = _read_parts(content)
+        text = "".join([part for part in parts if isinstance(part, str)])
+        reasoning += more_reasoning
+        refusal += more_refusal
+        if len(parts) < 2 and not any(isinstance(part, Media) for part in parts):
             parts = ()
     else:
-        raise MessageError(f"{where}.content", content, "a string, null or a list of parts")
-    calls, calls_form = _read_calls(raw, where)
+        raise MessageError("content", content, "a string, null or a list of parts")
+    calls, calls_form = _read_calls(raw)
     return Message(
-        role,
+        raw["role"],
         text,
         reasoning=reasoning,
         calls=calls,
         refusal=refusal,
-        name=_text_or_none(raw.get("name"), f"{where}.name"),
-        answers=_text_or_none(raw.get("tool_call_id"), f"{where}.tool_call_id"),
+        name=_text(raw, "name"),
+        answers=_text(raw, "tool_call_id"),
         parts=parts,
-        id=_text_or_none(raw.get("id"), f"{where}.id"),
-        form=int(form | calls_form),
+        id=_text(raw, "id"),
+        form=form | calls_form,
     )
 
 
-def _text_or_none(value: object, where: str) -> str:
+def _text(raw: Mapping[str, Any], name: str) -> str:
+    value = raw.get(name)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise MessageError(where, value, "a string or null")
+        raise MessageError(name, value, "a string or null")
     return value
 
 
-def _read_reasoning(raw: Mapping[str, Any], where: str) -> str:
+# -- reasoning ---------------------------------------------------------------------------------------
+
+
+def _read_reasoning(raw: Mapping[str, Any]) -> str:
     for name in REASONING_NAMES:
-        value = raw.get(name)
-        if isinstance(value, str):
-            if value:
-                return value
-        elif value is not None:
-            raise MessageError(f"{where}.{name}", value, "a string or null")
+        text = _text(raw, name)
+        if text:
+            return text
     for name in REASONING_LISTS:
         blocks = raw.get(name)
-        if blocks:
-            if not isinstance(blocks, list):
-                raise MessageError(f"{where}.{name}", blocks, "a list of blocks")
-            return "".join(_block_text(block) for block in blocks if isinstance(block, dict))
+        if blocks is None:
+            continue
+        if not isinstance(blocks, list | tuple):
+            raise MessageError(name, blocks, "a list of blocks or null")
+        text = "".join([_block_text(block, f"{name}[{place}]") for place, block in enumerate(blocks)])
+        if text:
+            return text
     return ""
 
 
-def _block_text(block: Mapping[str, Any]) -> str:
-    for name in ("text", "thinking", "summary", "reasoning"):
+def _block_text(block: object, where: str) -> str:
+    if isinstance(block, str):
+        return block
+    if not isinstance(block, dict):
+        raise MessageError(where, block, "a block of reasoning (an object)")
+    for name in ("text", "thinking", "summary", "reasoning", "content"):
         value = block.get(name)
         if isinstance(value, str):
             return value
+        if isinstance(value, list):
+            # Mistral's `thinking` and the `summary` of Responses: once more a list, of texts.
+            texts = [item.get("text") if isinstance(item, dict) else item for item in value]
+            return "".join([text for text in texts if isinstance(text, str)])
     return ""
 
 
-def _read_part(part: object, where: str) -> tuple[str, str | Media]:
-    if isinstance(part, str):
-        return "content", part
-    if not isinstance(part, dict):
-        raise MessageError(where, part, "a content part (an object with a type)")
-    kind = part.get("type")
-    if kind in _TEXT_PARTS:
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise MessageError(f"{where}.text", text, "a string")
-        return "content", text
-    if kind == "refusal":
-        return "refusal", _text_or_none(part.get("refusal"), f"{where}.refusal")
-    if kind in _REASONING_PARTS:
-        return "reasoning", _block_text(part)
-    if kind in _SILENT_PARTS:
-        return "reasoning", ""
-    if kind in _MEDIA_PARTS:
-        return "content", _read_media(part, _MEDIA_PARTS[kind], where)
-    known = sorted({*_TEXT_PARTS, *_MEDIA_PARTS, "refusal", "thinking"})
-    raise MessageError(f"{where}.type", kind, "one of " + ", ".join(known))
+# -- parts -------------------------------------------------------------------------------------------
 
 
-def _read_media(part: Mapping[str, Any], kind: MediaKind, where: str) -> Media:
-    body = part.get(part["type"], part.get(kind, part))
-    detail = mime = ""
-    if isinstance(body, Mapping):
-        detail = _text_or_none(body.get("detail"), f"{where}.detail")
-        mime = body.get("format") or body.get("mime_type") or body.get("media_type") or ""
-        names = ("url", "data", "file_data", "file_id", "image", "video", "audio", "path")
-        body = next((body[name] for name in names if isinstance(body.get(name), str)), None)
-    if not isinstance(body, str) or not body:
-        raise MessageError(where, part, f"{kind} data: a url, a data url, or base64 data")
-    if body.startswith("data:"):
-        head, _, encoded = body.partition(",")
-        mime = head[5:].partition(";")[0]
-        payload = _base64(encoded, where) if ";base64" in head else encoded.encode()
-    elif kind == "audio" and "://" not in body:
-        payload = _base64(body, where)
-    else:
-        return Media(kind, digest="url:" + body, url=body, mime=str(mime), detail=detail)
-    return Media(kind, xxhash.xxh3_128_hexdigest(payload), payload, mime=str(mime), detail=detail)
+def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str, str]:
+    """The content proper, the reasoning and the refusal of a list of parts."""
+    parts: list[str | Media] = []
+    reasoning = refusal = ""
+    for place, part in enumerate(content):
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        try:
+            if not isinstance(part, dict):
+                raise MessageError("", part, "a content part (an object with a type)")
+            kind = part.get("type")
+            if not isinstance(kind, str):
+                raise MessageError("type", kind, _PART_TYPES)
+            if kind in _TEXT_PARTS:
+                text = part.get("text")
+                if not isinstance(text, str):
+                    raise MessageError("text", text, "a string")
+                parts.append(text)
+            elif kind in _MEDIA_PARTS:
+                parts.append(_read_media_part(part, kind))
+            elif kind in _REASONING_PARTS:
+                reasoning += _block_text(part, "")
+            elif kind == "refusal":
+                refusal += _text(part, "refusal")
+            elif kind not in _SILENT_PARTS:
+                raise MessageError("type", kind, _PART_TYPES)
+        except MessageError as error:
+            raise _inside(f"content[{place}]", error) from None
+    return tuple(parts), reasoning, refusal
 
 
-def _base64(text: str, where: str) -> bytes:
+# -- media -------------------------------------------------------------------------------------------
+
+
+def _read_media_part(part: Mapping[str, Any], part_type: str) -> Media:
+    kind = _MEDIA_PARTS[part_type]
+    # The data stands beside the type, or in an object of its own.
+    names = (part_type, f"{kind}_url", kind)
+    place = next((name for name in (*names, "source") if isinstance(part.get(name), dict)), "")
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise MessageError(where, text[:40], "base64 data") from None
+        return _read_media(part[place] if place else part, kind, names)
+    except MessageError as error:
+        raise _inside(place, error) from None
 
 
-def _read_calls(raw: Mapping[str, Any], where: str) -> tuple[tuple[ToolCall, ...], Form]:
+def _read_media(body: Mapping[str, Any], kind: MediaKind, names: Sequence[str]) -> Media:
+    for name in (*_DATA_NAMES, *_LINK_NAMES, *names):
+        source = body.get(name)
+        if isinstance(source, str) and source:
+            break
+    else:
+        raise MessageError("", body, f"{kind} data: a url, a data url, or base64 data")
+    detail = _text(body, "detail")
+    mime = _text(body, "mime_type") or _text(body, "media_type") or _text(body, "format")
+    if source.startswith("data:"):
+        mime, payload = _read_data_url(source, name)
+    elif (name in _DATA_NAMES or kind == "audio") and "://" not in source:
+        payload = _base64(source, name)
+        mime = mime if "/" in mime or not mime else f"{kind}/{mime}"
+    else:
+        return Media(kind, digest="url:" + source, url=source, mime=mime, detail=detail)
+    return Media(kind, xxhash.xxh3_128_hexdigest(payload), payload, mime=mime, detail=detail)
+
+
+def _read_data_url(url: str, name: str) -> tuple[str, bytes]:
+    head, comma, data = url[len("data:") :].partition(",")
+    mime, *options = head.split(";")
+    plain = unquote_to_bytes(data.encode("utf-8", "surrogatepass"))
+    if not comma or not plain:
+        raise MessageError(name, url, "a data url with data behind a comma")
+    return mime, _base64(plain, name) if "base64" in options else plain
+
+
+def _base64(text: str | bytes, name: str) -> bytes:
+    """Base64 in any of its dresses: wrapped in lines, without padding, or in its url-safe alphabet."""
+    letters = b"".join((text.encode("utf-8", "replace") if isinstance(text, str) else text).split())
+    letters = letters.rstrip(b"=").translate(_FROM_URL_SAFE)
+    try:
+        payload = base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
+    except binascii.Error:
+        payload = b""
+    if not payload:
+        raise MessageError(name, text, "base64 data")
+    return payload
+
+
+_FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+
+
+# -- tool calls --------------------------------------------------------------------------------------
+
+
+def _read_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]:
     calls = raw.get("tool_calls")
-    if not calls:
-        if calls is not None and not isinstance(calls, list):
-            raise MessageError(f"{where}.tool_calls", calls, "a list or null")
-        legacy = raw.get("function_call")
-        if legacy is not None:
-            return (_read_function(legacy, "", "function", f"{where}.function_call"),), Form.PLAIN
-        if "tool_calls" not in raw:
-            return (), Form.PLAIN
-        return (), Form.NULL_CALLS if calls is None else Form.EMPTY_CALLS
-    if not isinstance(calls, list | tuple):
-        raise MessageError(f"{where}.tool_calls", calls, "a list or null")
-    return tuple(
-        _read_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)
-    ), Form.PLAIN
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise MessageError("tool_calls", calls, "a list or null")
+    if calls:
+        return tuple([_read_call(call, place) for place, call in enumerate(calls)]), _PLAIN
+    legacy = raw.get("function_call")
+    if legacy is not None:
+        return (_read_function(legacy, "", "function", "function_call"),), _PLAIN
+    if "tool_calls" not in raw:
+        return (), _PLAIN
+    return (), _NULL_CALLS if calls is None else _EMPTY_CALLS
 
 
-def _read_call(raw: object, where: str) -> ToolCall:
-    if not isinstance(raw, dict):
-        raise MessageError(where, raw, "a tool call (an object with a function)")
-    kind = raw.get("type") or "function"
-    body = raw.get(kind, raw.get("function", raw))
-    return _read_function(body, _text_or_none(raw.get("id"), f"{where}.id"), str(kind), where)
+def _read_call(raw: object, place: int) -> ToolCall:
+    try:
+        if not isinstance(raw, dict):
+            raise MessageError("", raw, "a tool call (an object with a function)")
+        kind = _text(raw, "type") or "function"
+        call_id = _text(raw, "id")
+        # A custom tool stands under its own name (`custom`), a call of some dialects right here.
+        for name in (kind, "function"):
+            if name in raw:
+                return _read_function(raw[name], call_id, kind, name)
+        return _read_function(
+            raw if "name" in raw else None, call_id, kind, "" if "name" in raw else "function"
+        )
+    except MessageError as error:
+        raise _inside(f"tool_calls[{place}]", error) from None
 
 
-def _read_function(body: object, call_id: str, kind: str, where: str) -> ToolCall:
-    if not isinstance(body, dict):
-        raise MessageError(f"{where}.function", body, "an object with name and arguments")
-    name = body.get("name")
-    if not isinstance(name, str) or not name:
-        raise MessageError(f"{where}.function.name", name, "a non-empty string")
-    arguments = body.get("arguments", body.get("input"))
-    if arguments is None:
-        arguments = ""
-    elif not isinstance(arguments, str):
-        arguments = msgspec.json.encode(arguments).decode()
-    return ToolCall(name, arguments, call_id, kind)
+def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCall:
+    try:
+        if not isinstance(body, dict):
+            raise MessageError("", body, "an object with name and arguments")
+        name = body.get("name")
+        if not isinstance(name, str) or not name:
+            raise MessageError("name", name, "a non-empty string")
+        arguments = body.get("arguments", body.get("input"))
+        if arguments is None:
+            arguments = ""
+        elif not isinstance(arguments, str):
+            arguments = _arguments_text(arguments)
+        return ToolCall(name, arguments, call_id, kind)
+    except MessageError as error:
+        raise _inside(place, error) from None
+
+
+def _arguments_text(arguments: object) -> str:
+    try:
+        return json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise MessageError("arguments", type(arguments).__name__, "a string or a JSON value") from None
+
+
+# -- the rest of a request ---------------------------------------------------------------------------
 
 
 def read_tools(raw: object, where: str = "tools") -> tuple[dict[str, Any], ...]:
     """A request's tool list; null, absent and empty are the same."""
-    if not raw:
+    if raw is None:
         return ()
-    if not isinstance(raw, list | tuple) or not all(isinstance(tool, dict) for tool in raw):
+    if not isinstance(raw, list | tuple):
         raise MessageError(where, raw, "a list of tools (objects) or null")
+    for index, tool in enumerate(raw):
+        if not isinstance(tool, dict):
+            raise MessageError(f"{where}[{index}]", tool, "a tool (an object)")
     return tuple(raw)
 
 
@@ -244,7 +340,10 @@ def digest_of(*values: object) -> bytes:
     """16 bytes that identify JSON values, key order aside; nothing but empty values gives no bytes at all."""
     if not any(values):
         return b""
-    return xxhash.xxh3_128_digest(b"\0".join(canonical_json(value) for value in values))
+    try:
+        return xxhash.xxh3_128_digest(b"\0".join([canonical_json(value) for value in values]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"tools and template arguments: expected JSON values, but {error}") from error
 
 
 def write_message(message: Message) -> dict[str, Any]:
@@ -270,11 +369,18 @@ def write_message(message: Message) -> dict[str, Any]:
 def _write_part(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = f"{part.kind}_url"
-    if part.url:
-        return {"type": kind, kind: {"url": part.url}}
-    data = base64.b64encode(part.payload).decode()
-    return {"type": kind, kind: {"url": f"data:{part.mime or 'application/octet-stream'};base64,{data}"}}
+    url = part.url
+    if not url:
+        mime = part.mime.partition(",")[0].partition(";")[0] or "application/octet-stream"
+        url = f"data:{mime};base64,{base64.b64encode(part.payload).decode()}"
+    if part.kind == "file":
+        body = {"file_id" if part.url else "file_data": url}
+    else:
+        body = {"url": url}
+    if part.detail:
+        body["detail"] = part.detail
+    kind = part.kind if part.kind == "file" else f"{part.kind}_url"
+    return {"type": kind, kind: body}
 
 
 def _write_call(call: ToolCall) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def _estimate(prompt: Ids, start: int, answer: Message, following: Sequence[Mess
     tail = len(prompt) - start
     said = _length(answer)
     share = said / max(1, said + sum(_length(message) for message in following))
-    return start + min(tail, max(1 if tail else 0, round(tail * share)))
+    # Both sides have at least a token where there are enough of them.
+    most = tail - 1 if following and tail > 1 else tail
+    return start + min(most, max(1 if tail else 0, round(tail * share)))
 
 
 def _length(message: Message) -> int:

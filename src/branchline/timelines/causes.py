@@ -85,6 +85,7 @@ class Judgement:
     """Everything a tree's shape says about what its agents did."""
 
     forks: list[Fork] = field(default_factory=list)
+    """In the order the branches came."""
     unseen: dict[int, Drop] = field(default_factory=dict)
     """Sampled nodes that never reached a client, by node id."""
     edges: list[Edge] = field(default_factory=list)
@@ -102,6 +103,7 @@ def judge(tree: Tree) -> Judgement:
             branch = children[place]
             beside, cause = _cause(tree, evidence, judgement, node, branch, children[:place])
             judgement.forks.append(Fork(node, branch, beside, cause, evidence.first_call(branch)))
+    judgement.forks.sort(key=lambda fork: fork.branch.id)
     judgement.main = _main_leaf(tree, judgement)
     return judgement
 
@@ -206,7 +208,7 @@ def _other_context(
         judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
     if spawn is not None or (call.agent != other.agent and call.agent != tree.calls[0].agent):
         return Cause.SUB_AGENT
-    new, old = evidence.prompt_below(branch), evidence.path_below(beside, call)
+    new, old = evidence.prompt_below(branch), evidence.path_below(beside, branch)
     if branch.source != NOWHERE and at.parent is not None and at in tree.nodes[branch.source].path():
         # Shown without what led to it; where more of the old path is kept, it is that which was removed.
         return Cause.CONTEXT_DELETE if shares_later(new[1:], old) else Cause.REPAIR_LOOP

@@ -59,28 +59,24 @@ class Evidence:
             node = node.parent
         return messages[::-1]
 
-    def path_below(self, beside: Node, call: Call) -> list[Message]:
-        """The messages from a sibling down its longest path that was there before a call."""
-        last = self._deepest_before(beside, call)
-        messages: list[Message] = []
-        node: Node | None = last
-        while node is not None and node is not beside.parent:
-            messages.append(node.message)
-            node = node.parent
-        return messages[::-1]
-
-    def _deepest_before(self, beside: Node, call: Call) -> Node:
-        best, stack = beside, [beside]
+    def path_below(self, beside: Node, branch: Node) -> list[Message]:
+        """The messages from a sibling down the path, older than a branch, that has most in common with it."""
+        call = self.first_call(branch)
+        keys = {message.key for message in self.prompt_below(branch)}
+        best: tuple[int, int] = (-1, -1)
+        last = beside
+        stack = [(beside, 0)]
         while stack:
-            node = stack.pop()
-            if node.depth > best.depth:
-                best = node
+            node, shared = stack.pop()
+            shared += node.message.key in keys
+            if (shared, node.depth) > best:
+                best, last = (shared, node.depth), node
             stack += [
-                child
+                (child, shared)
                 for child in node.all_children()
-                if child.id in self._first_call and self._first_call[child.id].index < call.index
+                if self._first_call[child.id].index < call.index
             ]
-        return best
+        return [node.message for node in last.path()[beside.depth - 1 :]]
 
     def closest(self, branch: Node, siblings: Sequence[Node]) -> Node:
         """The sibling whose path has most in common with a branch; the latest among equals."""
@@ -93,7 +89,7 @@ class Evidence:
         keys = {message.key for message in self.prompt_below(branch)}
 
         def likeness(sibling: Node) -> tuple[bool, bool, int, int]:
-            shared = sum(message.key in keys for message in self.path_below(sibling, call))
+            shared = sum(message.key in keys for message in self.path_below(sibling, branch))
             same_agent = self.first_call(sibling).agent == call.agent
             return (sibling.id == branch.source, same_agent, shared, sibling.id)
 

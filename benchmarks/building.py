@@ -1,0 +1,106 @@
+"""From calls to samples: a session and its export, beside the slime-style builder of agentcore-rl-toolkit."""
+
+from __future__ import annotations
+
+import numpy as np
+from agentcore_rl_toolkit.rollout_gateway import BaseTrace, TraceRecord, TrajectoryManager, TurnRecord
+from branchline import Export, Request, export_samples
+
+from benchmarks.measure import Report, best_cpu_s, ms
+from benchmarks.workloads import FOUR, Workload, commit_step, play
+
+
+def table() -> Report:
+    report = Report(
+        "Trajectory building: 250 sampled + 400 observed tokens a turn",
+        [
+            "workload",
+            "sampled tokens",
+            "delivered ours",
+            "theirs",
+            "target",
+            "CPU ms ours",
+            "with reading",
+            "theirs",
+            "ratio",
+            "with reading",
+            "target",
+        ],
+        [
+            "Every call: prepare, commit, deliver; then export_samples. Theirs: record_turn; then get_trajectory.",
+            "With reading: messages read from dicts as well. Theirs gets its prompt ids pre-made; ours makes them.",
+            "Ratio: their CPU time over ours; both targets say: more than 1.",
+        ],
+    )
+    for make in FOUR:
+        workload = make()
+        _check_prompts(workload)
+        ours, theirs = _ours(workload), _theirs(workload)
+        delivered = _trained_by_us(workload, ours) / workload.sampled_tokens
+        their_share = _trained_by_them(workload, theirs) / workload.sampled_tokens
+        del ours, theirs
+        canonical, read, reference = best_cpu_s(
+            lambda w=workload: _ours(w),
+            lambda w=workload: _ours(w, from_raw=True),
+            lambda w=workload: _theirs(w),
+        )
+        report.row(
+            workload.name,
+            f"{workload.sampled_tokens:,}",
+            f"{delivered:.1%}",
+            f"{their_share:.1%}",
+            report.target("100 %", delivered == 1),
+            ms(canonical),
+            ms(read),
+            ms(reference),
+            f"{reference / canonical:.1f}×",
+            f"{reference / read:.1f}×",
+            report.target("> 1", canonical < reference) + " " + report.target("> 1", read < reference),
+        )
+    return report
+
+
+def _ours(workload: Workload, *, from_raw: bool = False) -> Export:
+    return export_samples(play(workload, from_raw=from_raw).tree)
+
+
+def _theirs(workload: Workload) -> list[TraceRecord]:
+    manager = TrajectoryManager()
+    for step in workload.steps:
+        manager.record_turn(
+            "episode",
+            turn=TurnRecord(step.prompt_ids, step.id_list, "stop", step.logprob_list),
+            prompt_messages=step.raw_messages,
+            response_message=step.raw_output,
+        )
+    records: list[TraceRecord] = manager.get_trajectory("episode", base_sample=BaseTrace())
+    return records
+
+
+def _check_prompts(workload: Workload) -> None:
+    """Both sides are given the same prompts, token by token."""
+    from branchline import Session
+
+    session = Session("check", workload.codec)
+    for step in workload.steps:
+        prompt_ids = session.prepare(Request(step.messages)).prompt_ids
+        assert prompt_ids.tolist() == step.prompt_ids, "the sides were given different prompts"
+        commit_step(session, step)
+
+
+def _trained_by_us(workload: Workload, export: Export) -> int:
+    trained = [sample.response_ids[sample.response_mask == 1] for sample in export.samples]
+    return _distinct_sampled(workload, np.concatenate(trained).tolist())
+
+
+def _trained_by_them(workload: Workload, records: list[TraceRecord]) -> int:
+    trained: list[int] = []
+    for record in records:
+        response = record.token_ids[len(record.token_ids) - len(record.loss_mask) :]
+        trained += [token for token, mask in zip(response, record.loss_mask, strict=True) if mask]
+    return _distinct_sampled(workload, trained)
+
+
+def _distinct_sampled(workload: Workload, trained: list[int]) -> int:
+    sampled = {token for step in workload.steps for token in step.id_list}
+    return len(sampled.intersection(trained))

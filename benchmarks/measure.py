@@ -1,0 +1,105 @@
+"""Measuring and reporting, the same way in every table.
+
+Times are CPU times of this process, the best of several repeats, because the machines that run this are
+shared; the sides of a ratio take turns within one run. A figure with a target says whether it is met.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass
+class Report:
+    """One table, the targets in it, and what a reader must know to believe it."""
+
+    title: str
+    columns: Sequence[str]
+    notes: Sequence[str] = ()
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    verdicts: list[bool] = field(default_factory=list)
+
+    def row(self, *cells: object) -> None:
+        self.rows.append(tuple(str(cell) for cell in cells))
+
+    def target(self, wanted: str, is_met: bool) -> str:
+        """The cell of a target."""
+        self.verdicts.append(is_met)
+        return f"{'✓' if is_met else '✗'} {wanted}"
+
+    def print(self, console: Console) -> None:
+        table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold")
+        for place, column in enumerate(self.columns):
+            is_text = place == 0 or column == "target"
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+        for cells in self.rows:
+            table.add_row(*(_coloured(cell) for cell in cells))
+        console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}", style="dim", highlight=False, markup=False)
+        console.print()
+
+
+def _coloured(cell: str) -> Text:
+    return Text(cell, style={"✓": "green", "✗": "red"}.get(cell[:1], ""))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without garbage collection, as timeit does: its cost depends on what else is alive."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def cpu_s(run: Callable[[], object]) -> float:
+    """CPU seconds of one run; what it returns is let go only after the clock has stopped."""
+    with _undisturbed():
+        start = time.process_time()
+        result = run()
+        spent = time.process_time() - start
+        del result
+        return spent
+
+
+def best_cpu_s(*sides: Callable[[], object], repeats: int = 5) -> list[float]:
+    """The best CPU seconds of each side; the sides take turns, so that all meet the same machine."""
+    best = [float("inf")] * len(sides)
+    for _ in range(repeats):
+        for place, side in enumerate(sides):
+            best[place] = min(best[place], cpu_s(side))
+    return best
+
+
+def wall_s(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the wall and on the CPU, for work that waits for a disk."""
+    with _undisturbed():
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of all values lies.
+
+    >>> percentile([1.0, 2.0, 3.0], 0.5)
+    2.0
+    """
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"

@@ -1,0 +1,77 @@
+"""The `branchline` command: reads its options, runs one command, and turns errors into exit codes.
+
+A command returns all it has to say as one text, so an error leaves stdout empty. Exit codes: 0 done,
+2 bad input (with a sentence on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from branchline import __version__
+from branchline.cli import merge, tree
+from branchline.core.errors import BranchlineError
+
+_DESCRIPTION = """\
+Turns the LLM calls of agents into timelines and training samples in which every sampled token is trained
+exactly once, behind exactly the context it was sampled in.
+"""
+_EPILOG = """\
+example:
+  branchline merge calls.jsonl            timelines, forks and their causes, the account of all tokens
+  branchline tree calls.jsonl             the same calls as a tree to read
+
+`branchline merge --help` shows what a line of calls.jsonl looks like.
+"""
+_BAD_INPUT = 2
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], str] = options.run
+    try:
+        text = run(options)
+        _write(text)
+    except BranchlineError as error:
+        print(f"branchline: error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has seen enough. Python flushes once more on its way out: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "branchline",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"branchline {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    merge.add_merge(commands)
+    tree.add_tree(commands)
+    return parser
+
+
+def _write(text: str) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a letter gets its escape, not a traceback.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""JSON lines: what is written reads back, and nothing is ever half-written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from branchline import ExportPolicy, Generation, Message, Request, Sample, Session, ToyCodec, export_samples
+from branchline.export.jsonl import read_jsonl, write_jsonl
+
+
+def samples() -> list[Sample]:
+    codec = ToyCodec()
+    session = Session("s", codec)
+    turn = session.prepare(Request((Message("user", "u"),)))
+    logprobs = np.array([-0.5, np.nan], np.float32)
+    session.commit(turn, Generation(codec.spell(Message("assistant", "A1")), logprobs, 7))
+    return export_samples(session.tree, ExportPolicy(missing_logprobs=True), session="s", reward=1.0).samples
+
+
+def test_a_sample_reads_back_as_it_was(tmp_path: Path) -> None:
+    written = samples()
+    assert write_jsonl(written, tmp_path / "out.jsonl") == 1
+    (again,) = read_jsonl(tmp_path / "out.jsonl")
+    for name in (
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "response_logprobs",
+        "response_versions",
+        "shares",
+    ):
+        np.testing.assert_array_equal(getattr(again, name), getattr(written[0], name))
+    assert (again.session, again.reward, again.missing_logprobs, again.calls) == ("s", 1.0, 1, ("call-0",))
+    assert b"NaN" not in (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_a_fault_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text("before")
+
+    def broken() -> Iterator[Sample]:
+        yield from samples()
+        raise RuntimeError("engine on fire")
+
+    with pytest.raises(RuntimeError):
+        write_jsonl(broken(), target)
+    assert target.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]

@@ -1,0 +1,140 @@
+"""Samples: shares sum to one, caps keep the last, and every token is accounted for."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline import (
+    Cause,
+    Delivery,
+    ExportPolicy,
+    Generation,
+    Message,
+    Request,
+    Session,
+    ToyCodec,
+    export_samples,
+)
+from branchline.testing.behaviours import Behaviour
+from branchline.testing.player import Player
+
+CODEC = ToyCodec()
+
+
+def say(
+    session: Session, messages: list[Message], said: str, delivery: Delivery = Delivery.DELIVERED
+) -> Message:
+    turn = session.prepare(Request(tuple(messages)))
+    answer = Message("assistant", said)
+    ids = CODEC.spell(answer)
+    call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32), message=answer)).call
+    session.deliver(call, delivery)
+    return answer
+
+
+def fork() -> Session:
+    """A1 with three continuations: AA, BBB, and CCCC."""
+    session = Session("s", CODEC)
+    ask = Message("user", "u")
+    said = say(session, [ask], "A1")
+    for text, answer in (("x", "AA"), ("y", "BBB"), ("z", "CCCC")):
+        say(session, [ask, said, Message("user", text)], answer)
+    return session
+
+
+def test_a_shared_token_is_split_over_the_leaves_through_it() -> None:
+    samples = export_samples(fork().tree).samples
+    assert [sample.shares[:2].tolist() for sample in samples] == [pytest.approx([1 / 3, 1 / 3])] * 3
+    assert [sample.shares[-2:].tolist() for sample in samples] == [[1, 1]] * 3
+    assert [CODEC.decode(sample.prompt_ids) for sample in samples] == ["user:u\nassistant:"] * 3
+
+
+def test_first_trains_a_shared_token_in_one_sample_and_shows_it_as_context_in_the_others() -> None:
+    samples = export_samples(fork().tree, ExportPolicy(shares="first")).samples
+    assert [sample.trained_tokens for sample in samples] == [4, 3, 4]
+    assert CODEC.decode(samples[1].prompt_ids) == "user:u\nassistant:A1user:y\nassistant:"
+    assert all((sample.shares[sample.response_mask == 1] == 1).all() for sample in samples)
+
+
+def test_all_trains_it_everywhere_in_full() -> None:
+    samples = export_samples(fork().tree, ExportPolicy(shares="all")).samples
+    assert [sample.trained_tokens for sample in samples] == [4, 5, 6]
+    assert all((sample.shares[sample.response_mask == 1] == 1).all() for sample in samples)
+
+
+def test_a_cancelled_leaf_is_dropped_and_what_came_before_it_is_not() -> None:
+    session = Session("s", CODEC)
+    ask = Message("user", "u")
+    said = say(session, [ask], "A1")
+    say(session, [ask, said, Message("user", "x")], "half", Delivery.CANCELLED)
+    export = export_samples(session.tree)
+    (sample,) = export.samples
+    assert CODEC.decode(sample.response_ids) == "A1"
+    assert [(drop.reason, drop.tokens) for drop in export.report.dropped] == [("cancelled", 4)]
+    kept = export_samples(session.tree, ExportPolicy(drop=frozenset()))
+    assert kept.report.trained_tokens == 6
+
+
+def test_a_cause_can_be_dropped_with_everything_below_it() -> None:
+    session = fork()
+    export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.EDIT})))
+    assert len(export.samples) == 1
+    assert sorted((drop.reason, drop.tokens) for drop in export.report.dropped) == [("edit", 3), ("edit", 4)]
+    assert export.samples[0].shares[:2].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("keep", ["last", "random"])
+def test_a_cap_keeps_the_final_sample_and_shares_still_sum_to_one(keep: str) -> None:
+    for seed in range(5):
+        export = export_samples(fork().tree, ExportPolicy(max_samples=2, keep=keep, seed=seed))  # type: ignore[arg-type]
+        assert len(export.samples) == 2
+        assert CODEC.decode(export.samples[-1].response_ids).endswith("CCCC")
+        assert [sample.shares[:2].tolist() for sample in export.samples] == [[0.5, 0.5]] * 2
+        assert export.report.is_balanced
+        assert {drop.reason for drop in export.report.dropped} == {"capped"}
+
+
+def test_a_length_cap_cuts_and_accounts_for_the_rest() -> None:
+    prompt = len("user:u\nassistant:")
+    export = export_samples(fork().tree, ExportPolicy(max_tokens=prompt + 1))
+    assert [len(sample) for sample in export.samples] == [prompt + 1] * 3
+    assert all(sample.finish == "length" and sample.truncated_tokens for sample in export.samples)
+    assert export.report.trained_tokens == 1
+    assert sum(drop.tokens for drop in export.report.dropped if drop.reason == "over_length") == 1 + 2 + 3 + 4
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 6),
+    st.sampled_from(["split", "first"]),
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(1, 600),
+    st.sampled_from(["last", "random"]),
+)
+def test_under_every_cap_each_token_is_trained_with_weight_one_or_dropped_for_one_reason(
+    seed: int, steps: int, shares: str, most: int | None, tokens: int | None, keep: str
+) -> None:
+    codec = ToyCodec.chatml()
+    player = Player(Session("s", codec), codec)
+    player.play(Behaviour(Random(seed)).plan(steps))
+    policy = ExportPolicy(shares=shares, max_samples=most, max_tokens=tokens, keep=keep)  # type: ignore[arg-type]
+    export = export_samples(player.session.tree, policy)
+    report = export.report
+    assert report.is_balanced
+    assert sum(float(sample.shares.sum()) for sample in export.samples) == pytest.approx(
+        report.trained_tokens, abs=1e-2
+    )
+    assert len(export.samples) == report.samples <= (most or 10**9)
+
+
+def test_samples_can_be_read_before_the_session_ends() -> None:
+    session = Session("s", CODEC)
+    assert export_samples(session.tree).samples == []
+    say(session, [Message("user", "u")], "A1")
+    assert len(export_samples(session.tree, session="s", reward=0.5).samples) == 1

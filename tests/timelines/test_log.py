@@ -1,0 +1,116 @@
+"""Reading call logs: what is there is taken, what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from branchline import LogError, read_log
+from branchline.core.errors import InputError
+from branchline.timelines.log import LogReading
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    choice = {
+        "message": {"role": "assistant", "content": "b"},
+        "finish_reason": "stop",
+        "token_ids": [3, 4],
+        "logprobs": {"content": [{"token": "b", "logprob": -0.5}, {"token": "<end>", "logprob": None}]},
+    }
+    raw: dict[str, Any] = {
+        "session": "s",
+        "agent": "main",
+        "request": {"messages": [{"role": "user", "content": "a"}]},
+        "response": {"id": "resp", "prompt_token_ids": [1, 2], "choices": [choice]},
+    }
+    for path, value in changes.items():
+        *keys, last = path.split("__")
+        target: Any = raw
+        for key in keys:
+            target = target[int(key) if key.isdigit() else key]
+        if value is ...:
+            del target[last]
+        else:
+            target[last] = value
+    return raw
+
+
+def write(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "calls.jsonl"
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    return path
+
+
+def test_a_line_is_read_whole(tmp_path: Path) -> None:
+    (call,) = read_log(write(tmp_path, line()))
+    assert (call.session, call.agent, call.line, call.id) == ("s", "main", 1, "resp")
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [1, 2]
+    (output,) = call.outputs
+    assert output.ids is not None
+    assert output.ids.tolist() == [3, 4]
+    assert output.logprobs is not None
+    np.testing.assert_array_equal(output.logprobs, np.array([-0.5, np.nan], np.float32))
+    assert output.message.id == "resp"
+
+
+def test_ids_and_logprobs_may_be_missing(tmp_path: Path) -> None:
+    raw = line(
+        response__prompt_token_ids=...,
+        response__choices__0__token_ids=...,
+        response__choices__0__logprobs=None,
+    )
+    (call,) = read_log(write(tmp_path, raw, ""))
+    assert call.prompt_ids is None
+    assert call.outputs[0].ids is None
+    assert call.outputs[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ("{broken", "expected one JSON object a line"),
+        ("[1]", "line: got [1], expected an object with request and response"),
+        (line(request=...), "request: got None, expected an object"),
+        (line(response=3), "response: got 3, expected an object"),
+        (line(request__messages=...), "messages: got None, expected a non-empty list of messages"),
+        (line(request__messages=[{"role": "wizard"}]), "messages[0].role: got 'wizard'"),
+        (line(response__choices=[]), "response.choices: got [], expected a non-empty list"),
+        (line(response__choices__0__message=None), "response.choices[0].message: got None"),
+        (line(response__choices__0__message={"role": "user"}), "expected assistant"),
+        (line(response__choices__0__token_ids=["x"]), "expected a list of token ids (integers)"),
+        (line(response__choices__0__token_ids=[1.5, 2.5]), "expected a list of token ids (integers)"),
+        (line(response__choices__0__token_ids=[1, -2]), "token_ids[1]: got -2, expected a token id from 0"),
+        (line(response__prompt_token_ids=[2**31]), "prompt_token_ids[0]: got 2147483648"),
+        (line(response__choices__0__token_ids=[1]), "got '2 entries', expected one for each of 1 token_ids"),
+        (line(response__choices__0__logprobs={"content": [{}]}), "expected entries with a logprob"),
+        (line(agent=7), "agent: got 7, expected a string"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_line_and_expectation(
+    tmp_path: Path, raw: object, problem: str
+) -> None:
+    path = write(tmp_path, line(), raw)
+    with pytest.raises(LogError) as error:
+        read_log(path)
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert problem in str(error.value)
+    reading = LogReading(path, skip_bad=True)
+    assert len(list(reading)) == 1
+    assert [bad.line for bad in reading.errors] == [2]
+
+
+def test_ids_that_do_not_decode_are_a_bad_line(tmp_path: Path) -> None:
+    path = write(tmp_path, line())
+    reading = LogReading(path, check_ids=lambda ids: f"id {ids.max()} is beyond 2" if ids.max() > 2 else None)
+    with pytest.raises(LogError, match=r"choices\[0\].token_ids: id 4 is beyond 2"):
+        list(reading)
+
+
+def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_log(tmp_path / "nothing.jsonl")

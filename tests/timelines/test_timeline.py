@@ -1,0 +1,62 @@
+"""Timelines read a path back as aligned arrays, turn by turn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from branchline import Generation, Message, Request, Session, ToyCodec, timelines
+from branchline.core.runs import Origin, as_ids
+
+
+def conversation() -> Session:
+    codec = ToyCodec()
+    session = Session("s", codec)
+    history: list[Message] = []
+    for version, (ask, said) in enumerate((("p", "A1"), ("x", "A2")), start=3):
+        history.append(Message("user", ask))
+        turn = session.prepare(Request(tuple(history)))
+        session.commit(
+            turn, Generation(codec.spell(Message("assistant", said)), np.array([-1, -2], np.float32), version)
+        )
+        history.append(Message("assistant", said))
+    return session
+
+
+def test_b1_one_trajectory_with_the_template_in_between_as_context() -> None:
+    (line,) = timelines(conversation().tree)
+    assert ToyCodec().decode(line.ids) == "user:p\nassistant:A1user:x\nassistant:A2"
+    start = len("user:p\nassistant:")
+    assert line.mask[start:].tolist() == [1] * 2 + [0] * 17 + [1] * 2
+    assert line.mask[:start].sum() == 0
+
+
+def test_origins_tell_template_context_and_sampled_apart() -> None:
+    (line,) = timelines(conversation().tree)
+    shown = "".join("tcS"[origin] for origin in line.origins)
+    assert shown == "tttttct" + "t" * 10 + "SS" + "tttttct" + "t" * 10 + "SS"
+    assert Origin.SAMPLED == 2
+
+
+def test_the_exact_prompt_of_every_turn_can_be_read_back() -> None:
+    session = conversation()
+    (line,) = timelines(session.tree)
+    prompts = [ToyCodec().decode(line.ids[: emission.start]) for emission in line.emissions]
+    assert prompts == ["user:p\nassistant:", "user:p\nassistant:A1user:x\nassistant:"]
+    said = [ToyCodec().decode(line.ids[emission.start : emission.end]) for emission in line.emissions]
+    assert said == ["A1", "A2"]
+    assert [emission.call.prompt_tokens for emission in line.emissions] == [len(prompt) for prompt in prompts]
+
+
+def test_versions_are_known_per_token() -> None:
+    session = conversation()
+    history = [
+        Message("user", "p"),
+        Message("assistant", "A1"),
+        Message("user", "x"),
+        Message("assistant", "A2"),
+    ]
+    turn = session.prepare(Request((*history, Message("user", "y"))))
+    session.commit(turn, Generation(as_ids([65, 66, 67]), versions=np.array([4, 5, 5])))
+    (line,) = timelines(session.tree)
+    assert line.versions[line.mask == 1].tolist() == [3, 3, 4, 4, 4, 5, 5]
+    assert set(line.versions[line.mask == 0].tolist()) == {-1}

@@ -1,0 +1,78 @@
+"""A session with a journal: what was committed comes back, and a failed journal stops it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from branchline import (
+    Delivery,
+    Generation,
+    Journal,
+    JournalError,
+    Message,
+    Request,
+    Session,
+    ToyCodec,
+    timelines,
+)
+from branchline.testing.behaviours import Behaviour
+from branchline.testing.player import Player
+
+CODEC = ToyCodec.chatml()
+
+
+def test_a_reopened_session_goes_on_token_exact(tmp_path: Path) -> None:
+    plan = Behaviour(Random(5)).plan(10)
+    half = len(plan) // 2
+    straight = Player(Session("s", CODEC), CODEC)
+    straight.play(plan)
+    with Journal(tmp_path / "j") as journal:
+        before = Player(Session("s", CODEC, journal=journal), CODEC)
+        for planned in plan[:half]:
+            before.commit(planned)
+        journal.flush()
+    with Journal(tmp_path / "j") as journal:
+        after = Player(Session.reopen("s", CODEC, journal), CODEC)
+        for planned in plan[half:]:
+            after.commit(planned)
+    tree, expected = after.session.tree, straight.session.tree
+    assert [line.ids.tolist() for line in timelines(tree)] == [
+        line.ids.tolist() for line in timelines(expected)
+    ]
+    assert tree.calls == expected.calls
+    assert [tree.delivery(call) for call in tree.calls] == [
+        expected.delivery(call) for call in expected.calls
+    ]
+
+
+def test_a_session_nobody_knows_is_empty(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal:
+        assert not Session.reopen("new", CODEC, journal).tree.calls
+
+
+def test_a_commit_is_durable_when_its_future_says_so(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal:
+        session = Session("s", CODEC, journal=journal)
+        turn = session.prepare(Request((Message("user", "p"),)))
+        committed = session.commit(turn, Generation(CODEC.spell(Message("assistant", "A"))))
+        assert committed.durable is not None
+        committed.durable.result(timeout=10)
+        assert len(list(journal.read("s"))) == 1
+        delivered = session.deliver(committed.call, Delivery.DELIVERED)
+        assert delivered is not None
+        delivered.result(timeout=10)
+        assert len(list(journal.read("s"))) == 2
+
+
+def test_a_session_whose_journal_failed_takes_no_commit(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    session = Session("s", CODEC, journal=journal)
+    turn = session.prepare(Request((Message("user", "p"),)))
+    journal._failed = JournalError("disk full")
+    with pytest.raises(JournalError):
+        session.commit(turn, Generation(CODEC.spell(Message("assistant", "A"))))
+    assert not session.tree.calls
+    journal.close()
