@@ -8,11 +8,18 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from benchmarks import building
+from benchmarks import building, journaling, judging, memory, merging, preparing
 from benchmarks.measure import Report
 
 TABLES: dict[str, Callable[[], Report]] = {
     "building": building.table,
+    "merging": merging.against_pairs,
+    "growth": merging.growth,
+    "preparing": preparing.table,
+    "memory": memory.table,
+    "journal": journaling.writing,
+    "replay": journaling.replaying,
+    "causes": judging.table,
 }
 
 

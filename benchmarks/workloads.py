@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.replay import ReplayCodec
 from branchline import Generation, Message, Request, Session, read_message, read_messages
 from branchline.chat.base import Piece
 from branchline.core.runs import Floats, Ids, Origin, as_ids
 from branchline.tree.session import Committed
-
-from benchmarks.replay import ReplayCodec
 
 Raw = dict[str, Any]
 
@@ -144,7 +143,8 @@ class _Maker:
             read_messages(raw),
             prompt_ids,
             raw_output,
-            read_message(raw_output),
+            # As a gateway records it: clients do not send the response's id back.
+            msgspec.structs.replace(read_message(raw_output), id=f"chatcmpl-{self._calls}"),
             ids,
             logprobs,
             ids.tolist(),

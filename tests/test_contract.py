@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import ExportPolicy, Session, ToyCodec, export_samples, merge, timelines
+from branchline import ExportPolicy, Session, ToyCodec, export_samples, merge, timelines_of
 from branchline.core.call import Delivery
 from branchline.core.runs import Origin
 from branchline.testing.behaviours import Behaviour, PlannedCall
@@ -48,7 +48,7 @@ def play(plan: list[PlannedCall], codec: ToyCodec, seed: int, history: str = "te
 
 
 def timeline_set(tree: Tree) -> list[tuple[bytes, bytes]]:
-    return sorted((line.ids.tobytes(), line.mask.tobytes()) for line in timelines(tree))
+    return sorted((line.ids.tobytes(), line.mask.tobytes()) for line in timelines_of(tree))
 
 
 @behaviours
@@ -122,7 +122,7 @@ def test_c3_a_trained_token_stands_behind_the_ids_it_was_sampled_behind(
         for ids in one.outputs
         for end in range(len(one.prompt_ids) + 1, len(one.prompt_ids) + len(ids) + 1)
     }
-    for line in timelines(player.session.tree):
+    for line in timelines_of(player.session.tree):
         for place in np.flatnonzero(line.mask).tolist():
             assert line.ids[: place + 1].tobytes() in sampled_behind
 
@@ -172,7 +172,7 @@ def test_c6_all_arrays_of_a_timeline_and_a_sample_are_aligned(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
     tree = play(draw_plan(seed, count, only, think), codec, seed).session.tree
-    for line in timelines(tree):
+    for line in timelines_of(tree):
         arrays = (line.ids, line.origins, line.mask, line.logprobs, line.versions, line.nodes_of_tokens)
         assert {len(array) for array in arrays} == {len(line)}
         assert ((line.origins == Origin.SAMPLED) == (line.versions >= 0)).all()
@@ -225,7 +225,7 @@ def test_merging_the_same_calls_as_a_foreign_log_by_ids_gives_the_same_timelines
     Random(seed).shuffle(log)
     merged = merge(log, MergePolicy(compare="token", ignore_tools=False))
     assert timeline_set(merged.tree) == timeline_set(player.session.tree)
-    assert all(line.exact for line in timelines(merged.tree))
+    assert all(line.exact for line in timelines_of(merged.tree))
 
 
 @behaviours

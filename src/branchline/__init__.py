@@ -32,7 +32,7 @@ from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LoggedOutput, read_log
 from branchline.timelines.merge import Merged, merge
-from branchline.timelines.timeline import Timeline, timelines
+from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree, Turn
@@ -60,8 +60,8 @@ __all__ = [
     "LoggedCall",
     "LoggedOutput",
     "Media",
-    "Merged",
     "MergePolicy",
+    "Merged",
     "Message",
     "MessageError",
     "MissingLogprobsError",
@@ -85,7 +85,7 @@ __all__ = [
     "read_log",
     "read_message",
     "read_messages",
-    "timelines",
+    "timelines_of",
     "write_jsonl",
     "write_message",
 ]

@@ -25,7 +25,7 @@ from branchline import (
     export_samples,
     judge,
     merge,
-    timelines,
+    timelines_of,
 )
 from branchline.core.runs import as_ids
 
@@ -60,7 +60,7 @@ def talk(session: Session, codec: ToyCodec, messages: list[Message], said: str |
 
 
 def ids_and_masks(tree: Tree) -> list[tuple[list[int], list[int]]]:
-    return sorted((line.ids.tolist(), line.mask.tolist()) for line in timelines(tree))
+    return sorted((line.ids.tolist(), line.mask.tolist()) for line in timelines_of(tree))
 
 
 CHATML = ToyCodec("hand", header=lambda role: (151644, 77091, 198), terminator=(151645,), separator=(198,))
@@ -83,7 +83,7 @@ def test_1_the_terminator_is_trained_only_where_it_was_sampled(
     session.commit(first, Generation(as_ids(sampled), finish=finish, message=said))
     second = session.prepare(Request((U("p"), said, U("q"))))
     session.commit(second, Generation(as_ids([9, 151645]), message=A("next")))
-    (line,) = timelines(session.tree)
+    (line,) = timelines_of(session.tree)
     start = len(first.prompt_ids) - 3
     body = sampled if 151645 in sampled else [*sampled, 151645]
     assert line.ids[start : start + 8].tolist() == [151644, 77091, 198, *body, 198]
@@ -118,14 +118,14 @@ def test_2_a_branch_is_reattached_in_every_arrival_order(compare: str, with_ids:
     expected = [[*WORDS[:1]], ["Ephemeral"], ["Serendipity", "Whimsical"]]
     for order in permutations(log):
         merged = merge(order, MergePolicy(compare=compare))  # type: ignore[arg-type]
-        lines = timelines(merged.tree)
+        lines = timelines_of(merged.tree)
         assert sorted([node.message.text for node in line.sampled_nodes] for line in lines) == sorted(
             expected
         )
         assert len(list(merged.timelines())) == 3
         if with_ids:
             assert ids_and_masks(merged.tree) == ids_and_masks(session.tree)
-    longest = max(timelines(session.tree), key=len)
+    longest = max(timelines_of(session.tree), key=len)
     assert longest.authors == ["env", "env", "llm", "env", "llm"]
 
 
@@ -141,7 +141,7 @@ def test_3_an_interior_reply_is_one_node_with_two_children() -> None:
     tree = session.tree
     (node,) = [node for node in tree.nodes if node.message.text == "A1"]
     assert [child.message.text for child in node.all_children()] == ["u2", "u3"]
-    assert len(timelines(tree)) == 2
+    assert len(timelines_of(tree)) == 2
     samples = export_samples(tree, ExportPolicy(missing_logprobs=True)).samples
     assert [sample.shares[:2].tolist() for sample in samples] == [[0.5, 0.5], [0.5, 0.5]]
 
@@ -197,7 +197,7 @@ def test_7_drift_by_token_is_two_sequences_each_token_trained_once() -> None:
 def test_7_drift_by_text_is_one_sequence_holding_what_was_sampled(token_bytes: object) -> None:
     for order in permutations(DRIFT):
         merged = merge(order, MergePolicy(token_bytes=token_bytes))  # type: ignore[arg-type]
-        (line,) = timelines(merged.tree)
+        (line,) = timelines_of(merged.tree)
         assert line.ids.tolist() == [1, 2, 20, 21, 4, 5]
         assert line.mask.tolist() == [0, 0, 1, 1, 0, 1]
         assert line.logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1]
@@ -213,7 +213,7 @@ def test_7_drift_by_text_is_one_sequence_holding_what_was_sampled(token_bytes: o
 
 def test_7_drift_is_left_alone_when_asked() -> None:
     merged = merge(DRIFT, MergePolicy(repair=False))
-    assert len(timelines(merged.tree)) == 2
+    assert len(timelines_of(merged.tree)) == 2
     assert not merged.repairs
     assert merged.drifted == [(1, 2)]
 
@@ -272,9 +272,9 @@ def test_8_equal_answers_with_different_dropped_reasoning_are_ambiguous_too() ->
 
 def test_8_equal_samples_of_a_log_are_merged_only_when_asked() -> None:
     calls = [logged([U("u")], "same", [1], [2, 3], line=line) for line in (1, 2, 3)]
-    assert len(timelines(merge(calls).tree)) == 3
+    assert len(timelines_of(merge(calls).tree)) == 3
     deduplicated = merge(calls, MergePolicy(deduplicate=True))
-    assert len(timelines(deduplicated.tree)) == 1
+    assert len(timelines_of(deduplicated.tree)) == 1
     assert len(deduplicated.duplicates) == 2
     assert len(list(deduplicated.timelines())) == 1
 
@@ -308,8 +308,8 @@ def test_10_tool_lists_separate_equal_conversations_or_do_not() -> None:
         logged([U("a")], "b", tools=(tool,)),
         logged([U("a"), A("b"), U("c")], "d"),
     ]
-    assert len(timelines(merge(calls, MergePolicy(ignore_tools=False)).tree)) == 2
-    assert len(timelines(merge(calls, MergePolicy(ignore_tools=True)).tree)) == 1
+    assert len(timelines_of(merge(calls, MergePolicy(ignore_tools=False)).tree)) == 2
+    assert len(timelines_of(merge(calls, MergePolicy(ignore_tools=True)).tree)) == 1
 
 
 def test_11_missing_logprobs_stay_aligned_and_must_be_asked_for() -> None:
@@ -318,7 +318,7 @@ def test_11_missing_logprobs_stay_aligned_and_must_be_asked_for() -> None:
         logged([U("a"), A("b"), U("c")], "d", [1, 2, 3, 4], [5, 6], logprobs=[-1.0, -2.0]),
     ]
     tree = merge(calls).tree
-    (line,) = timelines(tree)
+    (line,) = timelines_of(tree)
     np.testing.assert_array_equal(line.logprobs, np.array([0, 0, np.nan, 0, -1, -2], np.float32))
     with pytest.raises(MissingLogprobsError, match="1 of 3 sampled tokens"):
         export_samples(tree)
@@ -341,7 +341,7 @@ def test_12_a_repair_loop_trains_the_good_reply_once_where_it_was_sampled() -> N
         prompt = talk(session, codec, messages, said)
         log.append(logged(messages, said, prompt, codec.spell(A(said)).tolist(), line=len(log) + 1))
     for tree in (session.tree, *(merge(order).tree for order in permutations(log))):
-        said = sorted([node.message.text for node in line.sampled_nodes] for line in timelines(tree))
+        said = sorted([node.message.text for node in line.sampled_nodes] for line in timelines_of(tree))
         assert said == [["bad", "good"], ["x"]]
         (fork,) = judge(tree).forks
         assert fork.cause == Cause.REPAIR_LOOP
@@ -362,10 +362,10 @@ def test_13_an_empty_generation_is_a_call_like_any_other() -> None:
     turn = session.prepare(Request((U("u"), A(""), U("go on"))))
     assert turn.parent is node
     session.commit(turn, Generation(codec.spell(A("yes")), np.zeros(4, np.float32)))
-    (line,) = timelines(session.tree)
+    (line,) = timelines_of(session.tree)
     assert [emission.end - emission.start for emission in line.emissions] == [0, 4]
     assert export_samples(session.tree).report.is_balanced
-    assert len(timelines(merge([logged([U("u")], "", [1], [], finish="length")]).tree)) == 1
+    assert len(timelines_of(merge([logged([U("u")], "", [1], [], finish="length")]).tree)) == 1
 
 
 def test_14_is_the_contract() -> None:

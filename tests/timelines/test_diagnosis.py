@@ -66,7 +66,7 @@ def test_a_drifted_log_names_the_token_where_ids_part() -> None:
     tree = merge(calls, MergePolicy(compare="token")).tree
     (fork,) = judge(tree).forks
     assert str(diagnose(tree, fork)) == (
-        "first divergent token 2: '20 21' became '22 4'; cause drift; 1 tokens computed again"
+        "first divergent token 2: '20 21' became '22 4'; cause drift; 1 token computed again"
     )
 
 

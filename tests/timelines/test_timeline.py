@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from branchline import Generation, Message, Request, Session, ToyCodec, timelines
+from branchline import Generation, Message, Request, Session, ToyCodec, timelines_of
 from branchline.core.runs import Origin, as_ids
 
 
@@ -23,7 +23,7 @@ def conversation() -> Session:
 
 
 def test_b1_one_trajectory_with_the_template_in_between_as_context() -> None:
-    (line,) = timelines(conversation().tree)
+    (line,) = timelines_of(conversation().tree)
     assert ToyCodec().decode(line.ids) == "user:p\nassistant:A1user:x\nassistant:A2"
     start = len("user:p\nassistant:")
     assert line.mask[start:].tolist() == [1] * 2 + [0] * 17 + [1] * 2
@@ -31,7 +31,7 @@ def test_b1_one_trajectory_with_the_template_in_between_as_context() -> None:
 
 
 def test_origins_tell_template_context_and_sampled_apart() -> None:
-    (line,) = timelines(conversation().tree)
+    (line,) = timelines_of(conversation().tree)
     shown = "".join("tcS"[origin] for origin in line.origins)
     assert shown == "tttttct" + "t" * 10 + "SS" + "tttttct" + "t" * 10 + "SS"
     assert Origin.SAMPLED == 2
@@ -39,7 +39,7 @@ def test_origins_tell_template_context_and_sampled_apart() -> None:
 
 def test_the_exact_prompt_of_every_turn_can_be_read_back() -> None:
     session = conversation()
-    (line,) = timelines(session.tree)
+    (line,) = timelines_of(session.tree)
     prompts = [ToyCodec().decode(line.ids[: emission.start]) for emission in line.emissions]
     assert prompts == ["user:p\nassistant:", "user:p\nassistant:A1user:x\nassistant:"]
     said = [ToyCodec().decode(line.ids[emission.start : emission.end]) for emission in line.emissions]
@@ -57,6 +57,6 @@ def test_versions_are_known_per_token() -> None:
     ]
     turn = session.prepare(Request((*history, Message("user", "y"))))
     session.commit(turn, Generation(as_ids([65, 66, 67]), versions=np.array([4, 5, 5])))
-    (line,) = timelines(session.tree)
+    (line,) = timelines_of(session.tree)
     assert line.versions[line.mask == 1].tolist() == [3, 3, 4, 4, 4, 5, 5]
     assert set(line.versions[line.mask == 0].tolist()) == {-1}

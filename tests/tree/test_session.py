@@ -16,7 +16,7 @@ from branchline import (
     Request,
     Session,
     ToyCodec,
-    timelines,
+    timelines_of,
 )
 from branchline.testing.behaviours import Behaviour
 from branchline.testing.player import Player
@@ -39,8 +39,8 @@ def test_a_reopened_session_goes_on_token_exact(tmp_path: Path) -> None:
         for planned in plan[half:]:
             after.commit(planned)
     tree, expected = after.session.tree, straight.session.tree
-    assert [line.ids.tolist() for line in timelines(tree)] == [
-        line.ids.tolist() for line in timelines(expected)
+    assert [line.ids.tolist() for line in timelines_of(tree)] == [
+        line.ids.tolist() for line in timelines_of(expected)
     ]
     assert tree.calls == expected.calls
     assert [tree.delivery(call) for call in tree.calls] == [

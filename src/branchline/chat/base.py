@@ -31,6 +31,10 @@ class Recorded(Protocol):
     def sampled_ids(self) -> Ids | None:
         """Its output as sampled, here or wherever it was first said; None for other people's words."""
 
+    @property
+    def ends_sampled(self) -> bool:
+        """Whether its ids end in its sampled ids; not so where a template showed the message otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shown:

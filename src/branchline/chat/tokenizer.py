@@ -7,24 +7,22 @@ repair certain. What is encoded here was not sampled, and whoever uses it has to
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from branchline.chat.dialect import Dialect, probe_dialect
+from branchline.chat.template import ChatTemplate, to_json
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, ToolCall
-from branchline.core.reader import write_message
 from branchline.core.runs import Ids, as_ids
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
     from tokenizers import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
@@ -40,12 +38,16 @@ class _AddedToken(msgspec.Struct):
     id: int
     content: str
     special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
 
 
 class _TokenizerFile(msgspec.Struct):
     """The parts of `tokenizer.json` that say how its tokens spell bytes; the rest is for `tokenizers`."""
 
     added_tokens: list[_AddedToken] = []
+    normalizer: Any = None
     pre_tokenizer: Any = None
     decoder: Any = None
 
@@ -59,6 +61,7 @@ class TokenizerDir:
         self.path = path
         self._tokenizer = tokenizer
         self._byte_level = _mentions([file.decoder, file.pre_tokenizer], "ByteLevel")
+        self._composes = _mentions(file.normalizer, "NFC")
         self._added = {token.id: token for token in file.added_tokens}
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self._known = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
@@ -66,7 +69,9 @@ class TokenizerDir:
         self._bytes: dict[int, bytes] = {}
         self._sources = _template_sources(path, config)
         self._named_tokens = _named_tokens(config)
-        self._templates: dict[str, Template] = {}
+        self._templates: dict[str, ChatTemplate] = {}
+        self._dialects: dict[ChatTemplate, Dialect] = {}
+        self._stop_ids = _stop_ids(path, config, self.added_tokens)
         # Equal prompts must stay equal however long a log takes to read.
         self._now = datetime.now()
 
@@ -144,27 +149,63 @@ class TokenizerDir:
         byte = _ONE_BYTE.fullmatch(spelling)
         return bytes.fromhex(byte[1]) if byte else spelling.replace(_SPACE, " ").encode()
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING) -> str:
-        """The prompt as the model's chat template writes it, generation prompt included."""
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are found in a text before anything else is looked at, by what they say."""
+        return {token.content: token.id for token in self._added.values()}
+
+    @property
+    def splits_at_added_tokens(self) -> bool:
+        """Whether an added token ends one piece of text and begins another, whatever stands around it."""
+        return not any(
+            token.lstrip or token.rstrip or token.single_word or not token.content
+            for token in self._added.values()
+        )
+
+    @property
+    def composes(self) -> bool:
+        """Whether letters and accents are composed (NFC) before encoding."""
+        return self._composes
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token` and their like."""
+        return self._named_tokens
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end an output, as far as the directory says."""
+        return self._stop_ids
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._sources)
+
+    def template(self, *, tools: bool = False) -> ChatTemplate:
+        """The chat template; some models have one of its own for conversations with tools."""
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             named = ", ".join(sorted(self._sources)) or "none"
             raise CodecError(f"{self.path}: no chat template named {name!r}, it has {named}")
-        environment = self._environment
-        values = {
-            **self._named_tokens,
-            "messages": [_template_message(message) for message in messages],
-            "tools": [dict(tool) for tool in tools] or None,
-            "add_generation_prompt": True,
-            **template,
-        }
+        if name not in self._templates:
+            try:
+                self._templates[name] = ChatTemplate(self._sources[name], self._named_tokens)
+            except CodecError as error:
+                raise CodecError(f"{self.path}: chat template {name!r}: {error}") from error
+        return self._templates[name]
+
+    def render(self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING) -> str:
+        """The prompt as the model's chat template writes it, generation prompt included."""
+        chosen = self.template(tools=bool(tools))
+        dialect = self._dialects.get(chosen)
+        if dialect is None:
+            dialect = self._dialects[chosen] = probe_dialect(chosen)
         try:
-            if name not in self._templates:
-                self._templates[name] = environment.from_string(self._sources[name])
-            return self._templates[name].render(values)
-        except Exception as error:
-            # A template is a program: it can fail in every way one can.
-            raise CodecError(f"{self.path}: chat template {name!r}: {error}") from error
+            return chosen.render(
+                dialect.write(messages), [dict(tool) for tool in tools], template, now=self._now
+            )
+        except CodecError as error:
+            raise CodecError(f"{self.path}: {error}") from error
 
     def encode_prompt(
         self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING
@@ -178,35 +219,6 @@ class TokenizerDir:
     def encode_output(self, message: Message) -> Ids:
         """Ids for an output that was logged without: its text, then each tool call as a line of JSON."""
         return self.encode(_output_text(message))
-
-    @cached_property
-    def _environment(self) -> Environment:
-        try:
-            from jinja2 import TemplateError, nodes
-            from jinja2.ext import Extension
-            from jinja2.parser import Parser
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise CodecError(f"{self.path}: its chat template needs jinja2: {_INSTALL}") from error
-
-        class GenerationBlock(Extension):
-            # `{% generation %}` marks what a trainer masks in; here it is only what stands inside it.
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Parser) -> list[nodes.Node]:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def raise_exception(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = self._now.strftime
-        return environment
 
 
 def _read(path: Path) -> bytes:
@@ -248,6 +260,17 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
+def _stop_ids(path: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> frozenset[int]:
+    """The end-of-text tokens of the tokenizer and, where there is one, of the generation config."""
+    end = _named_tokens(config).get("eos_token", "")
+    ends = {added[end]} if end in added else set()
+    file = path / "generation_config.json"
+    if file.exists():
+        given = _read_config(file).get("eos_token_id") or []
+        ends.update(given if isinstance(given, list) else [given])
+    return frozenset(ends)
+
+
 def _mentions(part: object, kind: str) -> bool:
     """Whether a step of a tokenizer, or one inside it, is of a kind."""
     if isinstance(part, dict):
@@ -266,33 +289,18 @@ def _byte_letters() -> dict[str, bytes]:
 _BYTE_OF = _byte_letters()
 
 
-def _template_message(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: text as a string, arguments as the object they spell."""
-    raw = write_message(message)
-    if not message.media:
-        raw["content"] = message.text
-    for call, written in zip(message.calls, raw.get("tool_calls", ()), strict=True):
-        written["function"]["arguments"] = _arguments(call)
-    return raw
-
-
-def _arguments(call: ToolCall) -> Any:
-    try:
-        # Not the canonical meaning: a template shows keys in the order the model wrote them.
-        value = msgspec.json.decode(call.arguments or "{}")
-    except ValueError:
-        return call.arguments
-    return value if isinstance(value, dict) else call.arguments
-
-
 def _output_text(message: Message) -> str:
     calls = [
-        _to_json({"name": call.name, "arguments": _arguments(call)}, separators=(",", ":"))
+        to_json({"name": call.name, "arguments": _arguments(call)}, separators=(",", ":"))
         for call in message.calls
     ]
     return "\n".join([message.text, *calls] if message.text else calls)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-    # jinja2's own filter escapes `<` and `>` for web pages; a model never saw them so.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **style)
+def _arguments(call: ToolCall) -> Any:
+    try:
+        # Not the canonical meaning: keys stay in the order the model wrote them.
+        value = msgspec.json.decode(call.arguments or "{}")
+    except ValueError:
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments

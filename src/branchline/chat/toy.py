@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from branchline.chat.base import Extension, History, Piece, Recorded, Shown
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Ids, Origin, as_ids, runs_of
@@ -74,7 +72,7 @@ class ToyCodec:
         pieces: list[Piece] = []
         rest: list[Recorded | Shown] = [*path[kept:], *new]
         before = path[kept - 1] if kept else None
-        unclosed = self._closing(before.sampled_ids if before is not None and _ends_sampled(before) else None)
+        unclosed = self._closing(before.sampled_ids if before is not None and before.ends_sampled else None)
         for index, shown in enumerate(rest, start=kept):
             lead = unclosed
             if index == 0:
@@ -155,14 +153,6 @@ class ToyCodec:
             if path[index].message.role == "user":
                 return index
         return -1
-
-
-def _ends_sampled(entry: Recorded) -> bool:
-    """Whether the entry's own ids end in its output, so that nothing closes it yet."""
-    sampled = entry.sampled_ids
-    if sampled is None:
-        return False
-    return len(sampled) == 0 or bool(np.array_equal(entry.ids[len(entry.ids) - len(sampled) :], sampled))
 
 
 def _shows_thinking(ids: Ids) -> bool:

@@ -17,7 +17,7 @@ from branchline.export.jsonl import report_record
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.timelines.diagnosis import Diagnosis
 from branchline.timelines.log import LoggedCall
-from branchline.timelines.timeline import Timeline, timelines
+from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.node import Node
 
 _EVERYTHING = ExportPolicy(inexact=True, missing_logprobs=True)
@@ -35,7 +35,7 @@ def account(log: CallLog) -> Record:
     sampled = delivered = 0
     for session in log.sessions:
         tree = session.merged.tree
-        lines += [_timeline(session, timeline) for timeline in timelines(tree)]
+        lines += [_timeline(session, timeline) for timeline in timelines_of(tree)]
         report = report_record(
             export_samples(tree, _EVERYTHING, session=session.name, judgement=session.judgement).report
         )
@@ -63,7 +63,7 @@ def account(log: CallLog) -> Record:
     }
 
 
-def is_exact(node: Node) -> bool:
+def _is_exact(node: Node) -> bool:
     """Whether a sampled node stands behind the ids it was sampled behind; without ids nobody knows."""
     return node.output is not None and not node.output.behind_other_ids
 
@@ -71,7 +71,6 @@ def is_exact(node: Node) -> bool:
 def _timeline(session: Session, timeline: Timeline) -> Record:
     sampled = timeline.sampled_nodes
     last = timeline.leaf.output
-    line_of_call = session.merged.line_of_call
     return {
         "session": session.name or None,
         "agent": timeline.agent or None,
@@ -79,8 +78,8 @@ def _timeline(session: Session, timeline: Timeline) -> Record:
         "tokens": len(timeline),
         "trained_tokens": sum(len(node.ids) - (node.sampled_start - node.start) for node in sampled),
         "calls": len(sampled),
-        "lines": [line_of_call[call.index] for call in timeline.calls],
-        "exact": all(is_exact(node) for node in sampled),
+        "lines": [session.line_of_call[call.index] for call in timeline.calls],
+        "exact": all(_is_exact(node) for node in sampled),
         "tokens_behind_other_ids": timeline.tokens_behind_other_ids,
         "missing_logprobs": sum(_missing_logprobs(node) for node in sampled),
         "finish": last.finish if last is not None else None,
@@ -122,7 +121,7 @@ def _name(call: LoggedCall) -> str:
 def _fork(session: Session, diagnosis: Diagnosis) -> Record:
     return {
         "session": session.name or None,
-        "line": session.merged.line_of_call[diagnosis.fork.call.index],
+        "line": session.line_of_call[diagnosis.fork.call.index],
         "cause": diagnosis.cause,
         "first_divergent_token": diagnosis.first_divergent_token,
         "before": diagnosis.before,

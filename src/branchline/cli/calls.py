@@ -58,6 +58,11 @@ class Session:
     def judgement(self) -> Judgement:
         return judge(self.merged.tree)
 
+    @cached_property
+    def line_of_call(self) -> list[int]:
+        """The log line of each call of the tree."""
+        return self.merged.line_of_call
+
 
 @dataclass(frozen=True)
 class CallLog:

@@ -8,11 +8,28 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
+from rich.tree import Tree as Branches
+
+from branchline.core.message import Message
+from branchline.timelines.causes import Judgement
+from branchline.tree.node import NOWHERE, Node
+from branchline.tree.tree import Tree
 
 _PIPED_WIDTH = 120
+_INDENT = 4
+_TEXT_WIDTH = 56
+"""Columns that forks inside forks must leave to a message."""
+_ROLE_STYLES = {
+    "system": "magenta",
+    "developer": "magenta",
+    "user": "cyan",
+    "tool": "blue",
+    "function": "blue",
+}
 _JOINERS = "\u200c\u200d"
 """Unprintable by the book, yet parts of ordinary words and emoji."""
 
@@ -67,3 +84,116 @@ def counted(count: int, noun: str) -> str:
     ('1 call', '1,200 calls')
     """
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def tree_view(
+    tree: Tree, judgement: Judgement, *, name: str = "", width: int | None = None
+) -> RenderableType:
+    """A session's tree to print: a message is a line, and only a fork indents.
+
+    So a long conversation stays at its margin. Forks inside forks that would leave too little of `width`
+    to the text go on at the margin further down.
+    """
+    deepest = max(1, ((width or columns()) - _TEXT_WIDTH) // _INDENT)
+    return Group(*_Drawing(tree, judgement, name, deepest).parts())
+
+
+class _Drawing:
+    """One tree, drawn in as many parts as its depth asks for."""
+
+    def __init__(self, tree: Tree, judgement: Judgement, name: str, deepest: int) -> None:
+        self._tree = tree
+        self._name = name
+        self._deepest = deepest
+        self._unseen = judgement.unseen
+        self._causes = {fork.branch.id: fork.cause for fork in judgement.forks}
+        self._token_width = max((len(_tokens(node)) for node in self._tree.nodes), default=1)
+        self._role_width = max(len(node.message.role) for node in self._tree.nodes)
+        self._has_agents = len({call.agent for call in self._tree.calls}) > 1
+        self._later: list[Node] = []
+
+    def parts(self) -> Iterator[RenderableType]:
+        first = self._tree.root.all_children()
+        if len(first) == 1:
+            yield self._title()
+            yield self._draw(first[0])
+        else:
+            yield self._fork(Branches(self._title(), guide_style="dim"), first)
+        # The list grows while it is read: a part may have parts of its own.
+        for part, node in enumerate(self._later, start=1):
+            yield Text(f"… part {part}", "bold")
+            yield self._draw(node)
+
+    def _title(self) -> Text:
+        name = f"session {plain(self._name)}" if self._name else "session"
+        counts = (
+            counted(len(self._tree.calls), "call"),
+            counted(len(self._tree.leaves()), "timeline"),
+            counted(self._tree.token_count, "token"),
+        )
+        return Text(" · ".join((name, *counts)), "bold")
+
+    def _draw(self, node: Node) -> Branches:
+        lines, children = self._chain(node)
+        return self._fork(Branches(lines, guide_style="dim"), children)
+
+    def _chain(self, node: Node) -> tuple[Group, list[Node]]:
+        """The messages from a node to the next fork, and the branches there."""
+        lines = [self._line(node)]
+        children = node.all_children()
+        while len(children) == 1:
+            lines.append(self._line(children[0]))
+            children = children[0].all_children()
+        return Group(*lines), children
+
+    def _fork(self, top: Branches, branches: list[Node]) -> Branches:
+        stack = [(top, node, 1) for node in reversed(branches)]
+        while stack:
+            above, node, depth = stack.pop()
+            lines, children = self._chain(node)
+            if children and depth > self._deepest:
+                self._later.append(node)
+                above.add(Text(f"… part {len(self._later)} below", "dim", no_wrap=True, overflow="ellipsis"))
+                continue
+            here = above.add(lines)
+            stack += [(here, child, depth + 1) for child in reversed(children)]
+        return top
+
+    def _line(self, node: Node) -> Text:
+        sampled = node.is_sampled
+        style = "bold green" if sampled else _ROLE_STYLES.get(node.message.role, "dim")
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append("* " if sampled else "  ", style)
+        line.append(f"{node.message.role:<{self._role_width}} ", style)
+        line.append(f"{_tokens(node):>{self._token_width}}  ", "dim")
+        for mark in self._marks(node):
+            line.append(f"({mark}) ", "yellow")
+        return line.append(_words(node.message))
+
+    def _marks(self, node: Node) -> Iterator[str]:
+        if node.id in self._causes:
+            yield self._causes[node.id]
+        if self._has_agents and node.is_sampled:
+            yield plain(node.agent or "no agent named")
+        if node.output is not None and node.output.finish == "length":
+            yield "cut"
+        if node.output is not None and node.output.behind_other_ids and len(node.ids):
+            yield "inexact"
+        if node.id in self._unseen:
+            yield f"not trained: {self._unseen[node.id]}"
+        if node.source != NOWHERE:
+            yield "shown again"
+
+
+def _tokens(node: Node) -> str:
+    sampled = node.end - node.sampled_start
+    before = len(node.ids) - sampled
+    if not node.is_sampled:
+        return number(before) if before else ""
+    return f"{number(before)}+{number(sampled)}" if before else number(sampled)
+
+
+def _words(message: Message) -> str:
+    calls = " ".join(f"{call.name}({call.arguments})" for call in message.calls)
+    media = " ".join(f"<{media.kind}>" for media in message.media)
+    return plain(" ".join(part for part in (message.text, message.refusal, calls, media) if part))

@@ -126,17 +126,18 @@ def _encode(plain: Any) -> bytes:
 def _plain(value: Any) -> Any:
     """The value in JSON's own types, with integral floats as integers."""
     if isinstance(value, dict):
-        return {_plain_key(key): _plain(item) for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{type(key).__name__} is not a JSON key")
+        return {key: item if type(item) in _AS_IT_IS else _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [item if type(item) in _AS_IT_IS else _plain(item) for item in value]
     if isinstance(value, float):
         return _number(value)
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, int | str):
         return value
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _plain_key(key: Any) -> str:
-    if not isinstance(key, str):
-        raise TypeError(f"{type(key).__name__} is not a JSON key")
-    return key
+# Tool lists are walked on every request: what needs no change is not even asked twice.
+_AS_IT_IS = frozenset((str, int, bool, type(None)))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.core.echo import Equivalence
+from branchline.core.errors import MessageError
 from branchline.core.message import Message
 from branchline.core.reader import digest_of, read_messages, read_tools
 from branchline.core.runs import Floats, Ids, Runs
@@ -56,14 +57,22 @@ class Request:
     def read(cls, body: Mapping[str, Any], *, agent: str = DEFAULT_AGENT) -> Request:
         """A request from the body of a chat completion request."""
         tools = read_tools(body.get("tools"))
+        template = body.get("chat_template_kwargs")
+        if template is not None and not isinstance(template, dict):
+            raise MessageError("chat_template_kwargs", template, "an object or null")
         tolerated = (Equivalence.EMPTY_TOOLS,) if body.get("tools") == [] else ()
         return cls(
             read_messages(body.get("messages")),
             tools,
-            template=body.get("chat_template_kwargs") or {},
+            template=template or {},
             agent=agent,
             equivalences=tolerated,
         )
+
+    @cached_property
+    def keys(self) -> bytes:
+        """The keys of all messages, end to end."""
+        return b"".join([message.key for message in self.messages])
 
     @cached_property
     def frame(self) -> bytes:

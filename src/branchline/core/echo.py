@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from operator import itemgetter
 
 from branchline.core.arguments import Notation
 from branchline.core.message import Form, Message, ToolCall
@@ -38,12 +39,16 @@ class Equivalence(StrEnum):
     """Whitespace around the text or the reasoning lost."""
     DROPPED_REASONING = "dropped_reasoning"
     """Reasoning not sent back."""
+    NAMED = "named"
+    """A `name` that was not sent, or one that was left out."""
     EMPTY_TOOLS = "empty_tools"
     """`tools: []` for no tools."""
 
 
-_NO_CONTENT = Form.NULL_CONTENT | Form.NO_CONTENT
-_NO_CALLS = Form.NULL_CALLS | Form.EMPTY_CALLS
+# Plain numbers, because this runs for every message of every request and flags of an enum are slow.
+_NO_CONTENT = int(Form.NULL_CONTENT | Form.NO_CONTENT)
+_PART_LIST = int(Form.PART_LIST)
+_NO_CALLS = int(Form.NULL_CALLS | Form.EMPTY_CALLS)
 
 
 def echo(sampled: Message, shown: Message) -> tuple[Equivalence, ...] | None:
@@ -54,36 +59,32 @@ def echo(sampled: Message, shown: Message) -> tuple[Equivalence, ...] | None:
     """
     if sampled.key != shown.key:
         return None
-    if (
-        sampled.text == shown.text
-        and sampled.reasoning == shown.reasoning
-        and sampled.form == shown.form
-        and not sampled.calls
-    ):
-        return ()
     used: list[Equivalence] = []
     if sampled.text != shown.text:
         used.append(Equivalence.WHITESPACE)
-    used += _forms(sampled, shown)
+    if sampled.form != shown.form:
+        used += _form_equivalences(sampled.form ^ shown.form)
     if sampled.reasoning != shown.reasoning:
-        if not shown.reasoning:
-            used.append(Equivalence.DROPPED_REASONING)
-        elif sampled.reasoning.strip() == shown.reasoning.strip():
+        kept = shown.reasoning.strip()
+        if sampled.reasoning.strip() == kept:
             if Equivalence.WHITESPACE not in used:
                 used.append(Equivalence.WHITESPACE)
+        elif not kept:
+            used.append(Equivalence.DROPPED_REASONING)
         else:
             return None
-    if sampled.calls:
+    if sampled.name != shown.name:
+        used.append(Equivalence.NAMED)
+    if sampled.calls != shown.calls:
         used += _call_equivalences(sampled.calls, shown.calls)
     return tuple(used)
 
 
-def _forms(sampled: Message, shown: Message) -> list[Equivalence]:
+def _form_equivalences(changed: int) -> list[Equivalence]:
     used = []
-    changed = sampled.form ^ shown.form
-    if changed & _NO_CONTENT and not sampled.text:
+    if changed & _NO_CONTENT:
         used.append(Equivalence.EMPTY_CONTENT)
-    if changed & Form.PART_LIST:
+    if changed & _PART_LIST:
         used.append(Equivalence.PART_LIST)
     if changed & _NO_CALLS:
         used.append(Equivalence.EMPTY_CALLS)
@@ -116,28 +117,27 @@ def call_order(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -> list[i
     return order
 
 
+# By the notation that is further from JSON, of two texts that mean the same.
+_REWRITTEN = {
+    Notation.JSON: Equivalence.ARGUMENTS,
+    Notation.EMPTY: Equivalence.EMPTY_ARGUMENTS,
+    Notation.PYTHON: Equivalence.PYTHON_LITERALS,
+}
+
+
 def _call_equivalences(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -> list[Equivalence]:
-    used: list[Equivalence] = []
-
-    def note(equivalence: Equivalence) -> None:
-        if equivalence not in used:
-            used.append(equivalence)
-
     order = call_order(sampled, shown)
+    pairs = [(call, shown[place]) for call, place in zip(sampled, order, strict=True)]
+    used: list[Equivalence] = []
     if order != sorted(order):
-        note(Equivalence.REORDERED_CALLS)
-    for call, place in zip(sampled, order, strict=True):
-        other = shown[place]
-        if call.id and call.id != other.id:
-            note(Equivalence.RENAMED_IDS)
+        used.append(Equivalence.REORDERED_CALLS)
+    if any(call.id and call.id != other.id for call, other in pairs):
+        used.append(Equivalence.RENAMED_IDS)
+    for call, other in pairs:
         if call.arguments != other.arguments:
-            notations = {call.notation, other.notation}
-            if Notation.PYTHON in notations:
-                note(Equivalence.PYTHON_LITERALS)
-            elif Notation.EMPTY in notations:
-                note(Equivalence.EMPTY_ARGUMENTS)
-            else:
-                note(Equivalence.ARGUMENTS)
+            rewritten = _REWRITTEN[Notation(max(call.notation, other.notation))]
+            if rewritten not in used:
+                used.append(rewritten)
     return used
 
 
@@ -146,21 +146,28 @@ def order_results(
 ) -> tuple[Sequence[Message], bool]:
     """Tool results in the order of the sampled calls (templates pair by position), and whether they moved.
 
-    Results are known by the id of the call they answer. Where ids are missing, unknown or repeated the
-    order they came in is all there is, unless the calls themselves were reordered along with them.
+    Results are known by the id of the call they answer. One whose id is missing, unknown or not unique is
+    taken to stand where its call stands among the shown calls; where that cannot be, nothing moves.
     """
     if len(sampled.calls) < 2 or len(results) < 2:
         return results, False
     order = call_order(sampled.calls, shown.calls)
-    rank_of_id: dict[str, int] = {}
-    for rank, place in enumerate(order):
-        rank_of_id.setdefault(shown.calls[place].id, rank)
-    if "" not in rank_of_id and len(rank_of_id) == len(order):
-        ranks = [rank_of_id.get(result.answers, -1) for result in results]
-    else:
-        rank_of_place = {place: rank for rank, place in enumerate(order)}
-        ranks = [rank_of_place.get(place, -1) for place in range(len(results))]
-    if -1 in ranks or len(set(ranks)) != len(ranks):
+    if -1 in order:
         return results, False
-    ordered = [result for _, result in sorted(zip(ranks, results, strict=True), key=lambda pair: pair[0])]
-    return ordered, ranks != sorted(ranks)
+    # Ids as the client writes them count first; on results it may also have left the ids that were ours.
+    rank_of_id = _rank_of_id([call.id for call in sampled.calls])
+    rank_of_id |= _rank_of_id([shown.calls[place].id for place in order])
+    ranks = [rank_of_id.get(result.answers, -1) for result in results]
+    if -1 in ranks:
+        rank_of_place = {place: rank for rank, place in enumerate(order)}
+        ranks = [rank_of_place.get(place, -1) if rank < 0 else rank for place, rank in enumerate(ranks)]
+        if -1 in ranks or len(set(ranks)) != len(ranks):
+            return results, False
+    if ranks == sorted(ranks):
+        return results, False
+    return [result for _, result in sorted(zip(ranks, results, strict=True), key=itemgetter(0))], True
+
+
+def _rank_of_id(ids: Sequence[str]) -> dict[str, int]:
+    """The place of each id, or -1 where it has several."""
+    return {id: -1 if ids.count(id) > 1 else rank for rank, id in enumerate(ids) if id}

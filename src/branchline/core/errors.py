@@ -5,6 +5,7 @@
     │   ├── MessageError        a message or request that cannot be read
     │   └── LogError            a line of a call log; carries the file and the line number
     ├── CodecError              messages could not be turned into ids, or ids into messages
+    │   └── TemplateError       the chat template refused a conversation, in its own words
     ├── TreeError               a commit that does not fit the tree it is meant for
     ├── JournalError            the journal could not be opened, written or read
     └── ExportError             samples that must not be trained on without being asked for
@@ -14,6 +15,12 @@ Messages carry the key, the value and the expectation. Status codes are the gate
 """
 
 from __future__ import annotations
+
+import reprlib
+
+# What was got is shown, however long or deep it is.
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 120
 
 
 class BranchlineError(Exception):
@@ -32,10 +39,7 @@ class MessageError(InputError):
     """
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{field}: got {shown}, expected {expected}")
+        super().__init__(f"{field}: got {_shown.repr(value)}, expected {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -53,6 +57,10 @@ class LogError(InputError):
 
 class CodecError(BranchlineError):
     """Messages could not be turned into ids, or ids into messages."""
+
+
+class TemplateError(CodecError):
+    """The chat template refused a conversation; the message is its own."""
 
 
 class TreeError(BranchlineError):

@@ -1,8 +1,8 @@
 """The canonical message: one shape for what every wire protocol calls a message.
 
 A message's `key` says what it means. Two messages of equal key are candidates for being the same message;
-an assistant's key leaves out what clients are known to lose on the way (reasoning, the order of parallel
-calls, surrounding whitespace), and `core.echo` then names each difference or calls it an edit. Ids of
+an assistant's key leaves out what clients are known to change on the way (reasoning, the order of parallel
+calls, surrounding whitespace, a name), and `core.echo` then names each difference or calls it an edit. Ids of
 responses and tool calls are never part of a key.
 """
 
@@ -110,7 +110,8 @@ _FRAMED_SEED = 64
 def _message_key(message: Message) -> bytes:
     role, text, reasoning, name = message.role, message.text, message.reasoning, message.name
     if role == "assistant":
-        text, reasoning = text.strip(), ""
+        # What frameworks drop or add on the way back; the echo matcher names each.
+        text, reasoning, name = text.strip(), "", ""
     elif role == "tool":
         # Results are paired with their calls by position and id; the name on them is decoration.
         name = ""
@@ -153,6 +154,7 @@ def same_meaning(one: Message, other: Message) -> bool:
         one.key == other.key
         and one.text == other.text
         and one.reasoning == other.reasoning
+        and (one.name == other.name or one.role == "tool")
         and (
             one.calls == other.calls
             or [(call.name, call.meaning) for call in one.calls]

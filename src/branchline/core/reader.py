@@ -7,18 +7,17 @@ names it from where it stands itself, and whoever called it puts the way there i
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import xxhash
 
 from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError, MessageError
-from branchline.core.message import ROLES, Form, Media, MediaKind, Message, ToolCall
+from branchline.core.fields import clean, inside, text_field
+from branchline.core.media import MEDIA_PARTS, read_media_part, write_part
+from branchline.core.message import ROLES, Form, Media, Message, ToolCall
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
 """Plain-text wire names of reasoning, in the order they are looked for."""
@@ -32,22 +31,7 @@ _REASONING_PARTS = frozenset(
     ("thinking", "reasoning", "reasoning_text", "reasoning.text", "reasoning.summary", "summary_text")
 )
 _SILENT_PARTS = frozenset(("redacted_thinking", "reasoning.encrypted"))
-_MEDIA_PARTS: dict[str, MediaKind] = {
-    "image_url": "image",
-    "image": "image",
-    "input_image": "image",
-    "video_url": "video",
-    "video": "video",
-    "input_video": "video",
-    "audio_url": "audio",
-    "audio": "audio",
-    "input_audio": "audio",
-    "file": "file",
-    "input_file": "file",
-}
-_PART_TYPES = "one of " + ", ".join(sorted({*_TEXT_PARTS, *_MEDIA_PARTS, "refusal", "thinking"}))
-_DATA_NAMES = ("data", "file_data")
-_LINK_NAMES = ("url", "file_id", "path")
+_PART_TYPES = "one of " + ", ".join(sorted({*_TEXT_PARTS, *MEDIA_PARTS, "refusal", "thinking"}))
 
 # Members of Form as plain numbers: flags of an enum take longer to join than a message takes to read.
 _PLAIN, _PART_LIST = int(Form.PLAIN), int(Form.PART_LIST)
@@ -77,26 +61,19 @@ def read_message(raw: object, where: str = "message", index: int | None = None) 
         content = raw.get("content")
         # Most messages of most requests are a role and a text: they are read without looking further.
         if type(content) is str and len(raw) == 2:
-            return Message(role, content)  # type: ignore[arg-type]
+            return Message(role, clean(content))
         return _read_full(raw, content)
     except MessageError as error:
-        raise _inside(where if index is None else f"{where}[{index}]", error) from None
-
-
-def _inside(where: str, error: MessageError) -> MessageError:
-    """The error as seen from further out."""
-    field = error.field
-    dot = "." if where and field else ""
-    return MessageError(where + dot + field, error.value, error.expected)
+        raise inside(where if index is None else f"{where}[{index}]", error) from None
 
 
 def _read_full(raw: dict[str, Any], content: object) -> Message:
     form = _PLAIN
     reasoning = "" if _ANY_REASONING.isdisjoint(raw) else _read_reasoning(raw)
-    refusal = _text(raw, "refusal")
+    refusal = text_field(raw, "refusal")
     parts: tuple[str | Media, ...] = ()
     if isinstance(content, str):
-        text = content
+        text = clean(content)
     elif content is None:
         form = _NULL_CONTENT if "content" in raw else _NO_CONTENT
         text = ""
@@ -117,21 +94,12 @@ def _read_full(raw: dict[str, Any], content: object) -> Message:
         reasoning=reasoning,
         calls=calls,
         refusal=refusal,
-        name=_text(raw, "name"),
-        answers=_text(raw, "tool_call_id"),
+        name=text_field(raw, "name"),
+        answers=text_field(raw, "tool_call_id"),
         parts=parts,
-        id=_text(raw, "id"),
+        id=text_field(raw, "id"),
         form=form | calls_form,
     )
-
-
-def _text(raw: Mapping[str, Any], name: str) -> str:
-    value = raw.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise MessageError(name, value, "a string or null")
-    return value
 
 
 # -- reasoning ---------------------------------------------------------------------------------------
@@ -139,7 +107,7 @@ def _text(raw: Mapping[str, Any], name: str) -> str:
 
 def _read_reasoning(raw: Mapping[str, Any]) -> str:
     for name in REASONING_NAMES:
-        text = _text(raw, name)
+        text = text_field(raw, name)
         if text:
             return text
     for name in REASONING_LISTS:
@@ -162,11 +130,11 @@ def _block_text(block: object, where: str) -> str:
     for name in ("text", "thinking", "summary", "reasoning", "content"):
         value = block.get(name)
         if isinstance(value, str):
-            return value
+            return clean(value)
         if isinstance(value, list):
             # Mistral's `thinking` and the `summary` of Responses: once more a list, of texts.
             texts = [item.get("text") if isinstance(item, dict) else item for item in value]
-            return "".join([text for text in texts if isinstance(text, str)])
+            return clean("".join([text for text in texts if isinstance(text, str)]))
     return ""
 
 
@@ -179,7 +147,7 @@ def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str
     reasoning = refusal = ""
     for place, part in enumerate(content):
         if isinstance(part, str):
-            parts.append(part)
+            parts.append(clean(part))
             continue
         try:
             if not isinstance(part, dict):
@@ -191,76 +159,18 @@ def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str
                 text = part.get("text")
                 if not isinstance(text, str):
                     raise MessageError("text", text, "a string")
-                parts.append(text)
-            elif kind in _MEDIA_PARTS:
-                parts.append(_read_media_part(part, kind))
+                parts.append(clean(text))
+            elif kind in MEDIA_PARTS:
+                parts.append(read_media_part(part, kind))
             elif kind in _REASONING_PARTS:
                 reasoning += _block_text(part, "")
             elif kind == "refusal":
-                refusal += _text(part, "refusal")
+                refusal += text_field(part, "refusal")
             elif kind not in _SILENT_PARTS:
                 raise MessageError("type", kind, _PART_TYPES)
         except MessageError as error:
-            raise _inside(f"content[{place}]", error) from None
+            raise inside(f"content[{place}]", error) from None
     return tuple(parts), reasoning, refusal
-
-
-# -- media -------------------------------------------------------------------------------------------
-
-
-def _read_media_part(part: Mapping[str, Any], part_type: str) -> Media:
-    kind = _MEDIA_PARTS[part_type]
-    # The data stands beside the type, or in an object of its own.
-    names = (part_type, f"{kind}_url", kind)
-    place = next((name for name in (*names, "source") if isinstance(part.get(name), dict)), "")
-    try:
-        return _read_media(part[place] if place else part, kind, names)
-    except MessageError as error:
-        raise _inside(place, error) from None
-
-
-def _read_media(body: Mapping[str, Any], kind: MediaKind, names: Sequence[str]) -> Media:
-    for name in (*_DATA_NAMES, *_LINK_NAMES, *names):
-        source = body.get(name)
-        if isinstance(source, str) and source:
-            break
-    else:
-        raise MessageError("", body, f"{kind} data: a url, a data url, or base64 data")
-    detail = _text(body, "detail")
-    mime = _text(body, "mime_type") or _text(body, "media_type") or _text(body, "format")
-    if source.startswith("data:"):
-        mime, payload = _read_data_url(source, name)
-    elif (name in _DATA_NAMES or kind == "audio") and "://" not in source:
-        payload = _base64(source, name)
-        mime = mime if "/" in mime or not mime else f"{kind}/{mime}"
-    else:
-        return Media(kind, digest="url:" + source, url=source, mime=mime, detail=detail)
-    return Media(kind, xxhash.xxh3_128_hexdigest(payload), payload, mime=mime, detail=detail)
-
-
-def _read_data_url(url: str, name: str) -> tuple[str, bytes]:
-    head, comma, data = url[len("data:") :].partition(",")
-    mime, *options = head.split(";")
-    plain = unquote_to_bytes(data.encode("utf-8", "surrogatepass"))
-    if not comma or not plain:
-        raise MessageError(name, url, "a data url with data behind a comma")
-    return mime, _base64(plain, name) if "base64" in options else plain
-
-
-def _base64(text: str | bytes, name: str) -> bytes:
-    """Base64 in any of its dresses: wrapped in lines, without padding, or in its url-safe alphabet."""
-    letters = b"".join((text.encode("utf-8", "replace") if isinstance(text, str) else text).split())
-    letters = letters.rstrip(b"=").translate(_FROM_URL_SAFE)
-    try:
-        payload = base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
-    except binascii.Error:
-        payload = b""
-    if not payload:
-        raise MessageError(name, text, "base64 data")
-    return payload
-
-
-_FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 # -- tool calls --------------------------------------------------------------------------------------
@@ -284,17 +194,17 @@ def _read_call(raw: object, place: int) -> ToolCall:
     try:
         if not isinstance(raw, dict):
             raise MessageError("", raw, "a tool call (an object with a function)")
-        kind = _text(raw, "type") or "function"
-        call_id = _text(raw, "id")
+        kind = text_field(raw, "type") or "function"
+        call_id = text_field(raw, "id")
         # A custom tool stands under its own name (`custom`), a call of some dialects right here.
         for name in (kind, "function"):
             if name in raw:
                 return _read_function(raw[name], call_id, kind, name)
-        return _read_function(
-            raw if "name" in raw else None, call_id, kind, "" if "name" in raw else "function"
-        )
+        if "name" not in raw:
+            raise MessageError("function", None, "an object with name and arguments")
+        return _read_function(raw, call_id, kind, "")
     except MessageError as error:
-        raise _inside(f"tool_calls[{place}]", error) from None
+        raise inside(f"tool_calls[{place}]", error) from None
 
 
 def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCall:
@@ -311,12 +221,12 @@ def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCal
             arguments = _arguments_text(arguments)
         return ToolCall(name, arguments, call_id, kind)
     except MessageError as error:
-        raise _inside(place, error) from None
+        raise inside(place, error) from None
 
 
 def _arguments_text(arguments: object) -> str:
     try:
-        return json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+        return clean(json.dumps(arguments, separators=(",", ":"), ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         raise MessageError("arguments", type(arguments).__name__, "a string or a JSON value") from None
 
@@ -350,7 +260,7 @@ def write_message(message: Message) -> dict[str, Any]:
     """A message in Chat Completions form, for logs, demos and templates."""
     raw: dict[str, Any] = {"role": message.role}
     if message.parts:
-        raw["content"] = [_write_part(part) for part in message.parts]
+        raw["content"] = [write_part(part) for part in message.parts]
     else:
         raw["content"] = message.text
     if message.reasoning:
@@ -364,23 +274,6 @@ def write_message(message: Message) -> dict[str, Any]:
     if message.answers:
         raw["tool_call_id"] = message.answers
     return raw
-
-
-def _write_part(part: str | Media) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    url = part.url
-    if not url:
-        mime = part.mime.partition(",")[0].partition(";")[0] or "application/octet-stream"
-        url = f"data:{mime};base64,{base64.b64encode(part.payload).decode()}"
-    if part.kind == "file":
-        body = {"file_id" if part.url else "file_data": url}
-    else:
-        body = {"url": url}
-    if part.detail:
-        body["detail"] = part.detail
-    kind = part.kind if part.kind == "file" else f"{part.kind}_url"
-    return {"type": kind, kind: body}
 
 
 def _write_call(call: ToolCall) -> dict[str, Any]:

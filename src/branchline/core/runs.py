@@ -12,6 +12,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from branchline.core.errors import InputError
+
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Runs = tuple[tuple[int, int], ...]
@@ -40,9 +42,9 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> Runs:
         if count <= 0:
             continue
         if runs and runs[-1][1] == value:
-            runs[-1] = (runs[-1][0] + count, value)
+            runs[-1] = (runs[-1][0] + int(count), runs[-1][1])
         else:
-            runs.append((count, int(value)))
+            runs.append((int(count), int(value)))
     return tuple(runs)
 
 
@@ -72,7 +74,12 @@ def total(runs: Runs) -> int:
 
 
 def as_ids(values: object) -> Ids:
-    """A read-only int32 array. Ids are shared by nodes, turns and timelines, so nobody may write to them."""
-    array = np.array(values, np.int32) if not isinstance(values, np.ndarray) else values.astype(np.int32)
-    array.flags.writeable = False
-    return array
+    """A read-only int32 copy. Ids are shared by nodes, turns and timelines, so nobody may write to them."""
+    given = np.asarray(values)
+    if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
+        raise InputError(f"ids: got {given.ndim}-d {given.dtype}, expected a flat list of integers")
+    ids = given.astype(np.int32)
+    if given.dtype != np.int32 and not np.array_equal(ids, given):
+        raise InputError(f"ids: got {given[ids != given][0]}, expected integers of 32 bits")
+    ids.flags.writeable = False
+    return ids

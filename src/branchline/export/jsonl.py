@@ -70,6 +70,10 @@ def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
             for sample in samples:
                 file.write(msgspec.json.encode(sample_record(sample)) + b"\n")
                 count += 1
+        # mkstemp is for secrets; a data set is as readable as any other file its user makes.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from branchline.core.call import Call, Delivery
 from branchline.core.message import Message
-from branchline.timelines.evidence import Evidence, replaced, shares_later
+from branchline.timelines.evidence import NEIGHBOURS, Evidence, replaced, shares_later
 from branchline.tree.node import NOWHERE, Node
 from branchline.tree.tree import Tree
 
@@ -99,10 +99,14 @@ def judge(tree: Tree) -> Judgement:
     evidence = Evidence(tree)
     for node in tree.nodes:
         children = node.all_children()
-        for place in range(1, len(children)):
-            branch = children[place]
-            beside, cause = _cause(tree, evidence, judgement, node, branch, children[:place])
-            judgement.forks.append(Fork(node, branch, beside, cause, evidence.first_call(branch)))
+        answers = _Answers(tree, judgement)
+        for place, branch in enumerate(children):
+            if place:
+                before = children[max(0, place - NEIGHBOURS) : place]
+                beside, cause = _cause(tree, evidence, judgement, node, branch, before, answers)
+                judgement.forks.append(Fork(node, branch, beside, cause, evidence.first_call(branch)))
+            if branch.is_sampled:
+                answers.add(branch)
     judgement.forks.sort(key=lambda fork: fork.branch.id)
     judgement.main = _main_leaf(tree, judgement)
     return judgement
@@ -162,38 +166,66 @@ def _losers(tree: Tree, calls: Sequence[Call], open_calls: Sequence[Call]) -> se
 # -- causes ---------------------------------------------------------------------------------------------
 
 
+class _Answers:
+    """The outputs of one prompt so far, so that a thousand of them take a thousand looks."""
+
+    def __init__(self, tree: Tree, judgement: Judgement) -> None:
+        self._tree = tree
+        self._unseen = judgement.unseen
+        self._last: Node | None = None
+        self._first_of_tools: dict[bytes, Node] = {}
+        self._last_of_tools: dict[bytes, Node] = {}
+        self._unseen_of_tools: dict[bytes, Node] = {}
+        self._of_key: dict[tuple[bytes, bytes], Node] = {}
+
+    def __bool__(self) -> bool:
+        return self._last is not None
+
+    def add(self, node: Node) -> None:
+        tools = self._tree.call_of(node).tools
+        self._last = node
+        self._first_of_tools.setdefault(tools, node)
+        self._last_of_tools[tools] = node
+        if node.id in self._unseen:
+            self._unseen_of_tools[tools] = node
+        self._of_key.setdefault((tools, node.message.key), node)
+
+    def cause(self, branch: Node) -> tuple[Node, Cause]:
+        """Two outputs of one conversation: asked twice, or asked again."""
+        call = self._tree.call_of(branch)
+        last = self._last_of_tools.get(call.tools)
+        if last is None:
+            assert self._last is not None
+            return self._last, Cause.TOOLS_CHANGED
+        unseen = self._unseen_of_tools.get(call.tools)
+        for node, beside in ((unseen, unseen), (branch, last)):
+            drop = self._unseen.get(node.id) if node is not None else None
+            if drop is not None and beside is not None:
+                return beside, Cause.CANCELLED if drop == Drop.CANCELLED else Cause.RETRY
+        if call.retry:
+            return last, Cause.RETRY
+        twin = self._of_key.get((call.tools, branch.message.key))
+        if twin is not None:
+            return twin, Cause.TWIN
+        return self._first_of_tools[call.tools], Cause.BEST_OF_N
+
+
 def _cause(
-    tree: Tree, evidence: Evidence, judgement: Judgement, at: Node, branch: Node, before: Sequence[Node]
+    tree: Tree,
+    evidence: Evidence,
+    judgement: Judgement,
+    at: Node,
+    branch: Node,
+    before: Sequence[Node],
+    answers: _Answers,
 ) -> tuple[Node, Cause]:
     if branch.is_sampled:
-        sampled = [node for node in before if node.is_sampled]
-        if sampled:
-            return _same_prompt(tree, judgement, branch, sampled)
+        if answers:
+            return answers.cause(branch)
         # A context message stood here first; whatever made it a branch is the cause.
         return before[0], _other_context(tree, evidence, judgement, at, before[0], branch)
     beside = evidence.closest(branch, before)
     return beside, _other_context(tree, evidence, judgement, at, branch, beside)
-
-
-def _same_prompt(
-    tree: Tree, judgement: Judgement, branch: Node, siblings: Sequence[Node]
-) -> tuple[Node, Cause]:
-    """Two outputs of one conversation: asked twice, or asked again."""
-    call = tree.call_of(branch)
-    alike = [node for node in siblings if tree.call_of(node).tools == call.tools]
-    if not alike:
-        return siblings[-1], Cause.TOOLS_CHANGED
-    for node in (*reversed(alike), branch):
-        drop = judgement.unseen.get(node.id)
-        if drop is not None:
-            beside = alike[-1] if node is branch else node
-            return beside, Cause.CANCELLED if drop == Drop.CANCELLED else Cause.RETRY
-    if call.retry:
-        return alike[-1], Cause.RETRY
-    for node in alike:
-        if node.message.key == branch.message.key:
-            return node, Cause.TWIN
-    return alike[0], Cause.BEST_OF_N
 
 
 def _other_context(
@@ -234,7 +266,7 @@ def _same_message(tree: Tree, call: Call, other: Call, branch: Node, beside: Nod
     if call.agent != other.agent:
         return Cause.SUB_AGENT
     said = beside if beside.is_sampled else tree.nodes[branch.source] if branch.source != NOWHERE else None
-    if said is None:
+    if said is None or not (call.prompt_tokens and other.prompt_tokens):
         return Cause.UNKNOWN
     return Cause.THINK_STRIP if said.message.reasoning else Cause.DRIFT
 
@@ -253,7 +285,7 @@ def _main_leaf(tree: Tree, judgement: Judgement) -> Node | None:
     aside = {fork.branch.id for fork in judgement.forks if fork.cause in (Cause.SUB_AGENT, Cause.SIDE_CALL)}
     best: Node | None = None
     for leaf in tree.leaves():
-        if tree.agent_of(leaf) != tree.calls[0].agent or leaf.id in judgement.unseen:
+        if leaf.agent != tree.calls[0].agent or leaf.id in judgement.unseen:
             continue
         if best is None or (not _below(leaf, aside), leaf.id) > (not _below(best, aside), best.id):
             best = leaf

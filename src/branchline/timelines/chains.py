@@ -1,6 +1,6 @@
 """Which logged call continues which output, for all calls at once and in time linear in the log.
 
-Each call's messages are a sequence of 128-bit keys. Hashing every prefix, column by column over all calls,
+Each call's messages are a sequence of 128-bit keys. Hashing every prefix of all calls at once
 turns "is this output's path a prefix of that call's messages" into one look-up; a hit is then confirmed
 key by key. The same is done on token ids. The answer does not depend on the order of the log.
 """
@@ -20,7 +20,6 @@ Hashes = NDArray[np.uint64]
 _MIX_A = np.uint64(0x9E3779B97F4A7C15)
 _MIX_B = np.uint64(0xC2B2AE3D27D4EB4F)
 _MIX_C = np.uint64(0x165667B19E3779F9)
-_SHIFT = np.uint64(29)
 _WORD = 0xFFFFFFFFFFFFFFFF
 
 
@@ -45,22 +44,28 @@ class Continuations:
     def __init__(self, chains: Sequence[Chain]) -> None:
         self._chains = chains
         self._keys = [np.frombuffer(chain.keys, np.uint64).reshape(-1, 2) for chain in chains]
-        self._prefixes, self._offsets = _prefix_hashes(chains, self._keys)
+        lengths = np.array([len(key) for key in self._keys], np.int64)
+        powers = _powers(int(lengths.max(initial=0)) + 1)
+        self._prefixes = _prefix_hashes(chains, self._keys, lengths, powers)
+        self._offsets = np.concatenate(([0], np.cumsum(lengths + 1)))
         counts = [len(chain.outputs) for chain in chains]
         self._owners = [(call, output) for call, count in enumerate(counts) for output in range(count)]
         ends = np.repeat(self._offsets[1:] - 1, counts)
         output_keys = b"".join(key for chain in chains for key in chain.outputs)
-        whole = _mix(self._prefixes[ends], np.frombuffer(output_keys, np.uint64).reshape(-1, 2))
+        last = _fold(np.frombuffer(output_keys, np.uint64).reshape(-1, 2))
+        whole = self._prefixes[ends] + last * powers[np.repeat(lengths, counts)]
         self._owners_of: dict[int, list[int]] = {}
         for place, value in enumerate(whole.tolist()):
             self._owners_of.setdefault(value, []).append(place)
-        self._found = np.flatnonzero(np.isin(self._prefixes, whole))
-        self._found_of_call = np.searchsorted(self._found, self._offsets)
+        self._found = _members(self._prefixes, whole)
+        self._found_of_call = np.searchsorted(self._found, self._offsets).tolist()
 
     def of(self, call: int) -> Iterator[Hit]:
-        first, last = self._found_of_call[call : call + 2].tolist()
+        first, end = self._found_of_call[call : call + 2]
+        if first == end:
+            return
         chain, keys, start = self._chains[call], self._keys[call], int(self._offsets[call])
-        for place in self._found[first:last][::-1].tolist():
+        for place in self._found[first:end][::-1].tolist():
             depth = place - start
             for owner in self._owners_of[int(self._prefixes[place])]:
                 parent, output = self._owners[owner]
@@ -74,29 +79,33 @@ class Continuations:
                     yield depth, parent, output
 
 
-def _prefix_hashes(chains: Sequence[Chain], keys: Sequence[Hashes]) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hash of every prefix of every call, laid end to end, and where each call's begin."""
-    lengths = np.array([len(key) for key in keys], np.int64)
-    offsets = np.concatenate(([0], np.cumsum(lengths + 1)))
+def _members(values: Hashes, wanted: Hashes) -> NDArray[np.intp]:
+    """Where values are among those wanted. Most are not, and a table of low bits says so without sorting."""
+    bits = np.uint64((1 << (64 * len(wanted)).bit_length()) - 1)
+    table = np.zeros(int(bits) + 1, np.bool_)
+    table[wanted & bits] = True
+    likely = np.flatnonzero(table[values & bits])
+    return likely[np.isin(values[likely], wanted)]
+
+
+def _prefix_hashes(
+    chains: Sequence[Chain], keys: Sequence[Hashes], lengths: NDArray[np.int64], powers: Hashes
+) -> Hashes:
+    """The hash of every prefix of every call, end to end: a sum of keys, each times its place's power."""
+    starts = np.cumsum(lengths) - lengths
     flat = np.concatenate(keys) if len(keys) else np.empty((0, 2), np.uint64)
-    starts = np.concatenate(([0], np.cumsum(lengths)))[:-1]
-    prefixes = np.empty(int(offsets[-1]), np.uint64)
-    # Longest first, so that the calls that still have a message at some depth are a leading slice.
-    order = np.argsort(-lengths, kind="stable")
-    alive = np.searchsorted(-lengths[order], -np.arange(1, int(lengths.max(initial=0)) + 1), side="right")
-    current = np.array([chain.scope for chain in chains], np.uint64)[order] * _MIX_C + _MIX_A
-    prefixes[offsets[:-1][order]] = current
-    for depth, count in enumerate(alive.tolist()):
-        rows = order[:count]
-        current = _mix(current[:count], flat[starts[rows] + depth])
-        prefixes[offsets[rows] + depth + 1] = current
-    return prefixes, offsets
+    places = np.arange(len(flat)) - np.repeat(starts, lengths)
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(_fold(flat) * powers[places], dtype=np.uint64)))
+    scopes = np.array([chain.scope for chain in chains], np.uint64) * _MIX_C
+    # A call has one prefix more than messages: the empty one.
+    calls = np.repeat(np.arange(len(chains)), lengths + 1)
+    prefixes: Hashes = sums[np.arange(len(calls)) - calls] + (scopes - sums[starts])[calls]
+    return prefixes
 
 
-def _mix(state: Hashes, key: Hashes) -> Hashes:
-    mixed = (state ^ key[:, 0]) * _MIX_B + key[:, 1] * _MIX_A
-    mixed ^= mixed >> _SHIFT
-    return mixed * _MIX_C
+def _fold(keys: Hashes) -> Hashes:
+    folded: Hashes = keys[:, 0] * _MIX_B + keys[:, 1]
+    return folded
 
 
 class IdContinuations:

@@ -46,7 +46,7 @@ class Diagnosis:
             place = f"first divergent token {self.first_divergent_token}"
         return (
             f"{place}: {self.before!r} became {self.after!r}; cause {self.cause}; "
-            f"{self.tokens_computed_again} tokens computed again"
+            f"{self.tokens_computed_again} token{'s' * (self.tokens_computed_again != 1)} computed again"
         )
 
 
@@ -56,7 +56,7 @@ def diagnose(tree: Tree, fork: Fork, decode: Decode | None = None) -> Diagnosis:
     theirs = _sibling_nodes(fork.beside)
     our_ids, their_ids = _ids_of_prompt(tree, fork, ours), _join(theirs)
     common = _common_prefix(our_ids, their_ids)
-    if not len(our_ids) and not len(their_ids):
+    if not len(our_ids) or not len(their_ids):
         place, before, after = None, _excerpt(fork.beside.message), _excerpt(fork.branch.message)
     else:
         place = fork.at.end + common

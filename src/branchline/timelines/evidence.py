@@ -11,7 +11,7 @@ from typing import Literal
 
 from branchline.core.call import Call
 from branchline.core.message import Message
-from branchline.tree.node import Node
+from branchline.tree.node import NOWHERE, Node
 from branchline.tree.tree import Tree
 
 _QUOTE = 16
@@ -20,7 +20,7 @@ _TASK = 8
 """Characters of a first user text to be looked for in tool arguments."""
 _LOOKED_AT = 4
 """New messages searched for quotations."""
-_NEIGHBOURS = 8
+NEIGHBOURS = 8
 """Siblings a branch is compared with, the latest ones: a thousand branches must not take a million looks."""
 
 
@@ -63,35 +63,35 @@ class Evidence:
         """The messages from a sibling down the path, older than a branch, that has most in common with it."""
         call = self.first_call(branch)
         keys = {message.key for message in self.prompt_below(branch)}
-        best: tuple[int, int] = (-1, -1)
+        best: tuple[float, int] = (-1, -1)
         last = beside
-        stack = [(beside, 0)]
+        stack = [(beside, 0.0)]
         while stack:
             node, shared = stack.pop()
-            shared += node.message.key in keys
+            # Holding the very message the branch begins with decides between paths of equal likeness.
+            shared += (node.message.key in keys) + 0.5 * (node.message.key == branch.message.key)
             if (shared, node.depth) > best:
                 best, last = (shared, node.depth), node
             stack += [
                 (child, shared)
                 for child in node.all_children()
-                if self._first_call[child.id].index < call.index
+                if child is not branch and self._is_before(self._first_call[child.id], call)
             ]
         return [node.message for node in last.path()[beside.depth - 1 :]]
 
     def closest(self, branch: Node, siblings: Sequence[Node]) -> Node:
         """The sibling whose path has most in common with a branch; the latest among equals."""
+        if branch.source != NOWHERE and self._tree.nodes[branch.source].parent is branch.parent:
+            return self._tree.nodes[branch.source]
         if len(siblings) == 1:
             return siblings[0]
-        siblings = [node for node in siblings[:-_NEIGHBOURS] if node.id == branch.source] + [
-            *siblings[-_NEIGHBOURS:]
-        ]
         call = self.first_call(branch)
         keys = {message.key for message in self.prompt_below(branch)}
 
-        def likeness(sibling: Node) -> tuple[bool, bool, int, int]:
+        def likeness(sibling: Node) -> tuple[bool, int, int]:
             shared = sum(message.key in keys for message in self.path_below(sibling, branch))
             same_agent = self.first_call(sibling).agent == call.agent
-            return (sibling.id == branch.source, same_agent, shared, sibling.id)
+            return (same_agent, shared, sibling.id)
 
         return max(siblings, key=likeness)
 
@@ -102,11 +102,18 @@ class Evidence:
         if len(task.strip()) < _TASK:
             return None
         for node in reversed(self._callers):
-            if self._tree.call_of(node).index >= call.index:
+            if self._is_later(node, call):
                 continue
             if any(_holds(made.arguments, task) for made in node.message.calls) and branch not in node.path():
                 return node
         return None
+
+    def _is_later(self, node: Node, call: Call) -> bool:
+        return node.output is not None and not self._is_before(self._tree.calls[node.output.call], call)
+
+    def _is_before(self, one: Call, other: Call) -> bool:
+        """Where the order of a tree says nothing, everything may have been before everything else."""
+        return one is not other and (one.index < other.index or not self._tree.is_chronological)
 
     @cached_property
     def _callers(self) -> list[Node]:
@@ -119,8 +126,8 @@ class Evidence:
         texts = [text for text in texts[:_LOOKED_AT] if len(text) >= _QUOTE]
         if not texts:
             return None
-        for node in reversed(self._tree.nodes[: branch.id]):
-            if node.output is None or self._tree.calls[node.output.call].agent != call.agent:
+        for node in reversed(self._tree.nodes):
+            if node.agent != call.agent or self._is_later(node, call):
                 continue
             said = node.message.text.strip()
             if len(said) >= _QUOTE and any(said in text for text in texts) and branch not in node.path():

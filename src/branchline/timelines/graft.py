@@ -23,6 +23,8 @@ from branchline.tree.delta import Delivered, Delta, NewNode
 from branchline.tree.node import NOWHERE, Node
 from branchline.tree.tree import Tree
 
+_UNSEEN, _OPEN, _PLACED = range(3)
+
 Place = tuple[int, int]
 """(call, output) in a log."""
 _MOST_SOURCES = 16
@@ -55,23 +57,32 @@ def graft(
 def _parents_first(links: Sequence[Link | None], sources: Sequence[dict[int, Place]]) -> list[int]:
     """An order in which what a call continues, and what it shows again, comes before it."""
     order: list[int] = []
-    state = [0] * len(links)
+    state = [_UNSEEN] * len(links)
+    # Calls whose own continuation says what they show: they cannot wait for it.
+    given_up: set[int] = set()
     for first in range(len(links)):
         stack = [first]
         while stack:
             index = stack[-1]
             link = links[index]
-            needed = [link.parent] if link is not None else []
-            needed += [call for call, _ in sources[index].values()]
-            waiting = [other for other in needed if state[other] == 0] if state[index] == 0 else []
-            state[index] = max(state[index], 1)
+            waiting: list[int] = []
+            if state[index] == _UNSEEN:
+                needed = [link.parent] if link is not None else []
+                needed += [call for call, _ in sources[index].values() if call not in given_up]
+                waiting = [other for other in needed if state[other] == _UNSEEN]
+                state[index] = _OPEN
             if waiting:
                 stack += waiting
                 continue
             stack.pop()
-            if state[index] == 1:
-                state[index] = 2
-                order.append(index)
+            if state[index] != _OPEN:
+                continue
+            if link is not None and state[link.parent] != _PLACED:
+                state[index] = _UNSEEN
+                given_up.add(index)
+                continue
+            state[index] = _PLACED
+            order.append(index)
     return order
 
 
@@ -84,6 +95,7 @@ class _Grower:
         ignore_tools: bool,
     ) -> None:
         self.tree = Tree()
+        self.tree.is_chronological = False
         self.sources = _find_sources(calls, links)
         self._calls = calls
         self._links = links

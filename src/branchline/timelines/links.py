@@ -84,7 +84,7 @@ def _text_links(
         [
             Chain(
                 scope,
-                b"".join([message.key for message in call.request.messages]),
+                call.request.keys,
                 tuple(output.message.key for output in call.outputs),
             )
             for scope, call in zip(scopes, calls, strict=True)

@@ -87,7 +87,7 @@ class LogReading:
                 problem = self.check_ids(ids) if self.check_ids else None
                 if problem:
                     raise InputError(f"{where}: {problem}")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise LogError(str(self.path), number, f"expected one JSON object a line: {error}") from error
         except InputError as error:
             raise LogError(str(self.path), number, str(error)) from error
@@ -164,7 +164,7 @@ def _read_ids(raw: object, where: str) -> Ids | None:
         ids = np.array(raw) if raw else np.empty(0, np.int64)
     except (ValueError, OverflowError):
         ids = np.empty(0, np.float64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or any(type(one) is bool for one in raw):
         raise MessageError(where, raw, "a list of token ids (integers)")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= _MAX_ID):
         bad = int(np.flatnonzero((ids < 0) | (ids >= _MAX_ID))[0])
@@ -182,8 +182,12 @@ def _read_logprobs(raw: object, where: str) -> Floats | None:
         raise MessageError(f"{where}.content", content, "a list with one entry per token")
     try:
         values = [entry["logprob"] for entry in content]
-        return np.array([np.nan if value is None else value for value in values], np.float32)
-    except (TypeError, KeyError, ValueError):
+        wide = np.array([np.nan if value is None else value for value in values], np.float64)
+        if wide.ndim != 1:
+            raise ValueError("not numbers")
+        with np.errstate(over="ignore"):
+            return wide.astype(np.float32)
+    except (TypeError, KeyError, ValueError, OverflowError):
         raise MessageError(f"{where}.content", content, "entries with a logprob (a number)") from None
 
 

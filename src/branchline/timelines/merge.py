@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from branchline.core.message import Message
 from branchline.core.runs import NO_IDS
@@ -55,7 +56,7 @@ class Merged:
     def tree(self) -> Tree:
         return self._grafted.tree
 
-    @property
+    @cached_property
     def line_of_call(self) -> list[int]:
         """The log line of each call of the tree."""
         return [self.calls[index].line for index in self._grafted.order]
@@ -122,8 +123,7 @@ def _duplicates(
         call, output = calls[index], calls[index].outputs[choice]
         prompt = (call.prompt_ids if call.prompt_ids is not None else NO_IDS).tobytes()
         ids = output.ids.tobytes() if output.ids is not None else output.message.key
-        keys = b"".join(message.key for message in call.request.messages)
-        identity = (scopes[index], keys, prompt, ids, output.message.text)
+        identity = (scopes[index], call.request.keys, prompt, ids, output.message.text)
         if identity in kept and (index, choice) not in continued:
             yield index, choice
         kept[identity] = True

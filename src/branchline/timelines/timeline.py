@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def agent(self) -> str:
-        return self.tree.agent_of(self.leaf)
+        return self.leaf.agent or ""
 
     @property
     def messages(self) -> list[Message]:
@@ -80,7 +80,8 @@ class Timeline:
 
     @property
     def exact(self) -> bool:
-        return self.tokens_behind_other_ids == 0
+        """Whether everything sampled stands behind the ids it was sampled behind."""
+        return not any(node.output is not None and node.output.behind_other_ids for node in self.nodes)
 
     @property
     def tokens_behind_other_ids(self) -> int:
@@ -140,6 +141,6 @@ class Timeline:
         return f"<Timeline {len(self.nodes)} messages, {len(self)} tokens: {said}>"
 
 
-def timelines(tree: Tree) -> list[Timeline]:
+def timelines_of(tree: Tree) -> list[Timeline]:
     """Every timeline of a tree, in the order their last messages were committed."""
     return [Timeline(tree, leaf) for leaf in tree.leaves()]

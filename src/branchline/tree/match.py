@@ -44,20 +44,23 @@ class _Candidate:
 
 
 class Matcher:
-    """Matches requests against one tree; the two functions say what the tree knows of a sampled node."""
+    """Matches requests against one tree; the function says what became of a sampled node."""
 
-    def __init__(
-        self, root: Node, agent_of: Callable[[Node], str], delivery_of: Callable[[Node], Delivery]
-    ) -> None:
+    def __init__(self, root: Node, delivery_of: Callable[[Node], Delivery]) -> None:
         self._root = root
-        self._agent_of = agent_of
         self._delivery_of = delivery_of
 
     def find(self, request: Request, first_key: bytes) -> Match:
         """The best path for a request; `first_key` is its first message's key joined with its frame."""
         messages = request.messages
         frontier = [_Candidate(self._root, [])]
-        for index, message in enumerate(messages):
+        index = 0
+        while True:
+            if len(frontier) == 1 and frontier[0].reordered is None:
+                index = self._go_straight(frontier[0], index, request, first_key)
+            if index == len(messages):
+                break
+            message = messages[index]
             following: list[_Candidate] = []
             for candidate in frontier:
                 children = candidate.node.children
@@ -75,6 +78,7 @@ class Matcher:
             if not following:
                 break
             frontier = following
+            index += 1
         best, ambiguous = frontier[0], False
         if len(frontier) > 1:
             frontier.sort(key=_Candidate.rank)
@@ -84,6 +88,35 @@ class Matcher:
         if best.reordered:
             effective = tuple(best.reordered.get(index, message) for index, message in enumerate(messages))
         return Match(best.node.path(), effective, tuple(best.echoes), ambiguous)
+
+    def _go_straight(self, candidate: _Candidate, index: int, request: Request, first_key: bytes) -> int:
+        """Moves a lone candidate down one path for as long as the request repeats it letter by letter.
+
+        Mostly that is all the way. Nothing is noted: what lies before a fork cannot tell candidates apart.
+        Parallel calls are left to `_step`, because their results may move.
+        """
+        messages, node = request.messages, candidate.node
+        while index < len(messages):
+            shown = messages[index]
+            group = node.children.get(shown.key if index else first_key) if node.children else None
+            if group is None or len(group) != 1:
+                break
+            child = group[0]
+            recorded = child.message
+            if (
+                recorded.text != shown.text
+                or recorded.calls != shown.calls
+                or recorded.reasoning != shown.reasoning
+                or recorded.form != shown.form
+                or recorded.name != shown.name
+                or len(recorded.calls) > 1
+                or (child.output is not None and child.agent != request.agent)
+            ):
+                break
+            node = child
+            index += 1
+        candidate.node = node
+        return index
 
     def _step(self, candidate: _Candidate, child: Node, index: int, shown: Message, request: Request) -> bool:
         """Moves a candidate to a child if the shown message is that child; leaves it alone if not."""
@@ -97,7 +130,7 @@ class Matcher:
         if used is None:
             return False
         if child.output is not None:
-            if self._agent_of(child) != request.agent:
+            if child.agent != request.agent:
                 return False
             if self._delivery_of(child) in _UNSEEN:
                 candidate.undelivered += 1

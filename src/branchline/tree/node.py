@@ -6,6 +6,8 @@ at a sampled node, what it said). A node never changes once it is in a tree; onl
 
 from __future__ import annotations
 
+import numpy as np
+
 from branchline.core.call import Output
 from branchline.core.message import Message
 from branchline.core.runs import NO_IDS, Ids, Runs
@@ -18,8 +20,10 @@ class Node:
     """One message of a tree. Plain slots, because a tree holds many of them."""
 
     __slots__ = (
+        "agent",
         "children",
         "depth",
+        "ends_sampled",
         "frame",
         "id",
         "ids",
@@ -46,6 +50,7 @@ class Node:
         sampled_ids: Ids | None = None,
         source: int = NOWHERE,
         frame: bytes = b"",
+        agent: str | None = None,
     ) -> None:
         self.id = id
         self.parent = parent
@@ -57,9 +62,13 @@ class Node:
         self.output = output
         self.sampled_ids = sampled_ids
         """The output as sampled: a view of `ids`, or of the source's where it is shown as context."""
+        self.ends_sampled: bool = output is not None or _ends_in(ids, sampled_ids)
+        """Whether `ids` end in `sampled_ids`; not so where a template showed the message otherwise."""
         self.source = source
         """The node this one shows again as context, or NOWHERE."""
         self.frame = frame
+        self.agent = agent
+        """Who sampled it; None for context, which belongs to nobody."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.start: int = parent.end if parent is not None else 0
         """How many tokens stand before this node on its path."""
@@ -99,6 +108,12 @@ class Node:
     def __repr__(self) -> str:
         kind = "sampled" if self.is_sampled else self.message.role
         return f"<Node {self.id} {kind} {self.message.text[:20]!r} {len(self.ids)} ids>"
+
+
+def _ends_in(ids: Ids, sampled_ids: Ids | None) -> bool:
+    if sampled_ids is None:
+        return False
+    return bool(np.array_equal(ids[len(ids) - len(sampled_ids) :], sampled_ids))
 
 
 def root_node() -> Node:

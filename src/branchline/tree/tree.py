@@ -51,11 +51,13 @@ class Tree:
     """An append-only tree of messages and their ids."""
 
     def __init__(self) -> None:
+        self.is_chronological = True
+        """Whether calls stand in the order they happened; a tree grown from a log cannot know."""
         self.nodes: list[Node] = [root_node()]
         self.calls: list[Call] = []
         self._deliveries: dict[int, Delivery] = {}
         self._sampled: dict[bytes, list[Node]] = {}
-        self._matcher = Matcher(self.root, self.agent_of, self._delivery_of)
+        self._matcher = Matcher(self.root, self._delivery_of)
 
     @property
     def root(self) -> Node:
@@ -74,9 +76,6 @@ class Tree:
 
     def delivery(self, call: Call) -> Delivery:
         return self._deliveries.get(call.index, Delivery.PENDING)
-
-    def agent_of(self, node: Node) -> str:
-        return self.call_of(node).agent
 
     def _delivery_of(self, node: Node) -> Delivery:
         return self.delivery(self.call_of(node))
@@ -147,7 +146,7 @@ class Tree:
             if used is None:
                 continue
             ids = {call.id for call in node.message.calls if call.id} & {call.id for call in message.calls}
-            rank = (-len(ids), self.agent_of(node) != agent, len(used), node.id)
+            rank = (-len(ids), node.agent != agent, len(used), node.id)
             if best is None or rank < best:
                 best, found = rank, node
         return found
@@ -214,13 +213,13 @@ class Tree:
                 f"with nodes from {len(self.nodes)}; another commit came between plan and apply"
             )
         for new in record.nodes:
-            self._add(new, record.call.frame)
+            self._add(new, record.call)
         self.calls.append(record.call)
         return record.call
 
-    def _add(self, new: NewNode, frame: bytes) -> None:
+    def _add(self, new: NewNode, call: Call) -> None:
         parent = self.nodes[new.parent]
-        key, frame = new.message.key, (frame if parent.parent is None else b"")
+        key, frame = new.message.key, (call.frame if parent.parent is None else b"")
         if parent.parent is None:
             key = _root_key(frame, key)
         sampled_ids = None
@@ -240,6 +239,7 @@ class Tree:
             sampled_ids=sampled_ids,
             source=new.source,
             frame=frame,
+            agent=call.agent if new.output is not None else None,
         )
         self.nodes.append(node)
         if parent.children is None:

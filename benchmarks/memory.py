@@ -1,0 +1,75 @@
+"""What a stored token costs beyond the text of its message: ids, logprobs, and the tree around them."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+from benchmarks.measure import Report
+from benchmarks.workloads import Workload, long_talk, with_sub_agents
+from branchline import Generation, Request, Tree
+from branchline.core.call import Delivery
+from branchline.core.message import Message
+from branchline.tree.delta import Delivered, Record, decode_record, encode_record
+
+_TARGET_BYTES = 16
+
+
+def table() -> Report:
+    report = Report(
+        "Memory of a tree",
+        ["workload", "tokens", "nodes", "MB in all", "MB text", "bytes a token", "target"],
+        [
+            "tracemalloc around a tree grown from journal records; text: UTF-8 of contents and arguments,",
+            "each once. Of the rest, 4 bytes are a token's id and 4 a sampled token's logprob.",
+        ],
+    )
+    for workload in (long_talk(200), with_sub_agents()):
+        records = _records(workload)
+        tree, in_all = _grown(records)
+        tokens = tree.token_count
+        text = sum(_text_bytes(node.message) for node in tree.nodes)
+        per_token = (in_all - text) / tokens
+        report.row(
+            workload.name,
+            f"{tokens:,}",
+            f"{len(tree.nodes):,}",
+            f"{in_all / 1e6:.2f}",
+            f"{text / 1e6:.2f}",
+            f"{per_token:.1f}",
+            report.target(f"≤ {_TARGET_BYTES}", per_token <= _TARGET_BYTES),
+        )
+    return report
+
+
+def _records(workload: Workload) -> list[bytes]:
+    """What a journal would hold of a workload."""
+    tree, codec = Tree(), workload.codec
+    records: list[bytes] = []
+    for step in workload.steps:
+        turn = tree.prepare(Request(step.messages), codec)
+        delta = tree.plan(turn, [Generation(step.ids, step.logprobs, message=step.output)])
+        delivered = Delivered(tree.apply(delta).index, Delivery.DELIVERED)
+        records += [encode_record(delta), encode_record(delivered)]
+    return records
+
+
+def _grown(records: list[bytes]) -> tuple[Tree, int]:
+    """A tree that shares nothing with anybody, and the bytes it holds."""
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    tree = Tree()
+    for data in records:
+        record: Record = decode_record(data)
+        tree.apply(record)
+    del record, data
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return tree, after - before
+
+
+def _text_bytes(message: Message) -> int:
+    texts = [message.text, message.reasoning, *(call.arguments for call in message.calls)]
+    return sum(len(text.encode()) for text in texts)

@@ -1,0 +1,120 @@
+"""A scripted multi-agent episode, recorded in one tree: what `make demo` plays.
+
+Best-of-3, a sub-agent, a repair loop, a compaction and an edit go through a session as requests and
+outputs, with a toy codec in which a byte is a token. Then the tree, its timelines, the cause of every fork
+and the account of every sampled token are printed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from branchline import (
+    Generation,
+    Message,
+    Request,
+    Session,
+    ToolCall,
+    ToyCodec,
+    diagnose,
+    export_samples,
+    judge,
+    timelines_of,
+)
+from branchline.cli.show import tree_view
+
+CODEC = ToyCodec.chatml()
+TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("run", "agent"))
+
+
+class Episode:
+    """An agent's side of a session: it shows messages and gets a scripted answer."""
+
+    def __init__(self) -> None:
+        self.session = Session("demo", CODEC)
+
+    def ask(self, messages: list[Message], *answers: Message | str, agent: str = "main") -> Message:
+        turn = self.session.prepare(Request(tuple(messages), TOOLS, agent=agent))
+        said = [Message("assistant", answer) if isinstance(answer, str) else answer for answer in answers]
+        generations = []
+        for message in said:
+            ids = CODEC.spell(message)
+            generations.append(Generation(ids, np.full(len(ids), -0.7, np.float32), 1, message=message))
+        self.session.deliver(self.session.commit(turn, *generations).call)
+        return said[0]
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def play(episode: Episode) -> None:
+    """The episode; every comment names what the tree will show."""
+    talk = [Message("system", "You mend programs."), user("The test suite fails. Find out why.")]
+
+    # Best-of-3: one prompt, three answers; the agent goes on with the second.
+    plan = "I will read the failing test first."
+    episode.ask(talk, "Let me guess.", plan, "Run everything again.")
+    talk += [Message("assistant", plan), user("Good. Go on.")]
+
+    # A sub-agent: a tool call hands over a task, another agent works on it, its answer comes back.
+    task = "Read tests/test_parse.py and say what it expects."
+    spawn = Message("assistant", "", calls=(ToolCall("agent", f'{{"task": "{task}"}}', "call_1"),))
+    talk.append(episode.ask(talk, spawn))
+    helper = [Message("system", "You read files and report."), user(task)]
+    look = Message("assistant", "", calls=(ToolCall("run", '{"cmd": "cat tests/test_parse.py"}', "call_2"),))
+    helper.append(episode.ask(helper, look, agent="reader"))
+    helper.append(Message("tool", "assert parse('1,5') == 1.5", answers="call_2"))
+    found = episode.ask(helper, "It expects a comma as decimal point.", agent="reader")
+    talk.append(Message("tool", found.text, answers="call_1"))
+
+    # A repair loop: a bad call and its error are temporary context, then removed by the framework.
+    bad = episode.ask(talk, Message("assistant", "run sed on parse.py"))
+    error = user("That was no tool call. Call a tool.")
+    good = Message("assistant", "", calls=(ToolCall("run", '{"cmd": "sed -i s/,/./ parse.py"}', "call_3"),))
+    episode.ask([*talk, bad, error], good)
+    talk += [good, Message("tool", "ok", answers="call_3")]
+    talk.append(episode.ask(talk, "Mended: commas are read as points now."))
+
+    # An edit: the person rewrites an earlier message and the agent goes on from there.
+    edited = [*talk[:3], user("Good. Do not change any file, only explain.")]
+    episode.ask(edited, "The parser splits at commas before it reads numbers.")
+
+    # A compaction: a summary is sampled, and a new conversation starts from it.
+    talk.append(user("Summarise what you did."))
+    summary = episode.ask(talk, "The test wants decimal commas; parse.py now turns them into points.")
+    episode.ask([talk[0], user(f"Earlier: {summary.text} Now write the changelog.")], "Parse decimal commas.")
+
+
+def main() -> None:
+    episode = Episode()
+    play(episode)
+    tree = episode.session.tree
+    judgement = judge(tree)
+    console = Console()
+    console.rule("the tree")
+    console.print(tree_view(tree, judgement))
+    console.rule("timelines")
+    table = Table("agent", "messages", "tokens", "sampled", "says")
+    for line in timelines_of(tree):
+        said = " → ".join(node.message.text or node.message.calls[0].name for node in line.sampled_nodes)
+        table.add_row(line.agent, str(len(line.nodes)), str(len(line)), str(line.mask.sum()), said[:70])
+    console.print(table)
+    console.rule("why it forked")
+    for fork in judgement.forks:
+        console.print(f"· {diagnose(tree, fork, CODEC.decode)}", markup=False, soft_wrap=True)
+    export = export_samples(tree, session="demo")
+    report = export.report
+    shares = sum(float(sample.shares.sum()) for sample in export.samples)
+    console.rule("what a trainer gets")
+    console.print(
+        f"{report.samples} samples; {report.trained_tokens} of {report.sampled_tokens} sampled tokens "
+        f"trained, shares sum to {shares:.1f}; {report.dropped_tokens} dropped; "
+        f"all exact: {all(sample.exact for sample in export.samples)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

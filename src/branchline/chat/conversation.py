@@ -1,0 +1,312 @@
+"""One extension of one conversation: what is rendered, what of it is kept, what is encoded.
+
+`by_template` keeps as much of the recorded path as the template still shows; `verbatim` keeps all of it and
+renders only what is new. Both answer with the ids of each message behind the kept ones and the opening.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from branchline.chat.base import Extension, Piece, Shown
+from branchline.chat.dialect import Dialect
+from branchline.chat.layout import Entry, Layout, context_end, lay_out
+from branchline.chat.segments import SegmentEncoder, SizedCache
+from branchline.chat.slots import Brackets, SlotFinder, Span
+from branchline.chat.template import ChatTemplate
+from branchline.core.errors import TemplateError
+from branchline.core.message import Message
+from branchline.core.runs import Ids, Origin, as_ids, runs_of
+
+Tools = Sequence[Mapping[str, Any]]
+Values = Mapping[str, Any]
+
+EMPTY_THINK = "<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a prompt rendered to: its text with brackets, and where each message ends in it."""
+
+    text: str
+    ends: tuple[int, ...]
+    slots: frozenset[int]
+    """Which messages stand in brackets."""
+    last_ids: Ids
+    """The ids of the last message: kept alive because their identity is the key."""
+
+    @property
+    def body_end(self) -> int:
+        return self.ends[-1]
+
+    @property
+    def opening(self) -> str:
+        return self.text[self.body_end :]
+
+
+@dataclass(frozen=True)
+class Voice:
+    """All that is needed to speak one template."""
+
+    template: ChatTemplate
+    dialect: Dialect
+    encoder: SegmentEncoder
+    finder: SlotFinder
+    brackets: Brackets
+    texts: SizedCache[Rendered]
+    keep_empty_think: bool
+    composes: bool
+    """The tokenizer composes letters and accents (NFC) before it encodes."""
+
+
+class Conversation:
+    """A conversation of which the first `recorded` entries stand on a path."""
+
+    def __init__(
+        self,
+        voice: Voice,
+        entries: Sequence[Entry],
+        recorded: int,
+        tools: Tools,
+        values: Values,
+        now: datetime,
+    ) -> None:
+        self._voice = voice
+        self._entries = entries
+        self._recorded = recorded
+        self._tools = [dict(tool) for tool in tools] or None
+        self._values = values
+        self._now = now
+        self._brackets = voice.brackets
+        self._finder = voice.finder
+        if voice.brackets.occurs_in(entry.message for entry in entries):
+            self._brackets = Brackets()
+            self._finder = voice.finder.with_brackets(self._brackets)
+        self._encoded = 0
+
+    # -- what the template shows ---------------------------------------------------------------------
+
+    def by_template(self) -> Extension:
+        """The prompt shows what the template shows for this conversation."""
+        known = self._known()
+        slots = set(known.slots) if known is not None else set()
+        for index in range(len(known.ends) if known is not None else 0, len(self._entries)):
+            if self._is_slot(index):
+                slots.add(index)
+        text = self._render(self._entries, slots)
+        kept, cursor, reason = self._kept(text, known)
+        while True:
+            layout = self._lay_out(text, self._entries, slots, kept, cursor)
+            if not layout.misfits:
+                break
+            reason = reason or next(iter(layout.misfits.values()))
+            slots -= layout.misfits.keys()
+            before, text = text, self._render(self._entries, slots)
+            if text[:cursor] != before[:cursor]:
+                # Showing one message otherwise changed another: nothing of the path can be trusted.
+                kept = cursor = 0
+        ends = known.ends[:kept] if known is not None else ()
+        if len(ends) < kept:
+            ends = (*ends, cursor)
+        extension = self._assemble(
+            text, layout, cursor, "" if kept == self._recorded else self._why(kept, reason)
+        )
+        last_ids = (
+            extension.pieces[-1].ids if extension.pieces else self._recorded_ids(len(self._entries) - 1)
+        )
+        if self._brackets is self._voice.brackets and len(last_ids):
+            rendered = Rendered(text, (*ends, *layout.ends), frozenset(slots), last_ids)
+            self._voice.texts.put(id(last_ids), rendered)
+        return extension
+
+    def _known(self) -> Rendered | None:
+        """What the last prompt of the path rendered to; made anew where that was forgotten."""
+        covered = self._recorded - (self._recorded > 0 and self._is_slot(self._recorded - 1))
+        if covered == 0:
+            return None
+        last_ids = self._recorded_ids(covered - 1)
+        known = self._voice.texts.get(id(last_ids)) if self._brackets is self._voice.brackets else None
+        if known is not None and known.last_ids is last_ids:
+            return known
+        entries = self._entries[:covered]
+        slots = {index for index in range(covered) if self._is_slot(index)}
+        while True:
+            text = self._render(entries, slots)
+            layout = self._lay_out(text, entries, slots, 0, 0)
+            if not layout.misfits:
+                return Rendered(text, tuple(layout.ends), frozenset(slots), last_ids)
+            slots -= layout.misfits.keys()
+
+    def _kept(self, text: str, known: Rendered | None) -> tuple[int, int, str]:
+        """How many recorded entries stand, where they end in the text, and why no more do."""
+        if known is None:
+            return 0, 0, ""
+        body = known.body_end
+        if not text.startswith(known.text[:body]):
+            first = bisect_right(known.ends, _first_difference(text, known.text))
+            return first, known.ends[first - 1] if first else 0, "rewritten"
+        last = len(known.ends)
+        if last == self._recorded:
+            return last, body, ""
+        opening = known.opening
+        if not text.startswith(opening, body):
+            opening = opening.removesuffix(EMPTY_THINK) if self._voice.keep_empty_think else opening
+            if not text.startswith(opening, body):
+                return last, body, "rewritten"
+        entry = self._entries[last]
+        assert entry.sampled_ids is not None
+        found = self._finder.find(text, last, entry.message, entry.sampled_ids, body + len(opening))
+        if isinstance(found, Span):
+            return self._recorded, found.end, ""
+        return last, body, found.reason
+
+    def _why(self, kept: int, reason: str) -> str:
+        if self._entries[kept].message.reasoning and self._is_slot(kept):
+            return "think_strip"
+        return reason
+
+    # -- verbatim ------------------------------------------------------------------------------------
+
+    def verbatim(self) -> Extension:
+        """The path stays as it was sampled; only what is new is rendered, behind as little as will do."""
+        last = self._recorded - 1
+        first = last
+        while first > 0 and self._entries[first].message.role == "tool":
+            first -= 1
+        lead: list[Entry] = []
+        if self._entries[first].message.role != "user":
+            lead = [Shown(Message("user", "."))]
+        for entries, tools in (([*lead, *self._entries[first:]], None), (list(self._entries), self._tools)):
+            shift = len(entries) - len(self._entries)
+            slots = {
+                index + shift
+                for index in range(last, len(self._entries))
+                if index + shift >= 0 and self._is_slot(index)
+            }
+            try:
+                text = self._render(entries, slots, tools)
+            except TemplateError:
+                if tools is self._tools:
+                    raise
+                continue
+            cursor = self._end_of_last(text, entries, last + shift, last + shift in slots)
+            if cursor is None:
+                continue
+            layout = self._lay_out(text, entries, slots, last + shift + 1, cursor)
+            slots -= layout.misfits.keys()
+            if layout.misfits:
+                text = self._render(entries, slots, tools)
+                cursor = self._end_of_last(text, entries, last + shift, last + shift in slots) or cursor
+                layout = self._lay_out(text, entries, slots, last + shift + 1, cursor)
+            return self._assemble(text, layout, cursor, "", shift)
+        return self.by_template()
+
+    def _end_of_last(self, text: str, entries: Sequence[Entry], index: int, is_slot: bool) -> int | None:
+        """Where the last recorded message ends in a text that may show it otherwise than it was sampled."""
+        if not is_slot:
+            return context_end(text, entries, index, 0, self._finder)
+        entry = entries[index]
+        sampled = entry.sampled_ids
+        assert sampled is not None
+        start = max(0, self._brackets.first(text, index, 0))
+        found = self._finder.find(text, index, entry.message, sampled, start)
+        if isinstance(found, Span):
+            return found.end
+        behind = self._brackets.last_end(text, index, entry.message, 0)
+        if behind < 0:
+            return None
+        stop = self._finder.next_stop(text, behind)
+        if stop is None:
+            return behind
+        return stop[1] if self._finder.is_stopped(sampled) else stop[0]
+
+    # -- common --------------------------------------------------------------------------------------
+
+    def _is_slot(self, index: int) -> bool:
+        entry = self._entries[index]
+        if entry.message.media:
+            return False
+        return entry.sampled_ids is not None if isinstance(entry, Shown) else entry.ends_sampled
+
+    def _recorded_ids(self, index: int) -> Ids:
+        entry = self._entries[index]
+        assert not isinstance(entry, Shown)
+        return entry.ids
+
+    def _render(self, entries: Sequence[Entry], slots: set[int], tools: Tools | None = None) -> str:
+        voice = self._voice
+        bracket = {index: self._brackets.marker(index) for index in slots}
+        messages = voice.dialect.write([entry.message for entry in entries], bracket)
+        given = (
+            self._tools if tools is None and entries is not None and len(entries) >= self._recorded else tools
+        )
+        text = voice.template.render(messages, given, self._values, now=self._now)
+        return unicodedata.normalize("NFC", text) if voice.composes and not text.isascii() else text
+
+    def _lay_out(
+        self, text: str, entries: Sequence[Entry], slots: set[int], first: int, cursor: int
+    ) -> Layout:
+        return lay_out(
+            text,
+            entries,
+            slots,
+            first=first,
+            cursor=cursor,
+            generation_prompt=self._voice.dialect.generation_prompt,
+            finder=self._finder,
+            brackets=self._brackets,
+        )
+
+    def _assemble(self, text: str, layout: Layout, cursor: int, rewritten: str, shift: int = 0) -> Extension:
+        """The ids of every message of a layout, sampled ones reused, and of the opening."""
+        pieces: list[Piece] = []
+        places = [cursor]
+        for index, end in enumerate(layout.ends, start=layout.first):
+            span = layout.spans.get(index)
+            if span is None:
+                places.append(end)
+                continue
+            *before, head = self._encode(text, [*places, span.start])
+            pieces += [_context(ids) for ids in before]
+            sampled = self._entries[index - shift].sampled_ids
+            assert sampled is not None
+            spans = runs_of(((len(head), Origin.TEMPLATE), (len(sampled), Origin.CONTEXT)))
+            pieces.append(Piece(as_ids(np.concatenate((head, sampled))), spans))
+            places = [span.end]
+        *before, opening = self._encode(text, [*places, len(text)])
+        pieces += [_context(ids) for ids in before]
+        return Extension(layout.first - shift, tuple(pieces), opening, self._encoded, rewritten)
+
+    def _encode(self, text: str, places: Sequence[int]) -> list[Ids]:
+        """The ids of the stretches between places: one text is encoded, then cut."""
+        stretches = [self._brackets.strip(text[start:end]) for start, end in pairwise(places)]
+        whole = "".join(stretches)
+        ids = self._voice.encoder.encode(whole)
+        self._encoded += len(ids)
+        cuts = np.cumsum([len(stretch) for stretch in stretches[:-1]]).tolist()
+        return [as_ids(part) for part in self._voice.encoder.split(whole, ids, cuts)]
+
+
+def _context(ids: Ids) -> Piece:
+    return Piece(ids, runs_of(((len(ids), Origin.CONTEXT),)))
+
+
+def _first_difference(one: str, other: str) -> int:
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

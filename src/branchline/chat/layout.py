@@ -1,0 +1,97 @@
+"""Where each message ends in a rendered conversation, and what stands there: sampled ids or text.
+
+A layout covers messages from some index on: a span for each slot, an end for each message. Ends of context
+messages are only a matter of which node holds which ids; a prompt is the same wherever they fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from branchline.chat.base import Recorded, Shown
+from branchline.chat.slots import Brackets, SlotFinder, Span
+from branchline.core.message import Message
+
+Entry = Recorded | Shown
+
+
+@dataclass
+class Layout:
+    """Messages `first` … of a text."""
+
+    first: int
+    ends: list[int] = field(default_factory=list)
+    spans: dict[int, Span] = field(default_factory=dict)
+    misfits: dict[int, str] = field(default_factory=dict)
+    """Slots that cannot be kept, with the reason."""
+
+
+def lay_out(
+    text: str,
+    entries: Sequence[Entry],
+    slots: Collection[int],
+    *,
+    first: int,
+    cursor: int,
+    generation_prompt: str,
+    finder: SlotFinder,
+    brackets: Brackets,
+) -> Layout:
+    """Lays out entries[first:] in a text whose earlier messages end at `cursor`."""
+    layout = Layout(first)
+    body_end = len(text) - len(generation_prompt) if text.endswith(generation_prompt) else len(text)
+    for index in range(first, len(entries)):
+        entry = entries[index]
+        if index in slots:
+            start = _slot_start(text, index, cursor, generation_prompt, brackets)
+            sampled = entry.sampled_ids
+            assert sampled is not None
+            found = finder.find(text, index, entry.message, sampled, start)
+            if isinstance(found, Span):
+                layout.spans[index] = found
+                cursor = found.end
+            else:
+                layout.misfits[index] = found.reason
+                cursor = max(cursor, context_end(text, entries, index, cursor, finder))
+        elif index == len(entries) - 1:
+            cursor = max(cursor, body_end)
+        else:
+            cursor = context_end(text, entries, index, cursor, finder)
+        layout.ends.append(cursor)
+    return layout
+
+
+def _slot_start(text: str, index: int, cursor: int, generation_prompt: str, brackets: Brackets) -> int:
+    """Behind the generation prompt before a slot's first bracket; templates without one open with nothing."""
+    if generation_prompt:
+        opened = text.rfind(generation_prompt, cursor, max(cursor, brackets.first(text, index, cursor)))
+        if opened >= 0:
+            return opened + len(generation_prompt)
+    return cursor
+
+
+def context_end(text: str, entries: Sequence[Entry], index: int, cursor: int, finder: SlotFinder) -> int:
+    """Where a context message ends: behind its terminator, or right behind its text where it has none."""
+    end = _text_end(text, entries[index].message, cursor)
+    following = entries[index + 1].message if index + 1 < len(entries) else None
+    limit = len(text)
+    if following is not None:
+        needle = following.text.strip()
+        place = text.find(needle, end) if needle else -1
+        limit = place if place >= 0 else limit
+    stop = finder.next_stop(text, end)
+    if stop is None or stop[0] >= limit:
+        return end
+    end = stop[1]
+    while end < limit and text[end].isspace():
+        end += 1
+    return end
+
+
+def _text_end(text: str, message: Message, cursor: int) -> int:
+    for needle in (message.text.strip(), *(call.name for call in message.calls)):
+        place = text.find(needle, cursor) if needle else -1
+        if place >= 0:
+            cursor = place + len(needle)
+    return cursor

@@ -1,0 +1,37 @@
+"""DeepSeek: `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` in a section (V3.1).
+
+V3 and R1 write `function` before the separator, then the name, a line break and the arguments in a fence.
+"""
+
+from __future__ import annotations
+
+from branchline.chat.parsing.framed import Frame, FramedParser
+from branchline.chat.parsing.jsontext import is_object
+from branchline.chat.parsing.values import read_name
+from branchline.core.message import ToolCall
+
+FRAME = Frame(
+    ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    is_json=True,
+)
+SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
+
+
+def deepseek() -> FramedParser:
+    return FramedParser(FRAME, _read)
+
+
+def _read(body: str) -> ToolCall | None:
+    head, _, rest = body.partition(SEPARATOR)
+    rest = rest.strip()
+    if not rest.startswith("{"):
+        if head.strip() != "function":
+            return None
+        head, _, rest = rest.partition("\n")
+        rest = rest.strip()
+        if rest.startswith(_FENCE) and rest.endswith(_FENCE):
+            rest = rest.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json").strip()
+    name = read_name(head)
+    return ToolCall(name, rest) if name and is_object(rest) else None

@@ -1,0 +1,22 @@
+"""GLM-4.5 and later: `<tool_call>f\\n<arg_key>k</arg_key>\\n<arg_value>v</arg_value>\\n</tool_call>`."""
+
+from __future__ import annotations
+
+import re
+
+from branchline.chat.parsing.framed import Frame, FramedParser
+from branchline.chat.parsing.values import Schemas, read_name, read_pairs
+from branchline.core.message import ToolCall
+
+FRAME = Frame(("<tool_call>", "</tool_call>"))
+_PAIR = re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def glm(schemas: Schemas) -> FramedParser:
+    return FramedParser(FRAME, lambda body: _read(body, schemas))
+
+
+def _read(body: str, schemas: Schemas) -> ToolCall | None:
+    head, tag, rest = body.partition("<arg_key>")
+    name, pairs = read_name(head), read_pairs(tag + rest, _PAIR)
+    return schemas.call(name, pairs) if name and pairs is not None else None

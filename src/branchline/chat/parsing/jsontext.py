@@ -1,0 +1,165 @@
+"""JSON as it was sampled: where a value ends, and the exact text of an object's members.
+
+Well-formed is what Python's `json` reads, because that is what the clients of a call read it with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from branchline.core.message import ToolCall
+
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_INSIDE = re.compile(r'["\\\x00-\x1f]')
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class JsonScan:
+    """Follows a JSON object or array through pieces of text, each character once.
+
+    >>> scan = JsonScan()
+    >>> scan.feed('{"a": "}'), scan.feed('"} tail')
+    (-1, 2)
+    """
+
+    def __init__(self) -> None:
+        self.in_string = False
+        self.is_broken = False
+        """It can never be JSON: a raw line break in a string, or a closer that nothing opened."""
+        self._depth = 0
+        self._escaped = False
+        self._is_done = False
+
+    def feed(self, text: str) -> int:
+        """The place in this text behind the value's last character; -1 while it goes on."""
+        at = 0
+        if self._escaped and text:
+            self._escaped = False
+            at = 1
+        while not (self._is_done or self.is_broken):
+            match = (_INSIDE if self.in_string else _OUTSIDE).search(text, at)
+            if match is None:
+                return -1
+            at = match.end()
+            letter = match[0]
+            if letter == '"':
+                self.in_string = not self.in_string
+            elif letter == "\\":
+                self._escaped = at == len(text)
+                at += 1
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]" and self._depth:
+                self._depth -= 1
+                self._is_done = self._depth == 0
+                if self._is_done:
+                    return at
+            else:
+                self.is_broken = True
+                self.in_string = False
+        return -1
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_value_at = json.JSONDecoder(parse_constant=_refuse).raw_decode
+
+
+def load_json(text: str) -> Any:
+    """The value of a JSON text; ValueError where it is none, however it fails."""
+    try:
+        start = _after_space(text, 0)
+        value, end = _value_at(text, start)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if _after_space(text, end) != len(text):
+        raise ValueError("more than one value")
+    return value
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is one JSON object."""
+    try:
+        return isinstance(load_json(text), dict)
+    except ValueError:
+        return False
+
+
+def elements(text: str) -> list[str] | None:
+    """The elements of a JSON array, each as the text it was written in; None where it is no array."""
+    return _parts(text, "[", "]", _element_at)
+
+
+def members(text: str) -> dict[str, str] | None:
+    """The members of a JSON object, each value as the text it was written in; None where it is no object.
+
+    >>> members('{"name": "f", "arguments": {"x":1.0}}')
+    {'name': '"f"', 'arguments': '{"x":1.0}'}
+    """
+    parts = _parts(text, "{", "}", _member_at)
+    return None if parts is None else dict(parts)
+
+
+Part = TypeVar("Part")
+
+
+def _parts(
+    text: str, opener: str, closer: str, part_at: Callable[[str, int], tuple[Part, int]]
+) -> list[Part] | None:
+    """What stands between two brackets and commas, read one after the other."""
+    at = _after_space(text, 0)
+    if text[at : at + 1] != opener:
+        return None
+    parts: list[Part] = []
+    at = _after_space(text, at + 1)
+    try:
+        while parts or text[at : at + 1] != closer:
+            part, at = part_at(text, at)
+            parts.append(part)
+            at = _after_space(text, at)
+            if text[at : at + 1] != ",":
+                break
+            at = _after_space(text, at + 1)
+    except (ValueError, RecursionError):
+        return None
+    ended = text[at : at + 1] == closer and _after_space(text, at + 1) == len(text)
+    return parts if ended else None
+
+
+def _element_at(text: str, at: int) -> tuple[str, int]:
+    _, end = _value_at(text, at)
+    return text[at:end], end
+
+
+def _member_at(text: str, at: int) -> tuple[tuple[str, str], int]:
+    if text[at : at + 1] != '"':
+        raise ValueError("not a key")
+    key, at = _value_at(text, at)
+    at = _after_space(text, at)
+    if text[at : at + 1] != ":":
+        raise ValueError("a key without a value")
+    value, end = _element_at(text, _after_space(text, at + 1))
+    return (key, value), end
+
+
+def read_call(text: str, *argument_keys: str, id_key: str = "") -> ToolCall | None:
+    """The call that one JSON object spells, its arguments as they were written."""
+    found = members(text)
+    if found is None or "name" not in found:
+        return None
+    name = json.loads(found["name"])
+    arguments = next((found[key] for key in argument_keys if key in found), None)
+    if not isinstance(name, str) or not name or arguments is None or not arguments.startswith("{"):
+        return None
+    sampled_id = json.loads(found.get(id_key, '""'))
+    return ToolCall(name, arguments, id=sampled_id if isinstance(sampled_id, str) else "")
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at

@@ -1,0 +1,32 @@
+"""Kimi-K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section.
+
+The template prints ids as they are, so the sampled `functions.f:0` is the call's id.
+"""
+
+from __future__ import annotations
+
+import re
+
+from branchline.chat.parsing.framed import Frame, FramedParser
+from branchline.chat.parsing.jsontext import is_object
+from branchline.chat.parsing.values import read_name
+from branchline.core.message import ToolCall
+
+FRAME = Frame(
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    is_json=True,
+)
+ARGUMENTS = "<|tool_call_argument_begin|>"
+_NUMBER = re.compile(r":\d+$")
+
+
+def kimi() -> FramedParser:
+    return FramedParser(FRAME, _read)
+
+
+def _read(body: str) -> ToolCall | None:
+    head, _, rest = body.partition(ARGUMENTS)
+    sampled_id, arguments = head.strip(), rest.strip()
+    name = read_name(_NUMBER.sub("", sampled_id).removeprefix("functions."))
+    return ToolCall(name, arguments, id=sampled_id) if name and is_object(arguments) else None

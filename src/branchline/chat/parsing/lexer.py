@@ -1,0 +1,63 @@
+"""Text cut at markers, piece by piece: only a suffix that could still become a marker is held back.
+
+No marker holds the first character of any marker again behind its own first, so markers cannot overlap and
+at most one can be under way: the pieces between the markers are the same for every chunking.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A run of text, or one marker."""
+
+    text: str
+    is_marker: bool
+
+
+class Lexer:
+    """Finds markers in a stream of text.
+
+    >>> lexer = Lexer("<a>", "</a>")
+    >>> lexer.feed("x</"), lexer.feed("a>y<"), lexer.finish()
+    ([Piece(text='x', is_marker=False)], [Piece(text='</a>', is_marker=True), \
+Piece(text='y', is_marker=False)], '<')
+    """
+
+    def __init__(self, *markers: str) -> None:
+        self._starts = frozenset(marker[0] for marker in markers)
+        if any(letter in self._starts for marker in markers for letter in marker[1:]):
+            raise ValueError(f"markers {markers} could overlap")
+        self._markers = markers
+        self._pattern = re.compile("|".join(map(re.escape, markers)))
+        self._held = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        text = self._held + text
+        pieces: list[Piece] = []
+        at = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > at:
+                pieces.append(Piece(text[at : match.start()], False))
+            pieces.append(Piece(match[0], True))
+            at = match.end()
+        end = self._marker_under_way(text, at)
+        if end > at:
+            pieces.append(Piece(text[at:end], False))
+        self._held = text[end:]
+        return pieces
+
+    def finish(self) -> str:
+        """What was held back, which is no marker."""
+        held, self._held = self._held, ""
+        return held
+
+    def _marker_under_way(self, text: str, at: int) -> int:
+        start = max(text.rfind(letter, at) for letter in self._starts)
+        if start >= 0:
+            suffix = text[start:]
+            if any(marker.startswith(suffix) for marker in self._markers):
+                return start
+        return len(text)

@@ -1,0 +1,151 @@
+"""Encodes text piece by piece: what stands between two added tokens is encoded once and remembered.
+
+A tokenizer splits a text at its added tokens (`<|im_end|>`) before anything else, so the ids of a text are
+the ids of its segments laid end to end. System prompts and tool lists are long segments that come back in
+every session: they cost a look-up. Where a tokenizer does not work like that, whole texts are encoded.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.runs import NO_IDS, Ids
+
+Value = TypeVar("Value")
+_CACHE_BYTES = 64 * 1024 * 1024
+_SAFETY_PROBES = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
+
+
+class SizedCache(Generic[Value]):
+    """The most recently used values up to a number of bytes; safe to share between threads."""
+
+    def __init__(self, most_bytes: int, size_of: Callable[[Value], int]) -> None:
+        self._most_bytes = most_bytes
+        self._size_of = size_of
+        self._values: OrderedDict[object, Value] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def get(self, key: object) -> Value | None:
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: object, value: Value) -> None:
+        with self._lock:
+            old = self._values.pop(key, None)
+            if old is not None:
+                self.bytes -= self._size_of(old)
+            self._values[key] = value
+            self.bytes += self._size_of(value)
+            while self.bytes > self._most_bytes and len(self._values) > 1:
+                _, dropped = self._values.popitem(last=False)
+                self.bytes -= self._size_of(dropped)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class SegmentEncoder:
+    """Text to ids through a cache of segments."""
+
+    def __init__(self, tokenizer: TokenizerDir, cache_bytes: int = _CACHE_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._id_of = dict(tokenizer.added_tokens)
+        # Longest first: `<|im_start|>` must not be read as a shorter token it begins with.
+        names = sorted(self._id_of, key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, names))) if names else re.compile(r"(?!)")
+        self._cache: SizedCache[tuple[str, Ids]] = SizedCache(
+            cache_bytes, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
+        )
+        self.is_segmentwise = self._check_segments()
+        self.encoded_tokens = 0
+        """Tokens that really were encoded; the rest came from the cache."""
+
+    @property
+    def added_ids(self) -> Collection[int]:
+        return self._id_of.values()
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text, exactly as the tokenizer gives them."""
+        if not text:
+            return NO_IDS
+        if not self.is_segmentwise:
+            return self._segment(text)
+        parts: list[Ids] = []
+        place = 0
+        for found in self._added.finditer(text):
+            if found.start() > place:
+                parts.append(self._segment(text[place : found.start()]))
+            parts.append(self._added_id(found[0]))
+            place = found.end()
+        if place < len(text):
+            parts.append(self._segment(text[place:]))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def added_in(self, text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Added tokens written out in a text: (start, end, id)."""
+        for found in self._added.finditer(text, start, len(text) if end is None else end):
+            yield found.start(), found.end(), self._id_of[found[0]]
+
+    def next_added(self, text: str, start: int) -> tuple[int, int, int] | None:
+        """The first added token at or after a place."""
+        return next(self.added_in(text, start), None)
+
+    def split(self, text: str, ids: Ids, places: Sequence[int]) -> list[Ids]:
+        """A text's ids cut at places of the text; a token that crosses a place goes to the left of it."""
+        if not places:
+            return [ids]
+        ends = self._token_ends(text, ids)
+        cuts: list[int] = []
+        for place in places:
+            # Tokens that end at or before the place, and the one that reaches beyond it but began before.
+            cut = int(np.searchsorted(ends, place, side="right"))
+            begun = int(ends[cut - 1]) if cut else 0
+            cuts.append(cut + 1 if begun < place and cut < len(ids) else cut)
+        return np.split(ids, cuts)
+
+    def _token_ends(self, text: str, ids: Ids) -> NDArray[np.int64]:
+        """The place in the text where each token ends, from the bytes of the tokens."""
+        lengths = [len(self._tokenizer.token_bytes(token)) for token in ids.tolist()]
+        byte_ends = np.cumsum(lengths, dtype=np.int64)
+        if text.isascii():
+            return byte_ends
+        widths = [len(letter.encode("utf-8", "surrogatepass")) for letter in text]
+        letter_ends = np.cumsum(widths)
+        return np.searchsorted(letter_ends, byte_ends, side="left").astype(np.int64) + 1
+
+    def _added_id(self, name: str) -> Ids:
+        return np.array([self._id_of[name]], np.int32)
+
+    def _segment(self, text: str) -> Ids:
+        known = self._cache.get(text)
+        if known is not None:
+            return known[1]
+        ids = self._tokenizer.encode(text)
+        self.encoded_tokens += len(ids)
+        self._cache.put(text, (text, ids))
+        return ids
+
+    def _check_segments(self) -> bool:
+        """Whether segments laid end to end are the whole, on this tokenizer."""
+        if not self._tokenizer.splits_at_added_tokens:
+            return False
+        self.is_segmentwise = True
+        names = list(self._id_of)[:2] + list(self._id_of)[-2:]
+        for name in names:
+            for probe in _SAFETY_PROBES:
+                text = f"{probe}{name}{probe}{name}{name}{probe}"
+                if self.encode(text).tolist() != self._tokenizer.encode(text).tolist():
+                    return False
+        return True

@@ -1,0 +1,106 @@
+"""Media in messages: what clients write for an image, a sound, a video or a file, and how we write it.
+
+A digest identifies the bytes, however they were dressed; a link is identified by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import xxhash
+
+from branchline.core.errors import MessageError
+from branchline.core.fields import inside, text_field
+from branchline.core.message import Media, MediaKind
+
+MEDIA_PARTS: dict[str, MediaKind] = {
+    "image_url": "image",
+    "image": "image",
+    "input_image": "image",
+    "video_url": "video",
+    "video": "video",
+    "input_video": "video",
+    "audio_url": "audio",
+    "audio": "audio",
+    "input_audio": "audio",
+    "file": "file",
+    "input_file": "file",
+}
+"""Types of content parts that carry media, and what they carry."""
+_DATA_NAMES = ("data", "file_data", "input_audio")
+_LINK_NAMES = ("url", "file_id", "path")
+
+
+def read_media_part(part: Mapping[str, Any], part_type: str) -> Media:
+    """The media of a content part."""
+    kind = MEDIA_PARTS[part_type]
+    # The data stands beside the type, or in an object of its own.
+    names = (part_type, f"{kind}_url", kind)
+    place = next((name for name in (*names, "source") if isinstance(part.get(name), dict)), "")
+    try:
+        return _read_media(part[place] if place else part, kind, names)
+    except MessageError as error:
+        raise inside(place, error) from None
+
+
+def _read_media(body: Mapping[str, Any], kind: MediaKind, names: Sequence[str]) -> Media:
+    for name in (*_DATA_NAMES, *_LINK_NAMES, *names):
+        source = body.get(name)
+        if isinstance(source, str) and source:
+            break
+    else:
+        raise MessageError("", body, f"{kind} data: a url, a data url, or base64 data")
+    detail = text_field(body, "detail")
+    mime = text_field(body, "mime_type") or text_field(body, "media_type") or text_field(body, "format")
+    if source.startswith("data:"):
+        mime, payload = _read_data_url(source, name)
+    elif name in _DATA_NAMES and "://" not in source:
+        payload = _base64(source, name)
+        mime = mime if "/" in mime or not mime else f"{kind}/{mime}"
+    else:
+        return Media(kind, digest="url:" + source, url=source, mime=mime, detail=detail)
+    return Media(kind, xxhash.xxh3_128_hexdigest(payload), payload, mime=mime, detail=detail)
+
+
+def _read_data_url(url: str, name: str) -> tuple[str, bytes]:
+    head, comma, data = url[len("data:") :].partition(",")
+    mime, *options = head.split(";")
+    plain = unquote_to_bytes(data.encode("utf-8", "surrogatepass"))
+    if not comma or not plain:
+        raise MessageError(name, url, "a data url with data behind a comma")
+    return mime, _base64(plain, name) if "base64" in options else plain
+
+
+def _base64(text: str | bytes, name: str) -> bytes:
+    """Base64 in any of its dresses: wrapped in lines, without padding, or in its url-safe alphabet."""
+    letters = b"".join((text.encode("utf-8", "replace") if isinstance(text, str) else text).split())
+    letters = letters.rstrip(b"=").translate(_FROM_URL_SAFE)
+    try:
+        payload = base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
+    except binascii.Error:
+        payload = b""
+    if not payload:
+        raise MessageError(name, text, "base64 data")
+    return payload
+
+
+_FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+
+
+def write_part(part: str | Media) -> dict[str, Any]:
+    """A content part in Chat Completions form."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    source = part.url
+    if not source:
+        mime = part.mime.partition(",")[0].partition(";")[0] or "application/octet-stream"
+        source = f"data:{mime};base64,{base64.b64encode(part.payload).decode()}"
+    kind, name = f"{part.kind}_url", "url"
+    if part.kind == "file":
+        kind, name = "file", "file_id" if part.url else "file_data"
+    body = {name: source, "detail": part.detail} if part.detail else {name: source}
+    return {"type": kind, kind: body}

@@ -1,0 +1,159 @@
+"""However an output is cut, the deltas add up to the whole parse: every format, every place to cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.chat.parsing.samples import FORMATS, TOOLS, WRITERS, call, over_bytes
+
+from branchline.chat.parsing import Delta, Parsed, parser_for
+from branchline.chat.parsing.reasoning import REASONING
+from branchline.core.message import Message
+
+MARKERS = {
+    "plain": [],
+    "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {'],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=k>",
+                    "</parameter>"],
+    "harmony": ["<|start|>assistant", "<|channel|>", "analysis", "final", "commentary", " to=functions.f",
+                "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>json"],
+    "llama3": ["<|python_tag|>", '{"name": "f", "parameters": {', "};", ";"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '[{"name": "f", "arguments": {'],
+    "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+                 "<｜tool▁call▁end｜>", "function<｜tool▁sep｜>f\n```json\n", "```"],
+    "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    "kimi": ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+             "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.f:0"],
+    "minimax": ["<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>",
+                '<parameter name="k">', "</parameter>"],
+}  # fmt: skip
+SCRAPS = [
+    "{",
+    "}",
+    "}}",
+    '"',
+    "\\",
+    ":",
+    "[",
+    "]",
+    "{}",
+    "null",
+    "\n",
+    "\n\n",
+    " ",
+    "<",
+    "f",
+    "é",
+    "漢",
+    "😀",
+    "\ufffd",
+]
+STOP = 256
+
+
+def wholes(name: str) -> list[str]:
+    """Outputs as they should be."""
+    made = [call("f", '{"k": "v\\n"}', format=name), call("g", "{}", 1, format=name)]
+    written = [
+        write(text, made[:n]) for own, write in WRITERS if own == name for text in ("", "Hi.") for n in (1, 2)
+    ]
+    return [text for text in written if text]
+
+
+def outputs(name: str) -> st.SearchStrategy[list[int]]:
+    """Ids: markers, halves of markers, JSON in pieces, whole calls, any bytes, a stop id anywhere."""
+    markers = [*MARKERS[name], *itertools.chain(*REASONING.values())]
+    halves = st.sampled_from(markers).flatmap(lambda text: st.integers(1, len(text)).map(lambda n: text[:n]))
+    texts = st.sampled_from([*markers, *SCRAPS, *wholes(name)]) | halves | st.text(max_size=4)
+    encoded = texts.map(lambda text: list(text.encode("utf-8", "surrogatepass")))
+    spelled = encoded | st.lists(st.integers(0, 255), max_size=3) | st.just([STOP])
+    return st.lists(spelled, max_size=12).map(lambda pieces: list(itertools.chain(*pieces)))
+
+
+def add_up(deltas: Sequence[Delta]) -> Message:
+    calls = [delta.call for delta in deltas if delta.call is not None]
+    assert [delta.index for delta in deltas if delta.call] == list(range(len(calls)))
+    assert all(bool(d.text) + bool(d.reasoning) + (d.call is not None) == 1 for d in deltas), "one of three"
+    text, reasoning = "".join(d.text for d in deltas), "".join(d.reasoning for d in deltas)
+    return Message("assistant", text, reasoning=reasoning, calls=tuple(calls))
+
+
+def stream(chunks: Sequence[Sequence[int]], finish: str, name: str, reasoning: str, inside: bool) -> Parsed:
+    parser = parser_for(name, reasoning=reasoning, starts_inside=inside, tools=TOOLS)
+    output = over_bytes(parser, [STOP])
+    deltas = [delta for chunk in chunks for delta in output.feed(chunk)]
+    deltas += output.finish(finish)
+    assert add_up(deltas) == output.message
+    return Parsed(output.message, output.problems)
+
+
+settings_of_reasoning = st.sampled_from(
+    [("none", False), ("think", False), ("think", True), ("mistral", True)]
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataObject) -> None:
+    ids = data.draw(outputs(name))
+    finish = data.draw(st.sampled_from(["stop", "length", "abort"]))
+    reasoning, inside = data.draw(settings_of_reasoning)
+    whole = stream([ids], finish, name, reasoning, inside)
+    assert stream([[token] for token in ids], finish, name, reasoning, inside) == whole
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    chunks = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+    assert stream(chunks, finish, name, reasoning, inside) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=100)
+@given(data=st.data())
+def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> None:
+    ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
+    text = bytes(ids).decode("utf-8", "replace")
+    message = stream([ids], "length", name, "none", False).message
+    if name != "harmony" and not message.calls:
+        assert message.text == text, "no call, no framing"
+    rest = iter(text)
+    assert all(letter in rest for letter in message.text), "the text stands in the output, in order"
+    if message.calls:
+        # A call costs at least its own markers; its name stands in the output as it was sampled.
+        assert all(made.name in text for made in message.calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_place_to_cut_a_good_output(name: str) -> None:
+    for text in wholes(name):
+        ids = list(f"<think>\nä\n</think>\n\n{text}".encode())
+        whole = stream([ids], "stop", name, "think", False)
+        assert whole.message.reasoning.startswith("ä")
+        for cut in range(len(ids) + 1):
+            assert stream([ids[:cut], ids[cut:]], "stop", name, "think", False) == whole
+
+
+@given(
+    st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x9f", b"\xff", b"a", b"\xef\xbf\xbd"]))
+)
+def test_bytes_decode_as_a_whole_decode_would(pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    parsed = stream([list(piece) for piece in pieces], "stop", "plain", "none", False)
+    assert parsed.message.text == data.decode("utf-8", "replace")
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        assert parsed.problems == ("invalid_utf8",)
+    else:
+        assert parsed.problems == ()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=st.text(st.characters(), max_size=30), place=st.integers(0, 30))
+def test_a_text_parser_takes_any_text(name: str, text: str, place: int) -> None:
+    first, second = parser_for(name, reasoning="think"), parser_for(name, reasoning="think")
+    whole = add_up([*first.feed(text), *first.finish(True)])
+    assert add_up([*second.feed(text[:place]), *second.feed(text[place:]), *second.finish(True)]) == whole

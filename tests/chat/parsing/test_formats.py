@@ -1,0 +1,324 @@
+"""Each format reads what its template writes, and leaves as text what is not quite that."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.chat.parsing import samples
+from tests.chat.parsing.samples import BY_NAME, WITH_CALLS, WRITERS, Writer, call, read
+
+from branchline.chat.parsing import Problem, parser_for
+from branchline.core.errors import CodecError
+
+CUT = (Problem.CUT_CALL,)
+MALFORMED = (Problem.MALFORMED_CALL,)
+
+OPENERS = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "glm": "<tool_call>",
+    "harmony": " to=f",
+    "llama3": '{"name"',
+    "mistral": "[TOOL_CALLS]",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "kimi": "<|tool_calls_section_begin|>",
+    "minimax": "<minimax:tool_call>",
+}
+"""With this a call has begun."""
+CLOSERS = {"deepseek": "<｜tool▁call▁end｜>", "kimi": "<|tool_call_end|>", "minimax": "</invoke>"}
+"""With this it is whole, where more may follow."""
+
+every_writer = pytest.mark.parametrize(("name", "write"), WRITERS, **BY_NAME)
+every_caller = pytest.mark.parametrize(
+    ("name", "write"), WITH_CALLS, ids=[writer.__name__ for _, writer in WITH_CALLS]
+)
+JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]
+every_json_caller = pytest.mark.parametrize(
+    ("name", "write"), JSON_CALLERS, ids=[writer.__name__ for _, writer in JSON_CALLERS]
+)
+
+
+@every_writer
+def test_text_alone_is_text(name: str, write: Writer) -> None:
+    parsed = read(name, write("Hello, wörld.\n", []))
+    assert (parsed.message.text, parsed.message.calls, parsed.problems) == ("Hello, wörld.\n", (), ())
+
+
+@every_caller
+def test_a_call_behind_text(name: str, write: Writer) -> None:
+    made = call("get_weather", '{"city": "Ulm", "days": 3}', format=name)
+    parsed = read(name, write("I will look.", [made]))
+    assert parsed.message.calls == (made,)
+    # Llama's template has no place for a text beside a call.
+    assert parsed.message.text == ("" if name == "llama3" else "I will look.")
+    assert parsed.problems == ()
+
+
+@every_caller
+def test_parallel_calls_keep_their_order(name: str, write: Writer) -> None:
+    made = [call(f"tool-{n}", f'{{"n": {n}}}', n, format=name) for n in range(3)]
+    parsed = read(name, write("", made))
+    assert (parsed.message.calls, parsed.message.text, parsed.problems) == (tuple(made), "", ())
+
+
+@every_caller
+def test_arguments_are_kept_as_they_were_sampled(name: str, write: Writer) -> None:
+    arguments = '{"b":1.0,  "a": "\\u00e9\\n",\n "c":[ true,null ] }'
+    [made] = read(name, write("", [call("f", arguments, format=name)])).message.calls
+    if name in samples.TAGGED:
+        assert made.arguments == '{"b": 1.0, "a": "é\\n", "c": [true, null]}'
+    else:
+        assert made.arguments == arguments
+
+
+@every_caller
+def test_a_call_cut_anywhere_is_text_and_never_a_call(name: str, write: Writer) -> None:
+    output = write("", [call("f", '{"a": {"b": "x"}}', format=name)])
+    begins, closes = OPENERS[name], CLOSERS.get(name, output)
+    for end in range(1, output.index(closes) + len(closes)):
+        parsed = read(name, output[:end], "length")
+        assert parsed.message.calls == ()
+        assert parsed.message.text == output[:end], "every character is still there"
+        if begins in output[:end]:
+            assert parsed.problems == CUT
+
+
+@every_json_caller
+def test_a_call_with_broken_json_is_text(name: str, write: Writer) -> None:
+    output = write("Hm.\n", [call("f", '{"a": 1,}', format=name)])
+    parsed = read(name, output)
+    shown = output.replace("<|channel|>commentary<|message|>Hm.\n<|end|>", "Hm.\n")
+    assert (parsed.message.text, parsed.message.calls) == (shown, ())
+    assert parsed.problems == MALFORMED
+
+
+@every_json_caller
+def test_arguments_must_be_an_object(name: str, write: Writer) -> None:
+    for arguments in ("[1]", '"{}"', "null", "3"):
+        assert read(name, write("", [call("f", arguments, format=name)])).message.calls == ()
+
+
+@pytest.mark.parametrize("write", [samples.hermes, samples.kimi, samples.deepseek, samples.mistral_v11])
+def test_a_good_call_behind_a_bad_one_is_a_call(write: Writer) -> None:
+    name = write.__name__.removesuffix("_v11")
+    bad, good = call("bad", '{"a": nope}', 0, format=name), call("good", '{"b": 1}', 1, format=name)
+    parsed = read(name, write("", [bad, good]))
+    assert parsed.message.calls == (good,)
+    assert "nope" in parsed.message.text
+    assert "good" not in parsed.message.text
+    assert parsed.problems == MALFORMED
+
+
+@every_json_caller
+def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> None:
+    value = json.dumps({"code": f'print("{write("", [call("g", format=name)])}") \\'}, ensure_ascii=False)
+    parsed = read(name, write("", [call("f", value, format=name)]))
+    assert parsed.message.calls == (call("f", value, format=name),)
+    assert parsed.message.text == ""
+
+
+def test_an_open_string_does_not_swallow_the_rest() -> None:
+    good = samples.hermes("", [call("f")])
+    parsed = read("hermes", '<tool_call>\n{"name": "oops, "arguments": {}}\n</tool_call>\n' + good)
+    assert parsed.message.calls == (call("f"),)
+    assert parsed.message.text == '<tool_call>\n{"name": "oops, "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>'),
+        ("hermes", "<tool_call></tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+        ("hermes", "<tool_call>" + '{"name": "f", "arguments": ' + '{"a":' * 90_000 + "</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}'),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f>loose</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=>\n</function></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>"),
+        ("glm", "<tool_call>let me see</tool_call>"),
+        ("glm", "<tool_call>f<arg_key>k</arg_key></tool_call>"),
+        ("glm", "<tool_call>f<arg_value>v</arg_value></tool_call>"),
+        ("glm", "<tool_call></tool_call>"),
+        ("minimax", "<minimax:tool_call>\n</minimax:tool_call>"),
+        ("minimax", "<minimax:tool_call>\nwords\n</minimax:tool_call>"),
+        ("minimax", "<minimax:tool_call><invoke name=f></invoke></minimax:tool_call>"),
+        ("minimax", '<invoke name="f"></invoke>'),
+        ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>f:0 {}<|tool_call_end|>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f {}<｜tool▁call▁end｜>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]words"),
+        ("mistral", "[TOOL_CALLS]f g[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}]'),
+        ("mistral", "[TOOL_CALLS]f"),
+        ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+        ("llama3", '{"name": "f", "parameters": {}} and more'),
+        ("llama3", '{"name": "f", "parameters": {}};'),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{}<|end|>"),
+    ],
+)
+def test_what_is_not_quite_a_call_is_text_and_flagged(name: str, output: str) -> None:
+    parsed = read(name, output)
+    assert (parsed.message.text, parsed.message.calls) == (output, ())
+    assert parsed.problems == MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("schema_key", "sampled", "expected"),
+    [
+        ("s", "5", '"5"'),
+        ("s", "true", '"true"'),
+        ("s", '{"a": 1}', '"{\\"a\\": 1}"'),
+        ("n", "5", "5"),
+        ("n", "1e3", "1e3"),
+        ("n", "five", '"five"'),
+        ("b", "True", "true"),
+        ("b", "false", "false"),
+        ("maybe", "5", '"5"'),
+        ("maybe", "null", "null"),
+        ("either", "5", "5"),
+        ("either", "5.5", '"5.5"'),
+        ("either", "x", '"x"'),
+        ("choice", "1", '"1"'),
+        ("unknown", "5", "5"),
+        ("unknown", '[1, {"a": null}]', '[1, {"a": null}]'),
+        ("unknown", '"quoted"', '"\\"quoted\\""'),
+        ("unknown", "NaN", '"NaN"'),
+        ("unknown", "", '""'),
+    ],
+)
+@pytest.mark.parametrize("name", sorted(samples.TAGGED))
+def test_bare_values_are_typed_by_the_schema(name: str, schema_key: str, sampled: str, expected: str) -> None:
+    parameter = f"<parameter={schema_key}>{sampled}</parameter>"
+    name_attribute = f' name="{schema_key}"'
+    invoke = f'<invoke name="f">{parameter.replace(f"={schema_key}", name_attribute)}</invoke>'
+    written = {
+        "qwen3_coder": f"<tool_call><function=f>{parameter}</function></tool_call>",
+        "glm": f"<tool_call>f<arg_key>{schema_key}</arg_key><arg_value>{sampled}</arg_value></tool_call>",
+        "minimax": f"<minimax:tool_call>{invoke}</minimax:tool_call>",
+    }
+    [made] = read(name, written[name]).message.calls
+    assert made.arguments == f'{{"{schema_key}": {expected}}}'
+
+
+@pytest.mark.parametrize("tools", [[{}], [{"name": 3}], [{"name": "f", "parameters": [1]}], ["junk"], [None]])
+def test_strange_tools_do_not_matter(tools: Any) -> None:
+    assert parser_for("glm", tools=tools).feed("<tool_call>f</tool_call>")[0].call == call("f")
+
+
+def test_an_argument_given_twice_is_malformed() -> None:
+    pair = "<arg_key>k</arg_key><arg_value>v</arg_value>"
+    assert read("glm", f"<tool_call>f{pair}{pair}</tool_call>").problems == MALFORMED
+
+
+def test_values_keep_their_own_newlines() -> None:
+    [made] = read("qwen3_coder", samples.qwen3_coder("", [call("f", '{"s": "\\n  x\\n\\n"}')])).message.calls
+    assert made.arguments == '{"s": "\\n  x\\n\\n"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "text"),
+    [
+        ("hermes", "Yes.\n\n\n{call}", "Yes."),
+        ("hermes", "Yes. \n{call}", "Yes. "),
+        ("hermes", "\n{call}\n\n", ""),
+        ("hermes", "{call}\n\n{call}\n", ""),
+        ("hermes", "a\n{call}\nb\n", "a\nb\n"),
+        ("hermes", "a\n", "a\n"),
+        ("hermes", "\n\n", "\n\n"),
+        ("mistral", "a\n{call}", "a"),
+        ("mistral", "a{call}\nb", "a\nb"),
+        ("kimi", "a\n{call}", "a"),
+        ("deepseek", "a\n\n{call}\n", "a"),
+        ("minimax", "a\n{call}\n", "a"),
+        ("harmony", "{call}", ""),
+    ],
+)
+def test_only_newlines_beside_a_call_are_framing(name: str, output: str, text: str) -> None:
+    write = dict(WITH_CALLS)[name] if name != "mistral" else samples.mistral
+    parsed = read(name, output.replace("{call}", write("", [call("f", format=name)]).lstrip("\n")))
+    assert parsed.message.text == text
+    assert len(parsed.message.calls) == output.count("{call}")
+
+
+def test_llama_takes_a_tag_and_several_calls() -> None:
+    two = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}\n'
+    assert [made.name for made in read("llama3", two).message.calls] == ["f", "g"]
+    for answer in ('{"temperature": 21}', '{"name": "Ulm", "size": 3', "{ hm", "{}", "  ", ""):
+        parsed = read("llama3", answer)
+        assert (parsed.message.text, parsed.message.calls) == (answer, ())
+    assert read("llama3", '{"temperature": 21}').problems == ()
+
+
+def test_harmony_channels() -> None:
+    output = (
+        "<|channel|>analysis<|message|>Hm.\n<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>Looking. <|end|>"
+        "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>final<|message|>Done."
+    )
+    message = read("harmony", output).message
+    assert (message.reasoning, message.text) == ("Hm.\n", "Looking. Done.")
+    assert message.calls == (call("f"),)
+
+
+@pytest.mark.parametrize(
+    ("output", "finish", "problem"),
+    [
+        ("just words", "stop", Problem.BROKEN_HEADER),
+        ("<|channel|>secret<|message|>x", "stop", Problem.BROKEN_HEADER),
+        ("<|start|>user<|message|>x", "stop", Problem.BROKEN_HEADER),
+        ("<|channel|>ana", "length", Problem.BROKEN_HEADER),
+        ("<|channel|>commentary to=functions.f", "length", Problem.CUT_CALL),
+        ("x" * 300 + "<|message|>", "stop", Problem.BROKEN_HEADER),
+    ],
+)
+def test_a_header_nobody_knows_is_text(output: str, finish: str, problem: Problem) -> None:
+    parsed = read("harmony", output, finish)
+    assert parsed.message.text == output
+    assert parsed.problems == (problem,)
+
+
+def test_an_unknown_format_is_told_which_there_are() -> None:
+    with pytest.raises(CodecError, match=r"'hermez', expected one of plain, hermes, .*minimax"):
+        parser_for("hermez")
+    with pytest.raises(CodecError, match="'thonk', expected one of none, think"):
+        parser_for("hermes", reasoning="thonk")
+
+
+names = st.from_regex(r"[a-z][a-z0-9_.-]{0,8}", fullmatch=True)
+strings = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<>[]"), max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 10**20) | strings, lambda inner: st.lists(inner, max_size=3)
+)
+objects = st.dictionaries(names, values, max_size=3)
+
+
+@every_caller
+@given(data=st.data())
+def test_what_a_template_writes_is_read_back(name: str, write: Writer, data: st.DataObject) -> None:
+    drawn = data.draw(st.lists(st.tuples(names, objects), min_size=1, max_size=3))
+    text = "" if name == "llama3" else data.draw(strings.map(lambda text: text.strip("\n")))
+    made = [
+        call(tool, json.dumps(arguments, ensure_ascii=False), number, format=name)
+        for number, (tool, arguments) in enumerate(drawn)
+    ]
+    message = read(name, write(text, made)).message
+    assert message.text == text
+    if name in samples.TAGGED:
+        # Without a schema a string that spells JSON is taken for it; the template writes both alike.
+        assert [made.name for made in message.calls] == [tool for tool, _ in drawn]
+        assert write(text, message.calls) == write(text, made)
+    else:
+        assert message.calls == tuple(made)

@@ -1,0 +1,99 @@
+"""Ids to messages: stop ids, unknown ids, what is said when, and what it costs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from tests.chat.parsing.samples import FORMATS, call, glm, harmony, hermes, over_bytes
+
+from branchline.chat.parsing import Delta, OutputParser, Problem, parser_for
+
+STOP, OTHER = 256, 257
+
+
+def test_a_trailing_stop_id_is_not_text() -> None:
+    parsed = over_bytes(parser_for("plain"), [STOP]).parse([*b"hi", STOP], "stop")
+    assert (parsed.message.text, parsed.problems) == ("hi", ())
+    assert over_bytes(parser_for("plain"), [STOP]).parse([STOP], "stop").message.is_empty
+
+
+def test_a_stop_id_that_is_not_last_is_text() -> None:
+    parser = over_bytes(parser_for("plain"), [STOP, OTHER])
+    assert parser.feed([104, STOP]) == [Delta(text="h")]
+    assert parser.feed([OTHER]) == [Delta(text="<stop 256>")]
+    assert parser.finish("stop") == []
+    assert parser.message.text == "h<stop 256>"
+
+
+def test_ids_may_be_an_array() -> None:
+    ids = np.frombuffer("hé".encode(), np.uint8).astype(np.int32)
+    assert over_bytes(parser_for("plain")).parse(ids, "stop").message.text == "hé"
+
+
+def test_an_id_outside_the_vocabulary_is_flagged_and_does_not_raise() -> None:
+    parsed = OutputParser(parser_for("plain"), {1: b"a"}.__getitem__).parse([1, 99, 1], "stop")
+    assert (parsed.message.text, parsed.problems) == ("a\ufffda", (Problem.UNKNOWN_ID,))
+
+
+def test_a_character_cut_by_length_is_flagged() -> None:
+    parsed = over_bytes(parser_for("hermes")).parse("a€".encode()[:-1], "length")
+    assert (parsed.message.text, parsed.problems) == ("a\ufffd", (Problem.INVALID_UTF8,))
+
+
+def test_an_output_that_ends_in_a_stop_id_was_not_cut() -> None:
+    ids = [*harmony("", [call("f")]).removesuffix("<|call|>").encode(), STOP]
+    assert over_bytes(parser_for("harmony"), [STOP]).parse(ids, "length").message.calls == (call("f"),)
+    assert over_bytes(parser_for("harmony"), [STOP]).parse(ids[:-1], "length").problems == (Problem.CUT_CALL,)
+
+
+def test_a_stop_that_opens_the_next_message_is_not_text() -> None:
+    # GLM stops by sampling the tool result's opener.
+    ids = [*glm("Hm.", [call("f")]).encode(), STOP]
+    assert over_bytes(parser_for("glm"), [STOP]).parse(ids, "stop").message.text == "Hm."
+
+
+def test_text_is_said_at_once_and_a_call_when_it_is_whole() -> None:
+    parser = parser_for("hermes")
+    assert parser.feed("Hi") == [Delta(text="Hi")]
+    assert parser.feed(" <b") == [Delta(text=" <b")], "no marker begins so"
+    assert parser.feed(" <t\n") == [Delta(text=" <t")]
+    assert parser.feed("\n<tool") == [], "newlines and half a marker wait"
+    assert parser.feed("box>") == [Delta(text="\n\n<toolbox>")]
+    *start, last = hermes("", [call("f")])
+    assert parser.feed("".join(start)) == []
+    assert parser.feed(last) == [Delta(call=call("f"))]
+    assert parser.feed("\n") == parser.finish(False) == []
+
+
+def test_reasoning_is_said_while_it_is_thought() -> None:
+    parser = parser_for("hermes", reasoning="think")
+    assert parser.feed("<think>\n") == []
+    assert parser.feed("so\n") == [Delta(reasoning="so")]
+    assert parser.feed("what") == [Delta(reasoning="\nwhat")]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["text", "newlines", "call", "open"])
+def test_cost_grows_with_the_output_and_not_with_its_square(name: str, kind: str) -> None:
+    def seconds(tokens: int) -> float:
+        body = {"text": b"word <b> ", "newlines": b"\n", "call": b'\\"[x]}', "open": b"<"}[kind]
+        opening = {
+            "llama3": b'{"name": "',
+            "mistral": b'[TOOL_CALLS][{"',
+            "harmony": b"<|channel|>final<|message|>",
+        }
+        start = opening.get(name, b"<tool_call>") if kind == "call" else b""
+        best = float("inf")
+        for _ in range(3):
+            parser = OutputParser(parser_for(name, reasoning="think"), [start, body].__getitem__)
+            began = time.process_time()
+            for token in [0] + [1] * tokens:
+                parser.feed([token])
+            parser.finish("length")
+            best = min(best, time.process_time() - began)
+        return best
+
+    # A square would be 64 times as much.
+    assert seconds(16_000) < 24 * seconds(2_000) + 0.05

@@ -1,0 +1,73 @@
+"""The reasoning layer: one region at the start, the template's newlines around it, the rest to the format."""
+
+from __future__ import annotations
+
+import pytest
+from tests.chat.parsing.samples import call, hermes, read
+
+from branchline.chat.parsing import Problem
+
+UNCLOSED = (Problem.UNCLOSED_REASONING,)
+
+
+@pytest.mark.parametrize(
+    ("output", "reasoning", "text"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("<think>hm</think>yes", "hm", "yes"),
+        ("<think>\n\nhm\n\nhm \n</think>\n\n\n yes\n", "hm\n\nhm ", " yes\n"),
+        ("\n <think>\n\n</think>\n\nyes", "", "yes"),
+        ("<think>a <think> b</think>c", "a <think> b", "c"),
+        ("<think>a</think>b <think>c</think>", "a", "b <think>c</think>"),
+        ("yes <think>no</think>", "", "yes <think>no</think>"),
+        ("</think>yes", "", "</think>yes"),
+        (" \n yes", "", " \n yes"),
+        ("<thin", "", "<thin"),
+        ("\n\n", "", "\n\n"),
+        ("<think>a</think>\n\n", "a", ""),
+    ],
+)
+def test_reasoning_stands_in_front(output: str, reasoning: str, text: str) -> None:
+    parsed = read("hermes", output, reasoning="think")
+    assert (parsed.message.reasoning, parsed.message.text) == (reasoning, text)
+    assert parsed.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("output", "reasoning", "text"),
+    [
+        ("hm\n</think>\n\nyes", "hm", "yes"),
+        ("\n<think>\nhm</think>yes", "hm", "yes"),
+        ("</think>yes", "", "yes"),
+    ],
+)
+def test_the_prompt_may_have_opened_it(output: str, reasoning: str, text: str) -> None:
+    parsed = read("plain", output, reasoning="think", starts_inside=True)
+    assert (parsed.message.reasoning, parsed.message.text, parsed.problems) == (reasoning, text, ())
+
+
+def test_unclosed_reasoning_is_reasoning_to_the_end() -> None:
+    parsed = read("plain", "<think>\nhm\n", "length", reasoning="think")
+    assert (parsed.message.reasoning, parsed.message.text, parsed.problems) == ("hm\n", "", UNCLOSED)
+    parsed = read("plain", "", "length", reasoning="think", starts_inside=True)
+    assert (parsed.message.is_empty, parsed.problems) == (True, UNCLOSED)
+    parsed = read("harmony", "<|channel|>analysis<|message|>hm", "length")
+    assert (parsed.message.reasoning, parsed.problems) == ("hm", UNCLOSED)
+
+
+def test_a_call_drafted_while_thinking_is_no_call() -> None:
+    draft, made = hermes("", [call("draft")]), hermes("", [call("f")])
+    parsed = read("hermes", f"<think>\nlike {draft}?\n</think>\n\n{made}", reasoning="think")
+    assert parsed.message.calls == (call("f"),)
+    assert parsed.message.reasoning == f"like {draft}?"
+    parsed = read("hermes", f"<think>\n{made}", reasoning="think")
+    assert (parsed.message.calls, parsed.problems) == ((), UNCLOSED)
+
+
+def test_brackets_think_too() -> None:
+    parsed = read("mistral", "[THINK]hm[/THINK]yes", reasoning="mistral")
+    assert (parsed.message.reasoning, parsed.message.text) == ("hm", "yes")
+
+
+def test_without_a_reasoning_format_it_is_text() -> None:
+    assert read("hermes", "<think>\nhm\n</think>\n\nyes").message.text == "<think>\nhm\n</think>\n\nyes"

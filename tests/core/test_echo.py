@@ -1,0 +1,567 @@
+"""An echo is recognised, each thing the client did to it is named, and a real change is never an echo."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from branchline.core.call import Request
+from branchline.core.echo import Equivalence, call_order, echo, order_results
+from branchline.core.message import Message, ToolCall
+from branchline.core.reader import read_message
+
+E = Equivalence
+
+
+def said(content: Any = "", **fields: Any) -> Message:
+    return read_message({"role": "assistant", "content": content, **fields})
+
+
+def call(name: str = "f", arguments: Any = "{}", id: str = "c1") -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], **fields: Any) -> Message:
+    return said(tool_calls=list(calls), **fields)
+
+
+def with_arguments(arguments: Any) -> Message:
+    return calling(call(arguments=arguments))
+
+
+# -- one thing at a time -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown", "reason"),
+    [
+        pytest.param(said(""), said(None), E.EMPTY_CONTENT, id="null for an empty text"),
+        pytest.param(said(""), read_message({"role": "assistant"}), E.EMPTY_CONTENT, id="absent for empty"),
+        pytest.param(said(None), said(""), E.EMPTY_CONTENT, id="empty for null"),
+        pytest.param(said(None), read_message({"role": "assistant"}), E.EMPTY_CONTENT, id="absent for null"),
+        pytest.param(said("hi"), said([{"type": "text", "text": "hi"}]), E.PART_LIST, id="a part"),
+        pytest.param(said("hi"), said(["h", {"type": "text", "text": "i"}]), E.PART_LIST, id="two parts"),
+        pytest.param(said(""), said([]), E.PART_LIST, id="no parts"),
+        pytest.param(said([{"type": "text", "text": "hi"}]), said("hi"), E.PART_LIST, id="a string"),
+        pytest.param(said("hi"), said("hi", tool_calls=None), E.EMPTY_CALLS, id="null calls"),
+        pytest.param(said("hi"), said("hi", tool_calls=[]), E.EMPTY_CALLS, id="empty calls"),
+        pytest.param(said("hi", tool_calls=None), said("hi", tool_calls=[]), E.EMPTY_CALLS, id="no calls"),
+        pytest.param(calling(call(id="c1")), calling(call(id="x")), E.RENAMED_IDS, id="another id"),
+        pytest.param(calling(call(id="c1")), calling(call(id="")), E.RENAMED_IDS, id="no id"),
+        pytest.param(
+            calling(call(id="c1")),
+            said(function_call={"name": "f", "arguments": "{}"}),
+            E.RENAMED_IDS,
+            id="legacy",
+        ),
+        pytest.param(
+            with_arguments('{"a": 1, "b": 2}'),
+            with_arguments('{"b": 2, "a": 1}'),
+            E.ARGUMENTS,
+            id="other key order",
+        ),
+        pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a":1}'), E.ARGUMENTS, id="spacing"),
+        pytest.param(
+            with_arguments('{"a": "é"}'),
+            with_arguments('{"a": "\\u00e9"}'),
+            E.ARGUMENTS,
+            id="escapes",
+        ),
+        pytest.param(
+            with_arguments('{"a": 1.0}'),
+            with_arguments('{"a": 1}'),
+            E.ARGUMENTS,
+            id="number spelling",
+        ),
+        pytest.param(
+            with_arguments('{"a": 1}'),
+            with_arguments({"a": 1}),
+            E.ARGUMENTS,
+            id="an object",
+        ),
+        pytest.param(
+            with_arguments('{"a": false}'),
+            with_arguments('{"a": False}'),
+            E.PYTHON_LITERALS,
+            id="booleans rendered again",
+        ),
+        pytest.param(
+            with_arguments("{'a': None}"),
+            with_arguments('{"a": null}'),
+            E.PYTHON_LITERALS,
+            id="a sampled literal made JSON",
+        ),
+        pytest.param(with_arguments("{}"), with_arguments(""), E.EMPTY_ARGUMENTS, id="nothing for {}"),
+        pytest.param(with_arguments(""), with_arguments({}), E.EMPTY_ARGUMENTS, id="{} for nothing"),
+        pytest.param(
+            calling(call("f", id="c1"), call("g", id="c2")),
+            calling(call("g", id="c2"), call("f", id="c1")),
+            E.REORDERED_CALLS,
+            id="calls in another order",
+        ),
+        pytest.param(
+            calling(call(id="c1"), call(id="c2")),
+            calling(call(id="c2"), call(id="c1")),
+            E.REORDERED_CALLS,
+            id="equal calls in another order",
+        ),
+        pytest.param(said("hi \n"), said("hi"), E.WHITESPACE, id="text trimmed"),
+        pytest.param(said("\n\nhi"), said("hi"), E.WHITESPACE, id="text trimmed in front"),
+        pytest.param(said("\n\n"), said(""), E.WHITESPACE, id="nothing but whitespace lost"),
+        pytest.param(
+            said("hi", reasoning="hm\n"), said("hi", reasoning="hm"), E.WHITESPACE, id="reasoning trimmed"
+        ),
+        pytest.param(
+            said("hi", reasoning="\n\n"),
+            said("hi"),
+            E.WHITESPACE,
+            id="blank reasoning lost",
+        ),
+        pytest.param(
+            said(" hi", reasoning=" hm"),
+            said("hi", reasoning="hm"),
+            E.WHITESPACE,
+            id="both trimmed",
+        ),
+        pytest.param(said("hi", reasoning="hm"), said("hi"), E.DROPPED_REASONING, id="reasoning dropped"),
+        pytest.param(
+            said("hi", reasoning="hm"), said("hi", reasoning=" "), E.DROPPED_REASONING, id="reasoning blanked"
+        ),
+        pytest.param(said("hi"), said("hi", name="ann"), Equivalence.NAMED, id="a name"),
+    ],
+)
+def test_one_thing_done_to_a_message_is_accepted_under_its_name(
+    sampled: Message, shown: Message, reason: Equivalence
+) -> None:
+    assert echo(sampled, shown) == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown"),
+    [
+        pytest.param(said("hi"), said("hi"), id="text"),
+        pytest.param(said("hi", reasoning="hm"), said("hi", reasoning_content="hm"), id="name of reasoning"),
+        pytest.param(said("hi", id="resp_1"), said("hi", id="resp_2"), id="id of the response"),
+        pytest.param(calling(call()), calling(call()), id="call"),
+        pytest.param(calling(call(id="")), calling(call(id="c1")), id="an id where none was sampled"),
+    ],
+)
+def test_a_perfect_echo_needs_no_reason(sampled: Message, shown: Message) -> None:
+    assert echo(sampled, shown) == ()
+
+
+def test_an_empty_tool_list_is_no_tools_and_is_named() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    absent, null = Request.read(body), Request.read({**body, "tools": None})
+    empty = Request.read({**body, "tools": []})
+    assert empty.equivalences == (E.EMPTY_TOOLS,)
+    assert absent.equivalences == null.equivalences == ()
+    assert empty.frame == absent.frame == null.frame
+
+
+# -- several things at once --------------------------------------------------------------------------
+
+
+def test_everything_at_once_is_named_thing_by_thing() -> None:
+    sampled = calling(
+        call("f", '{"a": 1, "b": 2}', "c1"),
+        call("g", '{"on": true}', "c2"),
+        call("h", "{}", "c3"),
+        content="\n\n",
+        reasoning="hm",
+    )
+    shown = calling(
+        call("g", "{'on': True}", "x2"),
+        call("f", '{"b":2,"a":1}', "x1"),
+        call("h", "", "x3"),
+        content=None,
+    )
+    assert echo(sampled, shown) == (
+        E.WHITESPACE,
+        E.EMPTY_CONTENT,
+        E.DROPPED_REASONING,
+        E.REORDERED_CALLS,
+        E.RENAMED_IDS,
+        E.ARGUMENTS,
+        E.PYTHON_LITERALS,
+        E.EMPTY_ARGUMENTS,
+    )
+
+
+def test_a_thing_done_twice_is_named_once() -> None:
+    sampled = calling(call("f", '{"a": 1}', "c1"), call("g", '{"a": 1}', "c2"))
+    shown = calling(call("f", '{"a":1}', "x1"), call("g", '{"a":1}', "x2"))
+    assert echo(sampled, shown) == (E.RENAMED_IDS, E.ARGUMENTS)
+
+
+# -- edits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown"),
+    [
+        pytest.param(said("hi"), said("ho"), id="changed text"),
+        pytest.param(said("hi"), said("hi there"), id="added text"),
+        pytest.param(said("a b"), said("a  b"), id="whitespace inside"),
+        pytest.param(said("hi"), said(""), id="dropped text"),
+        pytest.param(said("hi", reasoning="hm"), said("hi", reasoning="ha"), id="changed reasoning"),
+        pytest.param(said("hi", reasoning="hm"), said("hi", reasoning="hm hm"), id="added reasoning"),
+        pytest.param(said("hi"), said("hi", reasoning="hm"), id="reasoning from nowhere"),
+        pytest.param(said("hi"), said("hi", refusal="no"), id="a refusal"),
+        pytest.param(said("hi"), read_message({"role": "user", "content": "hi"}), id="another role"),
+        pytest.param(calling(call("f")), calling(call("g")), id="another tool"),
+        pytest.param(calling(call()), said(""), id="a call dropped"),
+        pytest.param(calling(call()), calling(call(), call()), id="a call added"),
+        pytest.param(calling(call("f"), call("g")), calling(call("f"), call("f")), id="a call replaced"),
+        pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a": 2}'), id="another argument"),
+        pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a": true}'), id="1 to true"),
+        pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a": "1"}'), id='1 to "1"'),
+        pytest.param(with_arguments('{"a": null}'), with_arguments("{}"), id="a null dropped"),
+        pytest.param(with_arguments("[1, 2]"), with_arguments("[2, 1]"), id="a list reordered"),
+        pytest.param(with_arguments("ls -l"), with_arguments("ls  -l"), id="free text"),
+        pytest.param(
+            calling(call("f", "[1]"), call("g", "[2]")),
+            calling(call("f", "[2]"), call("g", "[1]")),
+            id="swapped",
+        ),
+        pytest.param(
+            said("see"),
+            said(["see", {"type": "image_url", "image_url": "https://a.example/1"}]),
+            id="an image",
+        ),
+    ],
+)
+def test_a_real_change_is_no_echo(sampled: Message, shown: Message) -> None:
+    assert echo(sampled, shown) is None
+    if not (shown.reasoning and not sampled.reasoning):
+        assert echo(shown, sampled) is None
+
+
+# -- the order of calls ------------------------------------------------------------------------------
+
+
+def calls(*specs: tuple[str, str]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(name, "{}", id=id) for name, id in specs)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown", "order"),
+    [
+        ((), (), []),
+        ((("a", "1"), ("b", "2")), (("a", "1"), ("b", "2")), [0, 1]),
+        ((("a", "1"), ("b", "2"), ("c", "3")), (("c", "3"), ("a", "1"), ("b", "2")), [1, 2, 0]),
+        ((("a", "1"), ("b", "2")), (("b", "x"), ("a", "y")), [1, 0]),
+        # Equal calls pair by their ids,
+        ((("a", "1"), ("a", "2")), (("a", "2"), ("a", "1")), [1, 0]),
+        # else in turn,
+        ((("a", "1"), ("a", "2")), (("a", "x"), ("a", "y")), [0, 1]),
+        ((("a", ""), ("a", "")), (("a", ""), ("a", "")), [0, 1]),
+        # and an id that is known takes its call before the turn of others comes.
+        ((("a", "1"), ("a", "2")), (("a", "2"), ("a", "x")), [1, 0]),
+        ((("a", "1"), ("a", "2"), ("a", "3")), (("a", "x"), ("a", "1"), ("a", "y")), [1, 0, 2]),
+        # An id does not make another call of a call.
+        ((("a", "1"), ("b", "2")), (("b", "1"), ("a", "2")), [1, 0]),
+        # What has no echo has no place.
+        ((("a", "1"), ("b", "2")), (("b", "2"),), [-1, 0]),
+        ((("a", "1"),), (), [-1]),
+    ],
+)
+def test_each_sampled_call_finds_its_place(
+    sampled: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str]], order: list[int]
+) -> None:
+    assert call_order(calls(*sampled), calls(*shown)) == order
+
+
+# -- the order of results ----------------------------------------------------------------------------
+
+
+def order_of(sampled: str, shown: str, results: str) -> tuple[str, bool]:
+    """Calls as `name:id` in a row, results as `text:answers`; gives the texts in their new order."""
+
+    def message(row: str) -> Message:
+        return Message("assistant", calls=calls(*(tuple(entry.split(":")) for entry in row.split())))  # type: ignore[arg-type]
+
+    given = [
+        Message("tool", text, answers=answers)
+        for text, answers in (entry.split(":") for entry in results.split())
+    ]
+    ordered, moved = order_results(message(sampled), message(shown), given)
+    return " ".join(result.text for result in ordered), moved
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown", "results", "ordered"),
+    [
+        pytest.param("a:1 b:2", "a:1 b:2", "A:1 B:2", "A B", id="in order"),
+        pytest.param("a:1 b:2", "a:1 b:2", "B:2 A:1", "A B", id="results reordered"),
+        pytest.param("a:1 b:2", "b:2 a:1", "B:2 A:1", "A B", id="calls and results reordered"),
+        pytest.param("a:1 b:2", "b:2 a:1", "A:1 B:2", "A B", id="calls reordered, results not"),
+        pytest.param("a:1 b:2", "b:x a:y", "B:x A:y", "A B", id="renamed and reordered"),
+        pytest.param("a:1 b:2", "a:x b:y", "B:y A:x", "A B", id="renamed, results reordered"),
+        pytest.param("a:1 b:2", "b:1 a:2", "B:1 A:2", "A B", id="renamed to each other's ids"),
+        pytest.param("a:1 a:2", "a:2 a:1", "B:2 A:1", "A B", id="equal calls by id"),
+        pytest.param("a:1 a:2", "a:x a:y", "B:y A:x", "A B", id="equal calls, renamed"),
+        pytest.param("a: b:", "b: a:", "B: A:", "A B", id="no ids, all reordered"),
+        pytest.param("a: b:", "a: b:", "A: B:", "A B", id="no ids"),
+        pytest.param("a:1 b:2", "b: a:", "B: A:", "A B", id="ids left out"),
+        pytest.param("a:1 b:2", "b: a:", "A:1 B:2", "A B", id="ids left out on calls only"),
+        pytest.param("a:1 b:2", "b:2 a:1", "B: A:", "A B", id="ids left out on results only"),
+        pytest.param("a:1 b:2", "b:2 a:1", "B:2 A:", "A B", id="one id left out"),
+        pytest.param("a:1 b:2", "b:x a:y", "B:? A:?", "A B", id="unknown ids go by place"),
+        pytest.param("a:1 b:2", "b:x a:x", "B:x A:x", "A B", id="one id for all goes by place"),
+        pytest.param("a:x b:2", "b:x a:x", "B:x A:x", "A B", id="one id for all, one of ours"),
+        pytest.param("a:1 b:2 c:3", "a:1 b:2 c:3", "C:3 A:1", "A C", id="two of three"),
+        pytest.param("a:1 b:2 c:3", "c:3 b:2 a:1", "C: B:", "B C", id="two of three by place"),
+        pytest.param("a:1 b:2", "b:2 a:1", "B:2", "B", id="one of two"),
+        pytest.param("a:1", "a:1", "A:1", "A", id="one of one"),
+        pytest.param("a:1 b:2", "a:1 b:2", "B1:2 B2:2 A:1", "A B1 B2", id="a call answered twice"),
+    ],
+)
+def test_results_go_back_to_the_order_their_calls_were_sampled_in(
+    sampled: str, shown: str, results: str, ordered: str
+) -> None:
+    came = " ".join(entry.split(":")[0] for entry in results.split())
+    assert order_of(sampled, shown, results) == (ordered, ordered != came)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown", "results"),
+    [
+        pytest.param("a:1 b:2", "b:2 a:1", "B: A: X:", id="more results than calls"),
+        pytest.param("a:1 b:2", "a:1 b:2", "B:2 A:1 X:9", id="a stray result"),
+        pytest.param("a:1 b:2", "b:2 a:1", "A:1 X:", id="a place that is taken"),
+        pytest.param("a:1 b:2", "a:1 c:2", "B:2 A:1", id="calls that are no echo"),
+        pytest.param("a:1 b:2", "a:1", "B:2 A:1", id="a call that is gone"),
+    ],
+)
+def test_results_that_cannot_be_told_apart_stay_in_place(sampled: str, shown: str, results: str) -> None:
+    came = " ".join(entry.split(":")[0] for entry in results.split())
+    assert order_of(sampled, shown, results) == (came, False)
+
+
+# -- properties: anything a client may do is named, anything else is an edit -------------------------
+
+TEXTS = ["", "hi", " hi\n", "\n\n", "a b"]
+REASONING = ["", "hm", "\nhm ", "\n"]
+ARGUMENTS = ['{"a": 1, "b": [true, null]}', '{"a": 2.0}', "{}", '{"c": "é\\n"}', '["x", {"y": false}]', "ls"]
+
+wire_calls = st.lists(
+    st.tuples(st.sampled_from("fg"), st.sampled_from(ARGUMENTS)), max_size=4, unique=True
+).map(lambda made: [call(name, text, f"c{place}") for place, (name, text) in enumerate(made)])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> dict[str, Any]:
+    """An assistant's message as it left us."""
+    raw: dict[str, Any] = {"role": "assistant", "content": draw(st.sampled_from(TEXTS))}
+    reasoning, made = draw(st.sampled_from(REASONING)), draw(wire_calls)
+    if reasoning:
+        raw["reasoning_content"] = reasoning
+    if made:
+        raw["tool_calls"] = made
+    return raw
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def rewrite_arguments(draw: st.DrawFn, body: dict[str, Any]) -> Equivalence | None:
+    """Writes a call's arguments in another way; what that is called, if it is another way at all."""
+    text = body["arguments"]
+    if not _is_json(text):
+        return None
+    value = json.loads(text)
+    ways: list[tuple[str, Equivalence]] = [
+        (json.dumps(value, indent=2), E.ARGUMENTS),
+        (json.dumps(value, separators=(",", ":"), ensure_ascii=False), E.ARGUMENTS),
+    ]
+    if isinstance(value, dict):
+        ways.append((json.dumps(dict(reversed(value.items()))), E.ARGUMENTS))
+    if not _is_json(repr(value)):
+        ways.append((repr(value), E.PYTHON_LITERALS))
+    if value == {}:
+        ways.append(("", E.EMPTY_ARGUMENTS))
+    body["arguments"], reason = draw(st.sampled_from(ways))
+    return reason if body["arguments"] != text else None
+
+
+def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
+    """Does to a message what clients do, and says what it did."""
+    done: set[Equivalence] = set()
+    text, reasoning = raw["content"], raw.get("reasoning_content", "")
+    if text != text.strip() and draw(st.booleans()):
+        raw["content"] = text.strip()
+        done.add(E.WHITESPACE)
+    fate = draw(st.sampled_from(["kept", "trimmed", "dropped"]))
+    if fate == "trimmed" and reasoning != reasoning.strip():
+        raw["reasoning_content"] = reasoning.strip()
+        done.add(E.WHITESPACE)
+    elif fate == "dropped" and reasoning:
+        del raw["reasoning_content"]
+        done.add(E.DROPPED_REASONING if reasoning.strip() else E.WHITESPACE)
+    content = draw(st.sampled_from(["as it is", "null", "absent", "parts"]))
+    if content == "parts":
+        cut = draw(st.integers(0, len(raw["content"])))
+        raw["content"] = [{"type": "text", "text": raw["content"][:cut]}, raw["content"][cut:]]
+        done.add(E.PART_LIST)
+    elif content != "as it is" and not raw["content"]:
+        raw["content"] = None
+        if content == "absent":
+            del raw["content"]
+        done.add(E.EMPTY_CONTENT)
+    made = raw.get("tool_calls", [])
+    if not made and draw(st.booleans()):
+        raw["tool_calls"] = draw(st.sampled_from([None, []]))
+        done.add(E.EMPTY_CALLS)
+    for entry in made:
+        if draw(st.booleans()):
+            entry["id"] = draw(st.sampled_from(["", "x" + entry["id"]]))
+            done.add(E.RENAMED_IDS)
+        reason = rewrite_arguments(draw, entry["function"]) if draw(st.booleans()) else None
+        if reason:
+            done.add(reason)
+    if made:
+        order = draw(st.permutations(range(len(made))))
+        raw["tool_calls"] = [made[place] for place in order]
+        if list(order) != sorted(order):
+            done.add(E.REORDERED_CALLS)
+    return done
+
+
+@settings(max_examples=300)
+@given(answers(), st.data())
+def test_whatever_clients_do_is_accepted_and_named(raw: dict[str, Any], data: st.DataObject) -> None:
+    sampled = read_message(raw)
+    altered = json.loads(json.dumps(raw))
+    done = mutate(data.draw, altered)
+    used = echo(sampled, read_message(altered))
+    assert used is not None
+    assert set(used) == done
+    assert len(used) == len(done)
+
+
+def _edit_call(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], bool]:
+    def edit(raw: dict[str, Any]) -> bool:
+        if not raw.get("tool_calls"):
+            return False
+        change(raw["tool_calls"][-1]["function"])
+        return True
+
+    return edit
+
+
+def _set(name: str, value: Any) -> Callable[[dict[str, Any]], bool]:
+    def edit(raw: dict[str, Any]) -> bool:
+        raw[name] = value
+        return True
+
+    return edit
+
+
+def _add_text(raw: dict[str, Any]) -> bool:
+    content = raw.get("content") or ""
+    raw["content"] = [*content, "!"] if isinstance(content, list) else content + "!"
+    return True
+
+
+def _drop_call(raw: dict[str, Any]) -> bool:
+    return bool(raw.get("tool_calls")) and bool(raw["tool_calls"].pop())
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "text added": _add_text,
+    "reasoning changed": _set("reasoning_content", "another thought"),
+    "refusal": _set("refusal", "no"),
+    "role": _set("role", "user"),
+    "another call": _set("tool_calls", [call("z")]),
+    "call dropped": _drop_call,
+    "another tool": _edit_call(lambda body: body.update(name="z")),
+    "other arguments": _edit_call(lambda body: body.update(arguments='{"a": true}')),
+    "no arguments": _edit_call(lambda body: body.update(arguments="null")),
+}
+
+
+@settings(max_examples=300)
+@given(answers(), st.sampled_from(sorted(EDITS)), st.data())
+def test_a_real_change_among_whatever_clients_do_is_no_echo(
+    raw: dict[str, Any], edit: str, data: st.DataObject
+) -> None:
+    altered = json.loads(json.dumps(raw))
+    mutate(data.draw, altered)
+    assume(EDITS[edit](altered))
+    assert echo(read_message(raw), read_message(altered)) is None
+
+
+@given(answers(), answers())
+def test_every_message_echoes_itself_perfectly_and_no_stranger(
+    raw: dict[str, Any], other: dict[str, Any]
+) -> None:
+    message, stranger = read_message(raw), read_message(other)
+    assert echo(message, message) == ()
+    assert echo(message, read_message(raw)) == ()
+    if message.key != stranger.key:
+        assert echo(message, stranger) is None
+
+
+@given(
+    st.lists(st.sampled_from("ab"), min_size=1, max_size=5),
+    st.booleans(),
+    st.data(),
+)
+def test_reordered_calls_and_results_always_find_back(
+    names: list[str], renamed: bool, data: st.DataObject
+) -> None:
+    sampled = Message("assistant", calls=calls(*((name, str(place)) for place, name in enumerate(names))))
+    by_place = data.draw(st.permutations(range(len(names))))
+    shown = Message(
+        "assistant",
+        calls=tuple(ToolCall(names[place], "{ }", id=f"{place}{'x' * renamed}") for place in by_place),
+    )
+    results = [
+        Message("tool", str(place), answers=f"{place}{'x' * renamed}")
+        for place in data.draw(st.permutations(range(len(names))))
+    ]
+    ordered, moved = order_results(sampled, shown, results)
+    assert moved == (list(ordered) != results)
+    # Calls of one name that were renamed are told apart by nothing but their order among the shown ones.
+    expected = sorted(range(len(names)))
+    if renamed:
+        turns = {name: [place for place in by_place if names[place] == name] for name in "ab"}
+        expected = [turns[name].pop(0) for name in names]
+    assert [result.text for result in ordered] == [str(place) for place in expected]
+
+
+loose_calls = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "1", "2"])), max_size=3)
+
+
+@given(loose_calls, loose_calls, st.lists(st.sampled_from(["", "1", "2", "9"]), max_size=4))
+def test_no_result_is_ever_lost_or_made_up(
+    sampled: list[tuple[str, str]], shown: list[tuple[str, str]], ids: list[str]
+) -> None:
+    results = [Message("tool", str(place), answers=id) for place, id in enumerate(ids)]
+    ordered, moved = order_results(
+        Message("assistant", calls=calls(*sampled)), Message("assistant", calls=calls(*shown)), results
+    )
+    assert sorted(result.text for result in ordered) == [result.text for result in results]
+    assert moved == (list(ordered) != results)
+
+
+@given(loose_calls, loose_calls)
+def test_no_place_is_given_twice_and_only_to_equal_calls(
+    sampled: list[tuple[str, str]], shown: list[tuple[str, str]]
+) -> None:
+    order = call_order(calls(*sampled), calls(*shown))
+    taken = [place for place in order if place >= 0]
+    assert len(order) == len(sampled)
+    assert len(set(taken)) == len(taken)
+    assert all(sampled[rank][0] == shown[place][0] for rank, place in enumerate(order) if place >= 0)

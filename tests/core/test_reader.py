@@ -1,0 +1,643 @@
+"""Messages are read as clients write them: tolerant of spelling, exact in meaning, errors name the field."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline.core.errors import InputError, MessageError
+from branchline.core.message import ROLES, Form, Media, Message, ToolCall, same_meaning
+from branchline.core.reader import digest_of, read_message, read_messages, read_tools, write_message
+
+WAV = base64.b64encode(b"RIFF").decode()
+
+
+def said(content: Any, **fields: Any) -> Message:
+    return read_message({"role": "assistant", "content": content, **fields})
+
+
+def asked(*parts: Any) -> Message:
+    return read_message({"role": "user", "content": list(parts)})
+
+
+def called(call: Any) -> ToolCall:
+    return said(None, tool_calls=[call]).calls[0]
+
+
+def text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+# -- roles and content -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_is_read(role: Any) -> None:
+    assert read_message({"role": role, "content": "hi"}) == Message(role, "hi")
+    assert read_message({"role": role, "content": "hi", "name": "x"}) == Message(role, "hi", name="x")
+
+
+@pytest.mark.parametrize(
+    ("raw", "text_read", "form"),
+    [
+        ({"content": "hi"}, "hi", Form.PLAIN),
+        ({"content": ""}, "", Form.PLAIN),
+        ({"content": None}, "", Form.NULL_CONTENT),
+        ({}, "", Form.NO_CONTENT),
+        ({"content": []}, "", Form.PART_LIST),
+        ({"content": [text("hi")]}, "hi", Form.PART_LIST),
+        ({"content": ["hi"]}, "hi", Form.PART_LIST),
+        ({"content": [{"type": "input_text", "text": "hi"}]}, "hi", Form.PART_LIST),
+        ({"content": [{"type": "output_text", "text": "hi", "annotations": []}]}, "hi", Form.PART_LIST),
+        ({"content": "hi", "tool_calls": None}, "hi", Form.NULL_CALLS),
+        ({"content": "hi", "tool_calls": []}, "hi", Form.EMPTY_CALLS),
+        ({"content": None, "tool_calls": None}, "", Form.NULL_CONTENT | Form.NULL_CALLS),
+        ({"content": [text("hi")], "tool_calls": []}, "hi", Form.PART_LIST | Form.EMPTY_CALLS),
+    ],
+)
+def test_every_way_to_write_a_text_gives_that_text_and_is_remembered_as_a_form(
+    raw: dict[str, Any], text_read: str, form: Form
+) -> None:
+    message = read_message({"role": "assistant", **raw})
+    assert (message.text, message.parts, message.form) == (text_read, (), form)
+    assert message.key == Message("assistant", text_read).key
+
+
+def test_several_texts_are_joined_and_kept_in_order() -> None:
+    message = asked(text("a"), text(""), "b")
+    assert (message.text, message.parts) == ("ab", ("a", "", "b"))
+    assert message.key == Message("user", "ab").key
+    assert asked("a", "b").parts == ("a", "b")
+
+
+def test_fields_of_no_meaning_to_us_are_passed_over() -> None:
+    raw = {"role": "assistant", "content": "hi", "annotations": [], "audio": None, "cache_control": {"a": 1}}
+    assert read_message(raw) == Message("assistant", "hi")
+
+
+def test_null_stands_for_an_absent_field() -> None:
+    nothing = dict.fromkeys(
+        ["refusal", "name", "tool_call_id", "id", "function_call", "reasoning_content", "reasoning_details"]
+    )
+    assert said("hi", **nothing) == Message("assistant", "hi")
+
+
+def test_ids_are_read() -> None:
+    message = read_message({"role": "tool", "content": "1", "tool_call_id": "c1", "id": "m1", "name": "f"})
+    assert message == Message("tool", "1", answers="c1", id="m1", name="f")
+
+
+def test_a_request_is_read_message_by_message() -> None:
+    read = read_messages([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
+    assert read == (Message("system", "s"), Message("user", "u"))
+
+
+# -- reasoning and refusals --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"thinking": "hm"},
+        {"reasoning_text": "hm"},
+        {"reasoning_content": "", "reasoning": "hm"},
+        {"reasoning_content": None, "thinking": "hm"},
+        {"reasoning_content": "hm", "reasoning": "hm"},
+        {
+            "reasoning_details": [
+                {"type": "reasoning.text", "text": "h"},
+                {"type": "reasoning.text", "text": "m"},
+            ]
+        },
+        {"reasoning_details": [{"type": "reasoning.summary", "summary": "hm"}]},
+        {"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}, {"text": "hm"}]},
+        {
+            "reasoning_details": [],
+            "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}],
+        },
+        {"reasoning_details": ["h", "m"]},
+        {"reasoning": "hm", "reasoning_details": [{"text": "hm"}]},
+        {"content": [{"type": "thinking", "thinking": "hm"}, text("hi")]},
+        {"content": [{"type": "reasoning", "text": "hm"}, text("hi")]},
+        {"content": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}, text("hi")]},
+        {"content": [{"type": "reasoning_text", "text": "hm"}, text("hi")]},
+        {"content": [{"type": "thinking", "thinking": [text("h"), text("m")]}, text("hi")]},
+        {
+            "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "thinking", "thinking": "hm"},
+                "hi",
+            ]
+        },
+        {"content": [text("hi")], "reasoning_content": "hm"},
+    ],
+)
+def test_reasoning_is_found_under_every_name_it_has_on_the_wire(fields: dict[str, Any]) -> None:
+    message = read_message({"role": "assistant", "content": "hi", **fields})
+    assert (message.text, message.reasoning, message.parts) == ("hi", "hm", ())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "", "refusal": "no"},
+        {"content": None, "refusal": "no"},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"content": [{"type": "refusal", "refusal": "o"}], "refusal": "n"},
+    ],
+)
+def test_a_refusal_is_read_as_a_field_or_a_part(fields: dict[str, Any]) -> None:
+    message = read_message({"role": "assistant", **fields})
+    assert (message.text, message.refusal) == ("", "no")
+
+
+# -- tool calls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}},
+        {"id": "c1", "function": {"name": "f", "arguments": '{"a":1}'}},
+        {"id": "c1", "type": None, "function": {"name": "f", "arguments": '{"a":1}'}},
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "index": 0},
+        {"id": "c1", "name": "f", "arguments": {"a": 1}},
+    ],
+)
+def test_a_call_is_read_in_every_shape(call: dict[str, Any]) -> None:
+    assert called(call) == ToolCall("f", '{"a":1}', id="c1")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        ({"id": "c1", "type": "custom", "custom": {"name": "sh", "input": "ls -la"}}, "custom"),
+        ({"id": "c1", "type": "custom", "name": "sh", "input": "ls -la"}, "custom"),
+        ({"id": "c1", "type": "shell", "function": {"name": "sh", "arguments": "ls -la"}}, "shell"),
+    ],
+)
+def test_tools_of_other_types_are_calls_too(call: dict[str, Any], kind: str) -> None:
+    assert called(call) == ToolCall("sh", "ls -la", id="c1", kind=kind)
+
+
+@pytest.mark.parametrize(
+    "body", [{"name": "f"}, {"name": "f", "arguments": None}, {"name": "f", "arguments": ""}]
+)
+def test_a_call_without_arguments_has_empty_ones(body: dict[str, Any]) -> None:
+    assert called({"id": "c1", "function": body}) == ToolCall("f", "", id="c1")
+
+
+@pytest.mark.parametrize("ids", [{}, {"id": None}, {"id": ""}])
+def test_a_call_without_an_id_is_a_call(ids: dict[str, Any]) -> None:
+    assert called({"function": {"name": "f", "arguments": "{}"}, **ids}) == ToolCall("f", "{}")
+
+
+def test_the_function_call_of_old_is_a_call_without_an_id() -> None:
+    message = said(None, function_call={"name": "f", "arguments": '{"a": 1}'})
+    assert message.calls == (ToolCall("f", '{"a": 1}'),)
+    assert said(None, function_call={"name": "g"}, tool_calls=None).calls == (ToolCall("g"),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"b": [1, True, None], "a": "é"}, '{"b":[1,true,null],"a":"é"}'),
+        ({}, "{}"),
+        ([1], "[1]"),
+        (0, "0"),
+        (False, "false"),
+        ({"a": 10**30}, '{"a":1000000000000000000000000000000}'),
+        ({"a": "\ud800"}, '{"a":"\ufffd"}'),
+        # Not JSON, so not `null` either, which would be another call.
+        ({"a": float("nan")}, '{"a":NaN}'),
+    ],
+)
+def test_arguments_given_as_a_value_are_written_out(arguments: Any, written: str) -> None:
+    assert called({"function": {"name": "f", "arguments": arguments}}).arguments == written
+
+
+# -- media -------------------------------------------------------------------------------------------
+
+LINK = "https://a.example/x"
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": LINK}}, "image"),
+        ({"type": "image_url", "image_url": LINK}, "image"),
+        ({"type": "input_image", "image_url": LINK}, "image"),
+        ({"type": "input_image", "image_url": {"url": LINK}}, "image"),
+        ({"type": "image", "image": LINK}, "image"),
+        ({"type": "image", "url": LINK}, "image"),
+        ({"type": "image", "data": LINK}, "image"),
+        ({"type": "image", "source": {"type": "url", "url": LINK}}, "image"),
+        ({"type": "video_url", "video_url": {"url": LINK}}, "video"),
+        ({"type": "video", "video": LINK}, "video"),
+        ({"type": "input_video", "video_url": LINK}, "video"),
+        ({"type": "audio_url", "audio_url": {"url": LINK}}, "audio"),
+        ({"type": "audio", "audio": LINK}, "audio"),
+        ({"type": "file", "file": {"file_id": LINK}}, "file"),
+        ({"type": "input_file", "file_url": LINK}, "file"),
+        ({"type": "input_file", "file_id": LINK}, "file"),
+    ],
+)
+def test_a_link_is_carried_as_a_link(part: dict[str, Any], kind: Any) -> None:
+    assert asked(part).parts == (Media(kind, "url:" + LINK, url=LINK),)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "mime"),
+    [
+        ({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{WAV}"}}, "image", "image/png"),
+        ({"type": "image_url", "image_url": f"data:image/png;base64,{WAV}"}, "image", "image/png"),
+        ({"type": "image", "data": WAV, "mime_type": "image/png"}, "image", "image/png"),
+        (
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": WAV}},
+            "image",
+            "image/png",
+        ),
+        ({"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{WAV}"}}, "video", "video/mp4"),
+        ({"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}}, "audio", "audio/wav"),
+        ({"type": "input_audio", "input_audio": WAV}, "audio", ""),
+        ({"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{WAV}"}}, "audio", "audio/wav"),
+        ({"type": "file", "file": {"file_data": f"data:text/plain;base64,{WAV}"}}, "file", "text/plain"),
+        ({"type": "file", "file": {"file_data": WAV, "filename": "a.txt"}}, "file", ""),
+        ({"type": "input_file", "file_data": "data:,RIFF"}, "file", ""),
+    ],
+)
+def test_data_is_carried_as_bytes(part: dict[str, Any], kind: str, mime: str) -> None:
+    (media,) = asked(part).media
+    assert (media.kind, media.payload, media.mime, media.url) == (kind, b"RIFF", mime, "")
+
+
+def test_an_uploaded_file_is_known_by_its_id() -> None:
+    for kind in ("file", "audio"):
+        assert asked({"type": kind, kind: {"file_id": "file-1a"}}).parts == (
+            Media(kind, "url:file-1a", url="file-1a"),
+        )
+
+
+def test_media_keep_their_places_between_texts() -> None:
+    image = {"type": "image_url", "image_url": {"url": LINK, "detail": "low"}}
+    message = asked(text("a"), image, text("b"))
+    assert message.text == "ab"
+    assert message.parts == ("a", Media("image", "url:" + LINK, url=LINK, detail="low"), "b")
+
+
+# -- refusals: each names its field ------------------------------------------------------------------
+
+IMAGE = "image_url"
+BAD = [
+    (None, ""),
+    ("hi", ""),
+    ([], ""),
+    ({}, "role"),
+    ({"role": None}, "role"),
+    ({"role": "wizard", "content": "hi"}, "role"),
+    ({"role": ["user"], "content": "hi"}, "role"),
+    ({"role": {}, "content": "hi"}, "role"),
+    ({"role": 1, "content": "hi"}, "role"),
+    ({"content": 1}, "content"),
+    ({"content": False}, "content"),
+    ({"content": {"type": "text", "text": "hi"}}, "content"),
+    ({"content": [1]}, "content[0]"),
+    ({"content": ["a", None]}, "content[1]"),
+    ({"content": [[]]}, "content[0]"),
+    ({"content": [{}]}, "content[0].type"),
+    ({"content": [{"text": "hi"}]}, "content[0].type"),
+    ({"content": [{"type": "hologram"}]}, "content[0].type"),
+    ({"content": [{"type": ["text"]}]}, "content[0].type"),
+    ({"content": [{"type": "text"}]}, "content[0].text"),
+    ({"content": ["a", {"type": "text", "text": None}]}, "content[1].text"),
+    ({"content": [{"type": "refusal", "refusal": 1}]}, "content[0].refusal"),
+    ({"content": [{"type": IMAGE}]}, "content[0]"),
+    ({"content": [{"type": IMAGE, IMAGE: ""}]}, "content[0]"),
+    ({"content": [{"type": IMAGE, IMAGE: {}}]}, "content[0].image_url"),
+    ({"content": [{"type": IMAGE, IMAGE: {"url": 1}}]}, "content[0].image_url"),
+    (
+        {"content": [{"type": IMAGE, IMAGE: {"url": LINK, "detail": 1}}]},
+        "content[0].image_url.detail",
+    ),
+    ({"content": [{"type": IMAGE, IMAGE: {"url": "data:x"}}]}, "content[0].image_url.url"),
+    ({"content": [{"type": IMAGE, IMAGE: {"url": "data:,"}}]}, "content[0].image_url.url"),
+    ({"content": [{"type": IMAGE, IMAGE: {"url": "data:;base64,"}}]}, "content[0].image_url.url"),
+    (
+        {"content": [{"type": IMAGE, IMAGE: {"url": "data:;base64,!"}}]},
+        "content[0].image_url.url",
+    ),
+    ({"content": [{"type": IMAGE, IMAGE: "data:;base64,A"}]}, "content[0].image_url"),
+    (
+        {"content": [{"type": "input_audio", "input_audio": {"data": "é", "format": "wav"}}]},
+        "content[0].input_audio.data",
+    ),
+    (
+        {"content": [{"type": "input_audio", "input_audio": {"data": WAV, "format": 1}}]},
+        "content[0].input_audio.format",
+    ),
+    ({"content": [{"type": "image", "source": {"data": "?"}}]}, "content[0].source.data"),
+    ({"content": [{"type": "thinking", "thinking": 1}], "name": 1}, "name"),
+    ({"content": "hi", "name": 1}, "name"),
+    ({"content": "hi", "id": {}}, "id"),
+    ({"content": "hi", "tool_call_id": 7}, "tool_call_id"),
+    ({"content": "hi", "refusal": []}, "refusal"),
+    ({"content": "hi", "reasoning_content": 1}, "reasoning_content"),
+    ({"content": "hi", "reasoning": {"effort": "low"}}, "reasoning"),
+    ({"content": "hi", "thinking": ["hm"]}, "thinking"),
+    ({"content": "hi", "reasoning_details": "hm"}, "reasoning_details"),
+    ({"content": "hi", "reasoning_details": {}}, "reasoning_details"),
+    ({"content": "hi", "thinking_blocks": [{"thinking": "h"}, 1]}, "thinking_blocks[1]"),
+    ({"tool_calls": {}}, "tool_calls"),
+    ({"tool_calls": ""}, "tool_calls"),
+    ({"tool_calls": 0}, "tool_calls"),
+    ({"tool_calls": {"a": 1}}, "tool_calls"),
+    ({"tool_calls": [None]}, "tool_calls[0]"),
+    ({"tool_calls": [{"name": "f"}, "f"]}, "tool_calls[1]"),
+    ({"tool_calls": [{}]}, "tool_calls[0].function"),
+    ({"tool_calls": [{"id": "c1", "type": "function"}]}, "tool_calls[0].function"),
+    ({"tool_calls": [{"function": None}]}, "tool_calls[0].function"),
+    ({"tool_calls": [{"function": "f"}]}, "tool_calls[0].function"),
+    ({"tool_calls": [{"function": {}}]}, "tool_calls[0].function.name"),
+    ({"tool_calls": [{"function": {"name": ""}}]}, "tool_calls[0].function.name"),
+    ({"tool_calls": [{"name": 1}]}, "tool_calls[0].name"),
+    ({"tool_calls": [{"type": "custom", "custom": 1}]}, "tool_calls[0].custom"),
+    ({"tool_calls": [{"type": "custom", "custom": {}}]}, "tool_calls[0].custom.name"),
+    ({"tool_calls": [{"type": ["f"], "function": {"name": "f"}}]}, "tool_calls[0].type"),
+    ({"tool_calls": [{"id": 1, "function": {"name": "f"}}]}, "tool_calls[0].id"),
+    (
+        {"tool_calls": [{"function": {"name": "f", "arguments": {1, 2}}}]},
+        "tool_calls[0].function.arguments",
+    ),
+    ({"function_call": "f"}, "function_call"),
+    ({"function_call": {"arguments": "{}"}}, "function_call.name"),
+]
+
+
+@pytest.mark.parametrize(("raw", "field"), BAD, ids=[json.dumps(raw, default=list)[:70] for raw, _ in BAD])
+def test_an_unreadable_message_is_refused_by_the_field_that_is_wrong(raw: Any, field: str) -> None:
+    if isinstance(raw, dict) and raw and "role" not in raw:
+        raw = {"role": "assistant", **raw}
+    with pytest.raises(MessageError) as caught:
+        read_messages([{"role": "user", "content": "hi"}] * 3 + [raw])
+    place = f"messages[3].{field}" if field else "messages[3]"
+    assert caught.value.field == place
+    assert str(caught.value).startswith(f"{place}: got ")
+
+
+@pytest.mark.parametrize("raw", [None, [], (), {}, "hi", 0, {"role": "user", "content": "hi"}])
+def test_a_request_without_messages_is_refused(raw: Any) -> None:
+    with pytest.raises(MessageError) as caught:
+        read_messages(raw)
+    assert caught.value.field == "messages"
+
+
+def test_a_single_message_is_named_by_where_it_stands() -> None:
+    for where, index, field in (("message", None, "message.role"), ("choices[0].message", 2, None)):
+        with pytest.raises(MessageError) as caught:
+            read_message({"role": "wizard"}, where, index)
+        assert caught.value.field == (field or "choices[0].message[2].role")
+
+
+def test_a_refusal_shows_the_value_and_what_was_expected() -> None:
+    with pytest.raises(MessageError) as caught:
+        read_message({"role": "wizard"})
+    assert str(caught.value) == (
+        "message.role: got 'wizard', expected one of system, developer, user, assistant, tool, function"
+    )
+    assert caught.value.__cause__ is None
+
+
+def test_arguments_nested_without_end_are_refused_and_not_a_crash() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    for arguments in (endless, deep):
+        with pytest.raises(MessageError) as caught:
+            called({"function": {"name": "f", "arguments": arguments}})
+        assert caught.value.field == "message.tool_calls[0].function.arguments"
+
+
+# -- tools -------------------------------------------------------------------------------------------
+
+
+def test_no_tools_are_no_tools_whether_null_or_empty() -> None:
+    assert read_tools(None) == read_tools([]) == ()
+
+
+def test_tools_of_any_type_are_passed_on() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}, {"type": "custom"}]
+    assert read_tools(tools) == tuple(tools)
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        ({}, "tools"),
+        ("", "tools"),
+        (0, "tools"),
+        ("f", "tools"),
+        ([{}, "f"], "tools[1]"),
+        ([None], "tools[0]"),
+    ],
+)
+def test_tools_that_are_no_list_of_objects_are_refused(raw: Any, field: str) -> None:
+    with pytest.raises(MessageError) as caught:
+        read_tools(raw)
+    assert caught.value.field == field
+
+
+def test_a_digest_knows_values_and_not_the_order_of_keys() -> None:
+    one = digest_of([{"name": "f", "strict": True}], {})
+    assert len(one) == 16
+    assert one == digest_of([{"strict": True, "name": "f"}], {})
+    assert one != digest_of([{"name": "f", "strict": 1}], {})
+    assert one != digest_of({}, [{"name": "f", "strict": True}])
+    assert one != digest_of([{"name": "f", "strict": True}])
+
+
+def test_nothing_has_no_digest() -> None:
+    assert digest_of([], {}) == digest_of(None) == digest_of() == b""
+    assert digest_of([], {"a": 0}) != b""
+
+
+def test_values_cannot_slip_from_one_place_of_a_digest_to_the_next() -> None:
+    assert digest_of("a", "b") != digest_of("ab", "") != digest_of("a\0b")
+    assert digest_of('a","b') != digest_of("a", "b")
+
+
+def test_what_is_no_json_has_no_digest_but_a_clear_error() -> None:
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    for value in ([{"a": float("nan")}], [{"a": object()}], deep):
+        with pytest.raises(InputError, match="expected JSON values"):
+            digest_of(value)
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def test_a_message_is_written_as_chat_completions_have_it() -> None:
+    message = Message(
+        "assistant",
+        "hi",
+        reasoning="hm",
+        calls=(ToolCall("f", '{"a": 1}', id="c1"),),
+        refusal="no",
+        name="ann",
+    )
+    assert write_message(message) == {
+        "role": "assistant",
+        "content": "hi",
+        "reasoning_content": "hm",
+        "refusal": "no",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        ],
+        "name": "ann",
+    }
+    assert write_message(Message("tool", "1", answers="c1")) == {
+        "role": "tool",
+        "content": "1",
+        "tool_call_id": "c1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("media", "written"),
+    [
+        (
+            Media("image", "url:" + LINK, url=LINK, detail="low"),
+            {"type": "image_url", "image_url": {"url": LINK, "detail": "low"}},
+        ),
+        (
+            Media("video", "d", b"RIFF", mime="video/mp4"),
+            {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{WAV}"}},
+        ),
+        (
+            Media("audio", "d", b"RIFF"),
+            {"type": "audio_url", "audio_url": {"url": f"data:application/octet-stream;base64,{WAV}"}},
+        ),
+        (Media("file", "url:file-1", url="file-1"), {"type": "file", "file": {"file_id": "file-1"}}),
+        (
+            Media("file", "d", b"RIFF", mime="text/plain"),
+            {"type": "file", "file": {"file_data": f"data:text/plain;base64,{WAV}"}},
+        ),
+    ],
+)
+def test_media_are_written_as_parts(media: Media, written: dict[str, Any]) -> None:
+    message = Message("user", "see", parts=("see", media))
+    assert write_message(message)["content"] == [text("see"), written]
+
+
+# -- properties --------------------------------------------------------------------------------------
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=3)
+anything = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+# Values that are right somewhere, so that a draw gets past the first check.
+likely = st.sampled_from(
+    (*ROLES, "", "text", "image_url", "input_audio", "file", "refusal", "thinking", "function", "custom")
+) | st.sampled_from(
+    ("name", "data:", "data:,", "data:;base64,QQ", "data:a;base64,\ud800", "data:,%", LINK, "QQ==", "{}")
+)
+fields = (
+    st.sampled_from(
+        ("role", "content", "name", "id", "tool_call_id", "refusal", "tool_calls", "function_call")
+    )
+    | st.sampled_from(("type", "text", "function", "custom", "arguments", "input", "reasoning", "thinking"))
+    | st.sampled_from(("reasoning_details", "summary", "image_url", "image", "input_audio", "source", "file"))
+    | st.sampled_from(("url", "data", "file_data", "detail", "format"))
+)
+
+
+def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.dictionaries(fields, values, max_size=5)
+
+
+nearly = st.recursive(
+    likely | anything,
+    lambda inner: objects(inner) | st.lists(objects(inner) | inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=400)
+@given(st.one_of(nearly, objects(nearly), objects(nearly).map(lambda raw: {**raw, "role": "assistant"})))
+def test_no_json_value_raises_anything_but_a_message_error(raw: Any) -> None:
+    try:
+        message = read_message(raw)
+    except MessageError:
+        return
+    again = read_message(write_message(message))
+    assert again.key == message.key
+    assert same_meaning(again, message)
+
+
+short = st.text(st.characters(), max_size=4)
+payloads = st.binary(min_size=1, max_size=5)
+mimes = st.sampled_from(["", "image/png", "a,b", "text/plain;charset=utf-8", "wav"])
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> dict[str, Any]:
+    if draw(st.booleans()):
+        return text(draw(short))
+    kind = draw(st.sampled_from(["image", "video", "audio", "file"]))
+    data = base64.b64encode(draw(payloads)).decode()
+    source = draw(st.sampled_from([LINK, f"data:image/png;base64,{data}", f"data:,{draw(short)}x"]))
+    body = {"url": source} if draw(st.booleans()) else {"data": data, "format": draw(mimes)}
+    if draw(st.booleans()):
+        body["detail"] = draw(short)
+    name = kind if kind == "file" or draw(st.booleans()) else f"{kind}_url"
+    return {"type": name, name: body}
+
+
+@st.composite
+def wire_messages(draw: st.DrawFn) -> dict[str, Any]:
+    calls = st.fixed_dictionaries(
+        {
+            "function": st.fixed_dictionaries(
+                {"name": short.filter(bool)}, optional={"arguments": short | anything}
+            )
+        },
+        optional={"id": short, "type": st.sampled_from(["function", "custom"])},
+    )
+    optional = {
+        "content": st.none() | short | st.lists(parts(), max_size=3),
+        "reasoning": short,
+        "refusal": short,
+        "tool_calls": st.none() | st.lists(calls, max_size=3),
+        "name": short,
+        "tool_call_id": short,
+        "id": short,
+    }
+    return draw(st.fixed_dictionaries({"role": st.sampled_from(ROLES)}, optional=optional))
+
+
+@settings(max_examples=200)
+@given(wire_messages())
+def test_what_is_written_reads_as_the_same_message(raw: dict[str, Any]) -> None:
+    message = read_message(raw)
+    again = read_message(write_message(message))
+    assert again.key == message.key
+    assert same_meaning(again, message)
+    assert (again.text, again.reasoning, again.answers) == (message.text, message.reasoning, message.answers)
+    assert [(call.id, call.arguments) for call in again.calls] == [
+        (call.id, call.arguments) for call in message.calls
+    ]
+    assert [(media.digest, media.payload) for media in again.media] == [
+        (media.digest, media.payload) for media in message.media
+    ]
