@@ -150,11 +150,13 @@ def _utf8(text: str) -> bytes:
 
 def same_meaning(one: Message, other: Message) -> bool:
     """Whether two context messages are the same, reasoning, order and whitespace included."""
-    return one is other or (
-        one.key == other.key
-        and one.text == other.text
+    if one.key != other.key:
+        return False
+    # Only an assistant's key leaves things out.
+    return one.role != "assistant" or (
+        one.text == other.text
         and one.reasoning == other.reasoning
-        and (one.name == other.name or one.role == "tool")
+        and one.name == other.name
         and (
             one.calls == other.calls
             or [(call.name, call.meaning) for call in one.calls]

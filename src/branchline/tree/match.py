@@ -102,17 +102,19 @@ class Matcher:
             if group is None or len(group) != 1:
                 break
             child = group[0]
-            recorded = child.message
-            if (
-                recorded.text != shown.text
-                or recorded.calls != shown.calls
-                or recorded.reasoning != shown.reasoning
-                or recorded.form != shown.form
-                or recorded.name != shown.name
-                or len(recorded.calls) > 1
-                or (child.output is not None and child.agent != request.agent)
-            ):
-                break
+            if child.sampled_ids is not None or shown.role == "assistant":
+                # Only an assistant's key leaves things out; everybody else's says it all.
+                recorded = child.message
+                if (
+                    recorded.text != shown.text
+                    or recorded.calls != shown.calls
+                    or recorded.reasoning != shown.reasoning
+                    or recorded.form != shown.form
+                    or recorded.name != shown.name
+                    or len(recorded.calls) > 1
+                    or (child.output is not None and child.agent != request.agent)
+                ):
+                    break
             node = child
             index += 1
         candidate.node = node

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import BY_NAME, WITH_CALLS, WRITERS, Writer, call, read
@@ -306,6 +306,7 @@ objects = st.dictionaries(names, values, max_size=3)
 
 
 @every_caller
+@settings(max_examples=50)
 @given(data=st.data())
 def test_what_a_template_writes_is_read_back(name: str, write: Writer, data: st.DataObject) -> None:
     drawn = data.draw(st.lists(st.tuples(names, objects), min_size=1, max_size=3))
