@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench bench-codec clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -19,7 +19,11 @@ $(READY): pyproject.toml
 demo: $(READY)   ## play a scripted multi-agent episode; print its tree, timelines and causes
 	$(BIN)/python examples/scripted_episode.py
 
-test: $(READY)   ## run every test (under five minutes on two cores)
+.cache/tokenizers/.ready: $(READY) scripts/fetch_tokenizers.py
+	$(BIN)/python scripts/fetch_tokenizers.py
+	@mkdir -p $(@D) && touch $@
+
+test: $(READY) .cache/tokenizers/.ready ## run every test (under five minutes on two cores)
 	$(BIN)/python -m pytest
 
 check: $(READY)  ## lint, format check, strict types, import order, public names
@@ -35,6 +39,9 @@ format: $(READY) ## rewrite the sources as the format check wants them
 $(VENV)/.bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
+
+bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## print what building a prompt costs beside a full render and encode
+	$(BIN)/python -m benchmarks.codec
 
 bench: $(VENV)/.bench ## print the benchmark tables: ratios to a reference taken in the same run
 	$(BIN)/python -m benchmarks

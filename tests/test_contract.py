@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from branchline import ExportPolicy, Session, ToyCodec, export_samples, merge, timelines_of
 from branchline.core.call import Delivery
 from branchline.core.runs import Origin
-from branchline.testing.behaviours import Behaviour, PlannedCall
+from branchline.testing.behaviours import Behaviour, Manners, PlannedCall
 from branchline.testing.player import Player, causal_order
 from branchline.timelines.causes import Cause
 from branchline.timelines.links import MergePolicy
 from branchline.tree.delta import decode_record, encode_record
 from branchline.tree.tree import Tree
 
-KINDS = [cause for cause in Cause if cause not in (Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP)]
+NOT_BEHAVIOUR = (Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE)
+KINDS = [cause for cause in Cause if cause not in NOT_BEHAVIOUR]
 
 seeds = st.integers(0, 2**32)
 steps = st.integers(0, 8)
@@ -37,7 +38,7 @@ behaviours = settings(max_examples=120, deadline=None)
 def draw_plan(
     seed: int, count: int, only: list[Cause], think: bool, mangle: bool = True
 ) -> list[PlannedCall]:
-    return Behaviour(Random(seed), reasoning=think, mangle=mangle).plan(count, only=only)
+    return Behaviour(Random(seed), reasoning=think, manners=Manners(mangle=mangle)).plan(count, only=only)
 
 
 def play(plan: list[PlannedCall], codec: ToyCodec, seed: int, history: str = "template") -> Player:

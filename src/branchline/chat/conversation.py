@@ -20,7 +20,7 @@ from branchline.chat.base import Extension, Piece, Shown
 from branchline.chat.dialect import Dialect
 from branchline.chat.layout import Entry, Layout, context_end, lay_out
 from branchline.chat.segments import SegmentEncoder, SizedCache
-from branchline.chat.slots import Brackets, SlotFinder, Span
+from branchline.chat.slots import Brackets, Misfit, SlotFinder, Span
 from branchline.chat.template import ChatTemplate
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
@@ -67,6 +67,14 @@ class Voice:
     """The tokenizer composes letters and accents (NFC) before it encodes."""
 
 
+@dataclass(frozen=True)
+class Stand:
+    """How much of a path the template still shows: where each kept message ends, and why no more are."""
+
+    ends: tuple[int, ...]
+    reason: str
+
+
 class Conversation:
     """A conversation of which the first `recorded` entries stand on a path."""
 
@@ -98,11 +106,12 @@ class Conversation:
         """The prompt shows what the template shows for this conversation."""
         known = self._known()
         slots = set(known.slots) if known is not None else set()
-        for index in range(len(known.ends) if known is not None else 0, len(self._entries)):
-            if self._is_slot(index):
-                slots.add(index)
+        covered = len(known.ends) if known is not None else 0
+        slots |= {index for index in range(covered, len(self._entries)) if self._is_slot(index)}
         text = self._render(self._entries, slots)
-        kept, cursor, reason = self._kept(text, known)
+        stand = self._compare(text, known) if known is not None else self._walk(text, slots)
+        kept, reason = len(stand.ends), stand.reason
+        cursor = stand.ends[-1] if stand.ends else 0
         while True:
             layout = self._lay_out(text, self._entries, slots, kept, cursor)
             if not layout.misfits:
@@ -113,9 +122,6 @@ class Conversation:
             if text[:cursor] != before[:cursor]:
                 # Showing one message otherwise changed another: nothing of the path can be trusted.
                 kept = cursor = 0
-        ends = known.ends[:kept] if known is not None else ()
-        if len(ends) < kept:
-            ends = (*ends, cursor)
         extension = self._assemble(
             text, layout, cursor, "" if kept == self._recorded else self._why(kept, reason)
         )
@@ -123,50 +129,67 @@ class Conversation:
             extension.pieces[-1].ids if extension.pieces else self._recorded_ids(len(self._entries) - 1)
         )
         if self._brackets is self._voice.brackets and len(last_ids):
-            rendered = Rendered(text, (*ends, *layout.ends), frozenset(slots), last_ids)
-            self._voice.texts.put(id(last_ids), rendered)
+            ends = (*stand.ends[:kept], *layout.ends)
+            self._voice.texts.put(id(last_ids), Rendered(text, ends, frozenset(slots), last_ids))
         return extension
 
     def _known(self) -> Rendered | None:
-        """What the last prompt of the path rendered to; made anew where that was forgotten."""
+        """What the last prompt of the path rendered to, if that is remembered."""
         covered = self._recorded - (self._recorded > 0 and self._is_slot(self._recorded - 1))
-        if covered == 0:
+        if covered == 0 or self._brackets is not self._voice.brackets:
             return None
         last_ids = self._recorded_ids(covered - 1)
-        known = self._voice.texts.get(id(last_ids)) if self._brackets is self._voice.brackets else None
-        if known is not None and known.last_ids is last_ids:
-            return known
-        entries = self._entries[:covered]
-        slots = {index for index in range(covered) if self._is_slot(index)}
-        while True:
-            text = self._render(entries, slots)
-            layout = self._lay_out(text, entries, slots, 0, 0)
-            if not layout.misfits:
-                return Rendered(text, tuple(layout.ends), frozenset(slots), last_ids)
-            slots -= layout.misfits.keys()
+        known = self._voice.texts.get(id(last_ids))
+        return known if known is not None and known.last_ids is last_ids else None
 
-    def _kept(self, text: str, known: Rendered | None) -> tuple[int, int, str]:
-        """How many recorded entries stand, where they end in the text, and why no more do."""
-        if known is None:
-            return 0, 0, ""
+    def _compare(self, text: str, known: Rendered) -> Stand:
+        """How much of the path stands, by comparing with what its last prompt rendered to."""
         body = known.body_end
         if not text.startswith(known.text[:body]):
             first = bisect_right(known.ends, _first_difference(text, known.text))
-            return first, known.ends[first - 1] if first else 0, "rewritten"
-        last = len(known.ends)
-        if last == self._recorded:
-            return last, body, ""
-        opening = known.opening
-        if not text.startswith(opening, body):
-            opening = opening.removesuffix(EMPTY_THINK) if self._voice.keep_empty_think else opening
-            if not text.startswith(opening, body):
-                return last, body, "rewritten"
-        entry = self._entries[last]
-        assert entry.sampled_ids is not None
-        found = self._finder.find(text, last, entry.message, entry.sampled_ids, body + len(opening))
+            return Stand(known.ends[:first], "rewritten")
+        if len(known.ends) == self._recorded:
+            return Stand(known.ends, "")
+        start = self._open(text, body, known.opening)
+        found = self._find(text, len(known.ends), start) if start is not None else Misfit("rewritten")
         if isinstance(found, Span):
-            return self._recorded, found.end, ""
-        return last, body, found.reason
+            return Stand((*known.ends, found.end), "")
+        return Stand(known.ends, found.reason)
+
+    def _walk(self, text: str, slots: set[int]) -> Stand:
+        """The same where nothing is remembered: recorded ids are spelled out and looked for, one by one."""
+        ends: list[int] = []
+        cursor = 0
+        for index in range(self._recorded):
+            entry, ids = self._entries[index], self._recorded_ids(index)
+            sampled = entry.sampled_ids if index in slots else None
+            spelled = self._voice.encoder.spell(ids if sampled is None else ids[: len(ids) - len(sampled)])
+            place = self._open(text, cursor, spelled) if spelled is not None else None
+            if place is None:
+                return Stand(tuple(ends), "rewritten")
+            if sampled is not None:
+                found = self._find(text, index, place)
+                if isinstance(found, Misfit):
+                    return Stand(tuple(ends), found.reason)
+                place = found.end
+            cursor = place
+            ends.append(cursor)
+        return Stand(tuple(ends), "")
+
+    def _open(self, text: str, place: int, shown: str) -> int | None:
+        """The end of recorded text that stands at a place; an empty thought at its end may be missing."""
+        if text.startswith(shown, place):
+            return place + len(shown)
+        if self._voice.keep_empty_think and shown.endswith(EMPTY_THINK):
+            shown = shown.removesuffix(EMPTY_THINK)
+            if text.startswith(shown, place):
+                return place + len(shown)
+        return None
+
+    def _find(self, text: str, index: int, start: int) -> Span | Misfit:
+        entry = self._entries[index]
+        assert entry.sampled_ids is not None
+        return self._finder.find(text, index, entry.message, entry.sampled_ids, start)
 
     def _why(self, kept: int, reason: str) -> str:
         if self._entries[kept].message.reasoning and self._is_slot(kept):
@@ -181,33 +204,43 @@ class Conversation:
         first = last
         while first > 0 and self._entries[first].message.role == "tool":
             first -= 1
-        lead: list[Entry] = []
-        if self._entries[first].message.role != "user":
-            lead = [Shown(Message("user", "."))]
-        for entries, tools in (([*lead, *self._entries[first:]], None), (list(self._entries), self._tools)):
-            shift = len(entries) - len(self._entries)
-            slots = {
-                index + shift
-                for index in range(last, len(self._entries))
-                if index + shift >= 0 and self._is_slot(index)
-            }
-            try:
-                text = self._render(entries, slots, tools)
-            except TemplateError:
-                if tools is self._tools:
-                    raise
-                continue
-            cursor = self._end_of_last(text, entries, last + shift, last + shift in slots)
-            if cursor is None:
-                continue
-            layout = self._lay_out(text, entries, slots, last + shift + 1, cursor)
-            slots -= layout.misfits.keys()
-            if layout.misfits:
-                text = self._render(entries, slots, tools)
-                cursor = self._end_of_last(text, entries, last + shift, last + shift in slots) or cursor
-                layout = self._lay_out(text, entries, slots, last + shift + 1, cursor)
-            return self._assemble(text, layout, cursor, "", shift)
+        lead: list[Entry] = [Shown(Message("user", "."))]
+        few = (
+            [*lead, *self._entries[first:]]
+            if self._entries[first].message.role != "user"
+            else self._entries[first:]
+        )
+        for entries in (few, self._entries):
+            for plainly in (False, True):
+                extension = self._behind_last(entries, len(entries) - len(self._entries), plainly)
+                if extension is not None:
+                    return extension
         return self.by_template()
+
+    def _behind_last(self, entries: Sequence[Entry], shift: int, plainly: bool) -> Extension | None:
+        """What follows the last recorded message in a conversation that ends like ours, if it is found there.
+
+        `plainly` shows that message without its thinking, which templates leave out once somebody answers.
+        """
+        last = self._recorded - 1 + shift
+        if plainly:
+            message = entries[last].message
+            plain = Message("assistant", message.text or "." * (not message.calls), calls=message.calls)
+            shown = Shown(plain, entries[last].sampled_ids)
+            entries = [*entries[:last], shown, *entries[last + 1 :]]
+        slots = {index for index in range(last, len(entries)) if self._is_slot(index - shift)}
+        while True:
+            try:
+                text = self._render(entries, slots, all_tools=shift == 0)
+            except TemplateError:
+                return None
+            cursor = self._end_of_last(text, entries, last, last in slots)
+            if cursor is None:
+                return None
+            layout = self._lay_out(text, entries, slots, last + 1, cursor)
+            if not layout.misfits:
+                return self._assemble(text, layout, cursor, "", shift)
+            slots -= layout.misfits.keys()
 
     def _end_of_last(self, text: str, entries: Sequence[Entry], index: int, is_slot: bool) -> int | None:
         """Where the last recorded message ends in a text that may show it otherwise than it was sampled."""
@@ -241,14 +274,12 @@ class Conversation:
         assert not isinstance(entry, Shown)
         return entry.ids
 
-    def _render(self, entries: Sequence[Entry], slots: set[int], tools: Tools | None = None) -> str:
+    def _render(self, entries: Sequence[Entry], slots: set[int], *, all_tools: bool = True) -> str:
         voice = self._voice
         bracket = {index: self._brackets.marker(index) for index in slots}
         messages = voice.dialect.write([entry.message for entry in entries], bracket)
-        given = (
-            self._tools if tools is None and entries is not None and len(entries) >= self._recorded else tools
-        )
-        text = voice.template.render(messages, given, self._values, now=self._now)
+        tools = self._tools if all_tools else None
+        text = voice.template.render(messages, tools, self._values, now=self._now)
         return unicodedata.normalize("NFC", text) if voice.composes and not text.isascii() else text
 
     def _lay_out(

@@ -84,6 +84,11 @@ class GenericCodec:
         """Ids that end an output."""
         return self._voice().finder.stops
 
+    @property
+    def terminators(self) -> frozenset[int]:
+        """The stop ids that the template itself puts behind a reply."""
+        return frozenset(self._terminators(self.tokenizer.template()))
+
     def parser(self, tools: Tools = ()) -> OutputParser:
         """A parser for one output, to be fed as it arrives."""
         text_parser = parser_for(
@@ -136,17 +141,28 @@ class GenericCodec:
         template = self.tokenizer.template(tools=bool(tools))
         if template not in self._voices:
             stops = self.tokenizer.stop_ids | self._terminators(template)
+            finder = SlotFinder(self.encoder, self._brackets, stops, self.tokenizer.vocab_size)
             self._voices[template] = Voice(
                 template,
-                self.dialect(template),
+                self._with_generation_prompt(template, finder),
                 self.encoder,
-                SlotFinder(self.encoder, self._brackets, stops, self.tokenizer.vocab_size),
+                finder,
                 self._brackets,
                 self._texts,
                 self.keep_empty_think,
                 self.tokenizer.composes,
             )
         return self._voices[template]
+
+    def _with_generation_prompt(self, template: ChatTemplate, finder: SlotFinder) -> Dialect:
+        """The dialect, with the generation prompt of templates that write one whether asked to or not."""
+        dialect = self.dialect(template)
+        if not dialect.generation_prompt:
+            text = template.render(dialect.write([Message("user", _PROBE)]), now=self.now)
+            stop = finder.next_stop(text, max(0, text.find(_PROBE)))
+            if stop is not None:
+                dialect = replace(dialect, generation_prompt=text[stop[1] :].lstrip())
+        return dialect
 
     def _terminators(self, template: ChatTemplate) -> set[int]:
         """The added tokens that follow an assistant's text, whoever speaks next."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -68,13 +68,15 @@ class SegmentEncoder:
         self._cache: SizedCache[tuple[str, Ids]] = SizedCache(
             cache_bytes, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
         )
-        self.is_segmentwise = self._check_segments()
         self.encoded_tokens = 0
         """Tokens that really were encoded; the rest came from the cache."""
+        self.is_segmentwise = True
+        self.is_segmentwise = self._check_segments()
 
     @property
-    def added_ids(self) -> Collection[int]:
-        return self._id_of.values()
+    def marker_ids(self) -> list[int]:
+        """Added tokens that say something; some vocabularies add runs of spaces and newlines too."""
+        return [token for name, token in self._id_of.items() if name.replace("\u2581", " ").strip()]
 
     def encode(self, text: str) -> Ids:
         """The ids of a text, exactly as the tokenizer gives them."""
@@ -92,6 +94,13 @@ class SegmentEncoder:
         if place < len(text):
             parts.append(self._segment(text[place:]))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def spell(self, ids: Ids) -> str | None:
+        """The text that ids spell; None where they do not end with a letter."""
+        try:
+            return b"".join(map(self._tokenizer.token_bytes, ids.tolist())).decode()
+        except UnicodeDecodeError:
+            return None
 
     def added_in(self, text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Added tokens written out in a text: (start, end, id)."""
@@ -141,7 +150,6 @@ class SegmentEncoder:
         """Whether segments laid end to end are the whole, on this tokenizer."""
         if not self._tokenizer.splits_at_added_tokens:
             return False
-        self.is_segmentwise = True
         names = list(self._id_of)[:2] + list(self._id_of)[-2:]
         for name in names:
             for probe in _SAFETY_PROBES:

@@ -94,9 +94,9 @@ class SlotFinder:
         self._encoder = encoder
         self._brackets = brackets
         self.stops = frozenset(stops)
-        added = list(encoder.added_ids)
-        self._is_added = np.zeros(max([vocab, *(token + 1 for token in added)]), np.bool_)
-        self._is_added[added] = True
+        markers = encoder.marker_ids
+        self._is_marker = np.zeros(max([vocab, *(token + 1 for token in markers)]), np.bool_)
+        self._is_marker[markers] = True
 
     def find(self, text: str, index: int, message: Message, sampled: Ids, start: int) -> Span | Misfit:
         """The span of a slot whose opening ends at `start`."""
@@ -110,8 +110,10 @@ class SlotFinder:
         stopped = self.is_stopped(sampled)
         if stopped and int(sampled[-1]) != stop_id:
             return Misfit("foreign_stop")
-        said = self._added(sampled[:-1] if stopped else sampled)
-        shown = [token for _, _, token in self._encoder.added_in(text, start, stop_start)]
+        said = self._markers(sampled[:-1] if stopped else sampled)
+        shown = [
+            token for _, _, token in self._encoder.added_in(text, start, stop_start) if self._is_marker[token]
+        ]
         if stopped:
             return Span(start, stop_end) if said == shown else Misfit("rewritten")
         if said != shown[: len(said)]:
@@ -136,7 +138,7 @@ class SlotFinder:
                 return found
         return None
 
-    def _added(self, ids: Ids) -> list[int]:
-        known = ids[ids < len(self._is_added)]
-        added: list[int] = known[self._is_added[known]].tolist()
-        return added
+    def _markers(self, ids: Ids) -> list[int]:
+        known = ids[(ids >= 0) & (ids < len(self._is_marker))]
+        markers: list[int] = known[self._is_marker[known]].tolist()
+        return markers

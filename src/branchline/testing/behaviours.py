@@ -61,13 +61,23 @@ def _tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
 
 
+@dataclass(frozen=True)
+class Manners:
+    """What a model's replies may look like; not every format can say everything."""
+
+    most_calls: int = 2
+    text_beside_calls: bool = True
+    mangle: bool = True
+    """Clients send replies back in their own spelling."""
+
+
 class Behaviour:
     """Draws agent behaviours; every text it makes is new, so nothing matches by chance."""
 
-    def __init__(self, rng: Random, *, reasoning: bool = False, mangle: bool = True) -> None:
+    def __init__(self, rng: Random, *, reasoning: bool = False, manners: Manners | None = None) -> None:
         self._rng = rng
         self._reasoning = reasoning
-        self._mangle = mangle
+        self._manners = manners or Manners()
         self._count = 0
         self.calls: list[PlannedCall] = []
 
@@ -115,7 +125,8 @@ class Behaviour:
             )
             for _ in range(calls)
         )
-        text = self._words("reply") if not made or self._rng.random() < 0.7 else ""
+        beside = self._manners.text_beside_calls and self._rng.random() < 0.7
+        text = self._words("reply") if not made or beside else ""
         reasoning = self._words("thought") if self._reasoning and self._rng.random() < 0.7 else ""
         return PlannedOutput(
             Message("assistant", text, reasoning=reasoning, calls=made), self._rng.random() > 0.1
@@ -151,10 +162,7 @@ class Behaviour:
         """The agent takes an output into its history, in whatever way its framework writes it."""
         output = self.calls[call].outputs[choice]
         said = output.message
-        if not output.stop:
-            # A call that was cut is no call.
-            said = Message("assistant", said.text, reasoning=said.reasoning, calls=said.calls)
-        shown = _mangled(said, self._rng) if self._mangle else said
+        shown = _mangled(said, self._rng) if self._manners.mangle else said
         talk.messages.append(shown)
         talk.needs.add(call)
         return shown
@@ -165,7 +173,7 @@ class Behaviour:
         talk.messages += results or [Message("user", self._words("ask"))]
 
     def _turn(self, talk: Conversation, **about: Any) -> int:
-        calls = self._rng.choice((0, 0, 1, 1, 2))
+        calls = min(self._rng.choice((0, 0, 1, 1, 2)), self._manners.most_calls)
         call = self._call(talk, self._reply(calls=calls), **about)
         self._answer(talk, self._see(talk, call))
         return call
@@ -261,6 +269,8 @@ class Behaviour:
         self._turn(talk, truth=Cause.COMPACTION)
 
     def _sub_agent(self, talk: Conversation) -> None:
+        if not self._manners.most_calls:
+            return
         task = self._words("look into this matter")
         spawn = Message(
             "assistant", "", calls=(ToolCall("spawn", json.dumps({"task": task}), self._words("id")),)

@@ -7,15 +7,18 @@ side, prepared before the others commit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
-from branchline.chat.toy import ToyCodec
 from branchline.core.call import Call, Delivery, Generation, Request
+from branchline.core.errors import TemplateError
+from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Floats, Ids
-from branchline.testing.behaviours import PlannedCall
+from branchline.testing.behaviours import PlannedCall, PlannedOutput
 from branchline.timelines.log import LoggedCall, LoggedOutput
 from branchline.tree.session import Session
 from branchline.tree.tree import Turn
@@ -32,13 +35,22 @@ class Played:
     logprobs: tuple[Floats, ...]
 
 
-class Player:
-    """Runs plans on one session with a toy codec."""
+class Speaker(Protocol):
+    """Says messages as a model would."""
 
-    def __init__(self, session: Session, codec: ToyCodec) -> None:
+    def spell(self, message: Message, *, stop: bool = True) -> Ids:
+        """The ids a model would sample to say this; without a stop it was cut."""
+        ...
+
+
+class Player:
+    """Runs plans on one session. A call that the template refuses is left out, and what needs it too."""
+
+    def __init__(self, session: Session, speaker: Speaker) -> None:
         self.session = session
-        self.codec = codec
+        self.speaker = speaker
         self.played: list[Played] = []
+        self.refused: set[int] = set()
         self._waiting: dict[int, Turn] = {}
 
     def play(
@@ -52,9 +64,16 @@ class Player:
                     ready = (
                         other.needs <= done and other.index not in done and other.index not in self._waiting
                     )
-                    if ready and overlap.random() < 0.5:
-                        self.prepare(other)
-            self.commit(plan[index])
+                    if ready and not other.needs & self.refused and overlap.random() < 0.5:
+                        with suppress(TemplateError):
+                            self.prepare(other)
+            if not plan[index].needs & self.refused:
+                try:
+                    self.commit(plan[index])
+                except TemplateError:
+                    self.refused.add(index)
+            else:
+                self.refused.add(index)
             done.add(index)
 
     def prepare(self, planned: PlannedCall) -> Turn:
@@ -66,10 +85,12 @@ class Player:
     def commit(self, planned: PlannedCall) -> Played:
         turn = self._waiting.pop(planned.index, None) or self.prepare(planned)
         self._waiting.pop(planned.index, None)
-        outputs = tuple(self.codec.spell(output.message, stop=output.stop) for output in planned.outputs)
+        outputs = tuple(self.speaker.spell(output.message, stop=output.stop) for output in planned.outputs)
         logprobs = tuple(np.linspace(-1, 0, len(ids), dtype=np.float32) for ids in outputs)
         generations = [
-            Generation(ids, given, planned.index, "stop" if output.stop else "length", output.message)
+            Generation(
+                ids, given, planned.index, "stop" if output.stop else "length", self._parse(ids, output)
+            )
             for ids, given, output in zip(outputs, logprobs, planned.outputs, strict=True)
         ]
         call = self.session.commit(turn, *generations).call
@@ -78,6 +99,16 @@ class Player:
         played = Played(planned, call, turn.prompt_ids, outputs, logprobs)
         self.played.append(played)
         return played
+
+    def _parse(self, ids: Ids, output: PlannedOutput) -> Message:
+        """The message as parsed; it must be what was meant; calls without an id get one."""
+        parsed, meant = self.session.codec.parse(ids), output.message
+        assert parsed.key == meant.key, f"{meant} parses as {parsed}"
+        calls = tuple(
+            ToolCall(said.name, said.arguments, said.id or call.id)
+            for said, call in zip(parsed.calls, meant.calls, strict=True)
+        )
+        return Message("assistant", parsed.text, reasoning=parsed.reasoning, calls=calls)
 
     def log(self) -> list[LoggedCall]:
         """The same calls as a foreign log would have them."""

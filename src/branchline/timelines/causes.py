@@ -43,6 +43,8 @@ class Cause(StrEnum):
     """A question asked in passing: a title, a topic check."""
     THINK_STRIP = "think_strip"
     """The template leaves out earlier thinking."""
+    TEMPLATE = "template_rewrite"
+    """The template shows an earlier message otherwise than before (moved system text, a folded reply)."""
     TOOLS_CHANGED = "tools_changed"
     """The same conversation under other tools or template arguments."""
     DRIFT = "drift"
@@ -259,8 +261,8 @@ def _other_context(
 
 def _same_message(tree: Tree, call: Call, other: Call, branch: Node, beside: Node) -> Cause:
     """The same message, and yet another node: its ids are others."""
-    if call.rewritten == Cause.THINK_STRIP:
-        return Cause.THINK_STRIP
+    if call.rewritten:
+        return Cause.THINK_STRIP if call.rewritten == Cause.THINK_STRIP else Cause.TEMPLATE
     if call.tools != other.tools:
         return Cause.TOOLS_CHANGED
     if call.agent != other.agent:

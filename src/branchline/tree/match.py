@@ -48,6 +48,8 @@ class Matcher:
 
     def __init__(self, root: Node, delivery_of: Callable[[Node], Delivery]) -> None:
         self._root = root
+        self.restore_reasoning = True
+        """A reply that comes back without its reasoning is that reply all the same."""
         self._delivery_of = delivery_of
 
     def find(self, request: Request, first_key: bytes) -> Match:
@@ -129,7 +131,7 @@ class Matcher:
             candidate.node = child
             return True
         used = echo(recorded, shown)
-        if used is None:
+        if used is None or (Equivalence.DROPPED_REASONING in used and not self.restore_reasoning):
             return False
         if child.output is not None:
             if child.agent != request.agent:

@@ -31,7 +31,11 @@ class Committed:
 
 
 class Session:
-    """One episode of one task by one or more agents."""
+    """One episode of one task by one or more agents.
+
+    `history` and `restore_reasoning` say how the next prompt is built: as the chat template shows the
+    conversation or as it was sampled, and whether a client that drops reasoning really drops it.
+    """
 
     def __init__(
         self,
@@ -51,9 +55,17 @@ class Session:
         self._commit = threading.Lock()
 
     @classmethod
-    def reopen(cls, id: str, codec: Codec, journal: Journal, *, history: History = "template") -> Session:
+    def reopen(
+        cls,
+        id: str,
+        codec: Codec,
+        journal: Journal,
+        *,
+        history: History = "template",
+        restore_reasoning: bool = True,
+    ) -> Session:
         """The session as its journal has it; an unknown id is a session with nothing in it yet."""
-        tree = Tree()
+        tree = Tree(restore_reasoning=restore_reasoning)
         for data in journal.read(id):
             tree.apply(decode_record(data))
         return cls(id, codec, history=history, journal=journal, tree=tree)

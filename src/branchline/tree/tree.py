@@ -18,7 +18,7 @@ import xxhash
 
 from branchline.chat.base import Codec, History, Piece, Shown
 from branchline.core.call import Call, Delivery, Echo, Generation, Output, Request
-from branchline.core.echo import echo
+from branchline.core.echo import Equivalence, echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message
 from branchline.core.runs import Ids, Origin, Runs, as_ids, compress, runs_of
@@ -50,7 +50,7 @@ class Turn:
 class Tree:
     """An append-only tree of messages and their ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, restore_reasoning: bool = True) -> None:
         self.is_chronological = True
         """Whether calls stand in the order they happened; a tree grown from a log cannot know."""
         self.nodes: list[Node] = [root_node()]
@@ -58,6 +58,7 @@ class Tree:
         self._deliveries: dict[int, Delivery] = {}
         self._sampled: dict[bytes, list[Node]] = {}
         self._matcher = Matcher(self.root, self._delivery_of)
+        self._matcher.restore_reasoning = restore_reasoning
 
     @property
     def root(self) -> Node:
@@ -143,7 +144,9 @@ class Tree:
         found: Node | None = None
         for node in self._sampled.get(message.key, ()):
             used = echo(node.message, message)
-            if used is None:
+            if used is None or (
+                Equivalence.DROPPED_REASONING in used and not self._matcher.restore_reasoning
+            ):
                 continue
             ids = {call.id for call in node.message.calls if call.id} & {call.id for call in message.calls}
             rank = (-len(ids), node.agent != agent, len(used), node.id)

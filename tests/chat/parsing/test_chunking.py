@@ -57,7 +57,8 @@ STOP = 256
 
 def wholes(name: str) -> list[str]:
     """Outputs as they should be."""
-    made = [call("f", '{"k": "v\\n"}', format=name), call("g", "{}", 1, format=name)]
+    escaped = '{"k": "\\\\\\"</tool_call>[ARGS]}\\n"}'
+    made = [call("f", escaped, format=name), call("g", "{}", 1, format=name)]
     written = [
         write(text, made[:n]) for own, write in WRITERS if own == name for text in ("", "Hi.") for n in (1, 2)
     ]

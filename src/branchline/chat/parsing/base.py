@@ -139,7 +139,7 @@ class OutputParser:
     def _spell(self, token: int) -> bytes:
         try:
             return self._token_bytes(token)
-        except (CodecError, LookupError):
+        except (CodecError, LookupError, ValueError):
             self._problems.append(Problem.UNKNOWN_ID)
             return REPLACEMENT
 

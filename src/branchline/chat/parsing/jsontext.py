@@ -48,7 +48,7 @@ class JsonScan:
             if letter == '"':
                 self.in_string = not self.in_string
             elif letter == "\\":
-                self._escaped = False
+                self._escaped = at == len(text)
                 at += 1
             elif letter in "{[":
                 self._depth += 1
