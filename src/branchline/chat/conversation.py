@@ -18,7 +18,7 @@ import numpy as np
 
 from branchline.chat.base import Extension, Piece, Shown
 from branchline.chat.dialect import Dialect
-from branchline.chat.layout import Entry, Layout, context_end, lay_out
+from branchline.chat.layout import Entry, Layout, lay_out
 from branchline.chat.segments import SegmentEncoder, SizedCache
 from branchline.chat.slots import Brackets, Misfit, SlotFinder, Span
 from branchline.chat.template import ChatTemplate
@@ -200,53 +200,51 @@ class Conversation:
 
     def verbatim(self) -> Extension:
         """The path stays as it was sampled; only what is new is rendered, behind as little as will do."""
-        last = self._recorded - 1
-        first = last
-        while first > 0 and self._entries[first].message.role == "tool":
-            first -= 1
-        lead: list[Entry] = [Shown(Message("user", "."))]
-        few = (
-            [*lead, *self._entries[first:]]
-            if self._entries[first].message.role != "user"
-            else self._entries[first:]
-        )
+        said = next((index for index in reversed(range(self._recorded)) if self._is_slot(index)), None)
+        if said is None:
+            # Nothing sampled to keep: the conversation is as good as new.
+            return self.by_template()
+        few = [Shown(Message("user", ".")), *self._entries[said:]]
         for entries in (few, self._entries):
             for plainly in (False, True):
-                extension = self._behind_last(entries, len(entries) - len(self._entries), plainly)
+                extension = self._behind(entries, said, len(entries) - len(self._entries), plainly)
                 if extension is not None:
                     return extension
         return self.by_template()
 
-    def _behind_last(self, entries: Sequence[Entry], shift: int, plainly: bool) -> Extension | None:
-        """What follows the last recorded message in a conversation that ends like ours, if it is found there.
+    def _behind(self, entries: Sequence[Entry], said: int, shift: int, plainly: bool) -> Extension | None:
+        """What follows the path in a conversation that ends like ours; None where its end is not found.
 
-        `plainly` shows that message without its thinking, which templates leave out once somebody answers.
+        `said` is the last sampled message of the path. `plainly` shows it without its thinking, which
+        templates leave out once somebody answers.
         """
-        last = self._recorded - 1 + shift
+        at = said + shift
         if plainly:
-            message = entries[last].message
+            message = entries[at].message
             plain = Message("assistant", message.text or "." * (not message.calls), calls=message.calls)
-            shown = Shown(plain, entries[last].sampled_ids)
-            entries = [*entries[:last], shown, *entries[last + 1 :]]
-        slots = {index for index in range(last, len(entries)) if self._is_slot(index - shift)}
+            entries = [*entries[:at], Shown(plain, entries[at].sampled_ids), *entries[at + 1 :]]
+        first = self._recorded + shift
+        slots = {at} | {index for index in range(first, len(entries)) if self._is_slot(index - shift)}
         while True:
             try:
                 text = self._render(entries, slots, all_tools=shift == 0)
             except TemplateError:
                 return None
-            cursor = self._end_of_last(text, entries, last, last in slots)
+            cursor = self._end_of_said(text, entries[at], at)
+            for index in range(said + 1, self._recorded):
+                spelled = self._voice.encoder.spell(self._recorded_ids(index))
+                if cursor is None or spelled is None or not text.startswith(spelled, cursor):
+                    return None
+                cursor += len(spelled)
             if cursor is None:
                 return None
-            layout = self._lay_out(text, entries, slots, last + 1, cursor)
+            layout = self._lay_out(text, entries, slots, first, cursor)
             if not layout.misfits:
                 return self._assemble(text, layout, cursor, "", shift)
             slots -= layout.misfits.keys()
 
-    def _end_of_last(self, text: str, entries: Sequence[Entry], index: int, is_slot: bool) -> int | None:
-        """Where the last recorded message ends in a text that may show it otherwise than it was sampled."""
-        if not is_slot:
-            return context_end(text, entries, index, 0, self._finder)
-        entry = entries[index]
+    def _end_of_said(self, text: str, entry: Entry, index: int) -> int | None:
+        """Where a sampled message ends in a text that may show it otherwise than it was sampled."""
         sampled = entry.sampled_ids
         assert sampled is not None
         start = max(0, self._brackets.first(text, index, 0))

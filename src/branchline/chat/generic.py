@@ -77,6 +77,10 @@ class GenericCodec:
         other.now = now
         return other
 
+    def forget(self) -> None:
+        """Drops what is remembered of earlier prompts; the next ones cost more and are the same."""
+        self._texts.clear()
+
     # -- ids to messages -----------------------------------------------------------------------------
 
     @property

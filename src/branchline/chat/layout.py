@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from branchline.chat.base import Recorded, Shown
 from branchline.chat.slots import Brackets, SlotFinder, Span
 from branchline.core.message import Message
+from branchline.core.runs import Ids
 
 Entry = Recorded | Shown
 
@@ -44,42 +45,54 @@ def lay_out(
     for index in range(first, len(entries)):
         entry = entries[index]
         if index in slots:
-            start = _slot_start(text, index, cursor, generation_prompt, brackets)
             sampled = entry.sampled_ids
             assert sampled is not None
+            start = _slot_start(text, index, cursor, generation_prompt, sampled, finder, brackets)
             found = finder.find(text, index, entry.message, sampled, start)
             if isinstance(found, Span):
                 layout.spans[index] = found
                 cursor = found.end
             else:
                 layout.misfits[index] = found.reason
-                cursor = max(cursor, context_end(text, entries, index, cursor, finder))
         elif index == len(entries) - 1:
             cursor = max(cursor, body_end)
         else:
-            cursor = context_end(text, entries, index, cursor, finder)
+            following = next((later for later in range(index + 1, len(entries)) if later in slots), None)
+            limit = -1 if following is None else brackets.first(text, following, cursor)
+            cursor = _context_end(text, entries, index, cursor, limit if limit >= 0 else len(text), finder)
         layout.ends.append(cursor)
     return layout
 
 
-def _slot_start(text: str, index: int, cursor: int, generation_prompt: str, brackets: Brackets) -> int:
-    """Behind the generation prompt before a slot's first bracket; templates without one open with nothing."""
+def _slot_start(
+    text: str,
+    index: int,
+    cursor: int,
+    generation_prompt: str,
+    sampled: Ids,
+    finder: SlotFinder,
+    brackets: Brackets,
+) -> int:
+    """Behind the generation prompt before a slot's first bracket; without one, where the sample begins."""
+    first = max(cursor, brackets.first(text, index, cursor))
     if generation_prompt:
-        opened = text.rfind(generation_prompt, cursor, max(cursor, brackets.first(text, index, cursor)))
+        opened = text.rfind(generation_prompt, cursor, first)
         if opened >= 0:
             return opened + len(generation_prompt)
-    return cursor
+    return finder.start_before(text, cursor, first, sampled)
 
 
-def context_end(text: str, entries: Sequence[Entry], index: int, cursor: int, finder: SlotFinder) -> int:
-    """Where a context message ends: behind its terminator, or right behind its text where it has none."""
-    end = _text_end(text, entries[index].message, cursor)
-    following = entries[index + 1].message if index + 1 < len(entries) else None
-    limit = len(text)
-    if following is not None:
-        needle = following.text.strip()
-        place = text.find(needle, end) if needle else -1
-        limit = place if place >= 0 else limit
+def _context_end(
+    text: str, entries: Sequence[Entry], index: int, cursor: int, limit: int, finder: SlotFinder
+) -> int:
+    """Where a context message ends: behind its terminator, or right behind its text where it has none.
+
+    The next slot is as far as it can reach: some templates show an early message late.
+    """
+    end = _text_end(text, entries[index].message, cursor, limit)
+    needle = _first_words(entries[index + 1].message)
+    place = text.find(needle, end, limit) if needle else -1
+    limit = place if place >= 0 else limit
     stop = finder.next_stop(text, end)
     if stop is None or stop[0] >= limit:
         return end
@@ -89,9 +102,13 @@ def context_end(text: str, entries: Sequence[Entry], index: int, cursor: int, fi
     return end
 
 
-def _text_end(text: str, message: Message, cursor: int) -> int:
+def _first_words(message: Message) -> str:
+    return message.text.strip() or (message.calls[0].name if message.calls else "")
+
+
+def _text_end(text: str, message: Message, cursor: int, limit: int) -> int:
     for needle in (message.text.strip(), *(call.name for call in message.calls)):
-        place = text.find(needle, cursor) if needle else -1
+        place = text.find(needle, cursor, limit) if needle else -1
         if place >= 0:
             cursor = place + len(needle)
     return cursor

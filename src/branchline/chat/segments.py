@@ -52,6 +52,11 @@ class SizedCache(Generic[Value]):
                 _, dropped = self._values.popitem(last=False)
                 self.bytes -= self._size_of(dropped)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+            self.bytes = 0
+
     def __len__(self) -> int:
         return len(self._values)
 

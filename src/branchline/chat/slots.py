@@ -121,6 +121,21 @@ class SlotFinder:
         # Cut: what closes the message is not the sample's, nor is the end of thinking that was left open.
         return Span(start, stop_start if len(said) == len(shown) else last)
 
+    def start_before(self, text: str, cursor: int, bracket: int, sampled: Ids) -> int:
+        """Where a sample begins in front of its first bracket, in a template that opens replies with nothing.
+
+        A sample that begins with a marker (`[TOOL_CALLS]`) begins at that marker; one that begins with text,
+        behind the last marker that is not its own.
+        """
+        begins = self._markers(sampled[:1])
+        start = cursor
+        for opened, closed, token in self._encoder.added_in(text, cursor, bracket):
+            if begins and token == begins[0]:
+                return opened
+            if self._is_marker[token]:
+                start = closed
+        return start
+
     def with_brackets(self, brackets: Brackets) -> SlotFinder:
         """The same finder for texts marked with other brackets."""
         other = copy(self)

@@ -98,7 +98,7 @@ settings_of_reasoning = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name))
@@ -112,7 +112,7 @@ def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataOb
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))

@@ -1,0 +1,1 @@
+"""What the codec costs with a real tokenizer: `python -m benchmarks.codec [table …]`."""

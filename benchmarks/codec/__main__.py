@@ -1,0 +1,47 @@
+"""Prints the tables: `python -m benchmarks.codec` for all, `python -m benchmarks.codec turns parts` for some."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from benchmarks.codec import firsts, parts, templates, turns
+from benchmarks.codec.talks import CACHE
+from benchmarks.measure import Report
+
+TABLES: dict[str, Callable[[], Report]] = {
+    "turns": turns.table,
+    "forks": firsts.forks,
+    "sessions": firsts.sessions,
+    "parts": parts.table,
+    "templates": templates.table,
+}
+
+
+def main(names: Sequence[str]) -> int:
+    unknown = [name for name in names if name not in TABLES]
+    if unknown:
+        print(f"benchmarks: got {' '.join(unknown)}, expected any of {' '.join(TABLES)}", file=sys.stderr)
+        return 2
+    if not (CACHE / "qwen3" / "tokenizer.json").exists():
+        print(f"{CACHE}: no tokenizers, run scripts/fetch_tokenizers.py first", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    start = time.perf_counter()
+    verdicts: list[bool] = []
+    for name in names or TABLES:
+        report = TABLES[name]()
+        report.print(console)
+        verdicts += report.verdicts
+    took_s = time.perf_counter() - start
+    console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""Where the time of one turn goes: functions of the codec are timed without what they call of each other."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from benchmarks.codec.clock import median_cpu_s, timed
+from benchmarks.codec.reference import FullRender
+from benchmarks.codec.talks import AGENT, CACHE, SHORT, TOOLS, Mix, Talk, Writer, open_codec, play
+from benchmarks.measure import Report, ms
+from branchline.chat import conversation
+from branchline.chat.base import History
+from branchline.chat.conversation import Conversation
+from branchline.chat.dialect import Dialect
+from branchline.chat.segments import SegmentEncoder
+from branchline.chat.slots import Brackets
+from branchline.chat.template import ChatTemplate
+from branchline.chat.tokenizer import TokenizerDir
+
+_TURNS, _TOKENS = 25, 30_000
+_REST = "the rest"
+_PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("dialect.write", Dialect, "write"),
+    ("template.render, minijinja", ChatTemplate, "render"),
+    ("compare with the last prompt", Conversation, "_compare"),
+    ("look for our nonce", Brackets, "occurs_in"),
+    ("lay out", conversation, "lay_out"),
+    ("encode: tokenizers", TokenizerDir, "encode"),
+    ("encode: segments and cache", SegmentEncoder, "encode"),
+    ("split", SegmentEncoder, "split"),
+    ("assemble", Conversation, "_assemble"),
+)
+
+
+class Stopwatch:
+    """Exclusive CPU seconds by name: while an inner part runs, the outer one's clock stands still."""
+
+    def __init__(self) -> None:
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self._running: list[str] = [_REST]
+        self._since = time.process_time()
+
+    def _switch(self) -> None:
+        now = time.process_time()
+        self.spent_s[self._running[-1]] += now - self._since
+        self._since = now
+
+    def wrap(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            self._switch()
+            self._running.append(name)
+            try:
+                return run(*args, **options)
+            finally:
+                self._switch()
+                self._running.pop()
+
+        return wrapped
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last take."""
+        self._switch()
+        spent, self.spent_s = dict(self.spent_s), defaultdict(float)
+        return spent
+
+
+@contextmanager
+def _watched() -> Iterator[Stopwatch]:
+    watch = Stopwatch()
+    originals = [(owner, attribute, getattr(owner, attribute)) for _, owner, attribute in _PARTS]
+    for (name, owner, attribute), (_, _, original) in zip(_PARTS, originals, strict=True):
+        setattr(owner, attribute, watch.wrap(name, original))
+    try:
+        yield watch
+    finally:
+        for owner, attribute, original in originals:
+            setattr(owner, attribute, original)
+
+
+def table() -> Report:
+    tokenizer = TokenizerDir.open(CACHE / "qwen3")
+    full = FullRender(tokenizer)
+    columns = [
+        _column(tokenizer, mix, history)
+        for mix in (AGENT, SHORT)
+        for history in ("template", "verbatim")  # type: ignore[assignment]
+    ]
+    report = Report(
+        f"Where a turn goes at {_TOKENS // 1000}k tokens, CPU ms",
+        ["part", *(f"{talk.session.id}: {talk.session.history}" for talk, _ in columns)],
+        [
+            f"The median of {_TURNS} turns with a message of its own each; a part counts without the others in it.",
+            "The check with jinja2 is made on 1 render in 100 and not in the sums.",
+        ],
+    )
+    for name in (*(name for name, _, _ in _PARTS), _REST):
+        report.row(name, *(ms(parts.get(name, 0.0)) for _, parts in columns))
+    report.row("all", *(ms(sum(parts.values())) for _, parts in columns))
+    report.row("the whole talk rendered: minijinja", *(_render(talk, tokenizer.template(tools=True), full) for talk, _ in columns))
+    report.row("the whole talk rendered: jinja2", *(_render(talk, full.template, full) for talk, _ in columns))
+    return report
+
+
+def _render(talk: Talk, template: ChatTemplate, full: FullRender) -> str:
+    if talk.session.history == "verbatim":
+        return ""
+    raw = full.write(talk.messages)
+    return ms(median_cpu_s(lambda: template.render(raw, TOOLS)))
+
+
+def _column(tokenizer: TokenizerDir, mix: Mix, history: History) -> tuple[Talk, dict[str, float]]:
+    writer = Writer(mix)
+    talk = play(open_codec(tokenizer), writer, _TOKENS, history)
+    turns: list[dict[str, float]] = []
+    with _watched() as watch:
+        for _ in range(_TURNS):
+            message = writer.result(talk.messages[-1])
+
+            def run(message: Any = message) -> dict[str, float]:
+                watch.take()
+                talk.extend(message)
+                return watch.take()
+
+            turns.append(timed(run)[1])
+    names = {name for turn in turns for name in turn}
+    return talk, {name: median(turn.get(name, 0.0) for turn in turns) for name in names}

@@ -1,0 +1,38 @@
+"""Real tokenizers for tests: which there are, what their replies may look like, and how to get one."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from branchline.chat.generic import GenericCodec
+from branchline.testing.behaviours import Manners
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
+
+FAMILIES = {
+    "qwen3": Manners(),
+    "qwen2_5": Manners(),
+    # One call at a time, and its template prints a call without the text beside it.
+    "llama3_2": Manners(most_calls=1, text_beside_calls=False),
+    "mistral_nemo": Manners(most_calls=1, text_beside_calls=False),
+    # Its template loses the end of a single call, so its calls are left to the renderers codec.
+    "deepseek_v3": Manners(most_calls=0),
+    "gemma3": Manners(most_calls=0),
+}
+
+
+def codec_of(name: str) -> GenericCodec:
+    """The codec of a family; skips with a reason where its tokenizer could not be fetched."""
+    if not (CACHE / name / "tokenizer.json").exists():
+        why = "npm is missing" if shutil.which("npm") is None else "run scripts/fetch_tokenizers.py"
+        pytest.skip(f"no real {name} tokenizer: {why}")
+    return _open(name)
+
+
+@cache
+def _open(name: str) -> GenericCodec:
+    return GenericCodec.open(CACHE / name)
