@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from benchmarks.codec.clock import median_cpu_s, timed
+from benchmarks.codec.clock import median_cpu_s
 from benchmarks.codec.reference import FullRender
 from benchmarks.codec.talks import AGENT, CACHE, SHORT, TOOLS, Mix, Talk, Writer, open_codec, play
-from benchmarks.measure import Report, ms
+from benchmarks.measure import Report, cpu_s, ms
 from branchline.chat import conversation
 from branchline.chat.base import History
 from branchline.chat.conversation import Conversation
@@ -85,24 +85,21 @@ def _watched() -> Iterator[Stopwatch]:
 def table() -> Report:
     tokenizer = TokenizerDir.open(CACHE / "qwen3")
     full = FullRender(tokenizer)
-    columns = [
-        _column(tokenizer, mix, history)
-        for mix in (AGENT, SHORT)
-        for history in ("template", "verbatim")  # type: ignore[assignment]
-    ]
+    histories: tuple[History, ...] = ("template", "verbatim")
+    columns = [_column(tokenizer, mix, history) for mix in (AGENT, SHORT) for history in histories]
     report = Report(
         f"Where a turn goes at {_TOKENS // 1000}k tokens, CPU ms",
         ["part", *(f"{talk.session.id}: {talk.session.history}" for talk, _ in columns)],
         [
-            f"The median of {_TURNS} turns with a message of its own each; a part counts without the others in it.",
+            f"The median of {_TURNS} turns, each with a message of its own; a part counts without the others in it.",
             "The check with jinja2 is made on 1 render in 100 and not in the sums.",
         ],
     )
     for name in (*(name for name, _, _ in _PARTS), _REST):
         report.row(name, *(ms(parts.get(name, 0.0)) for _, parts in columns))
     report.row("all", *(ms(sum(parts.values())) for _, parts in columns))
-    report.row("the whole talk rendered: minijinja", *(_render(talk, tokenizer.template(tools=True), full) for talk, _ in columns))
-    report.row("the whole talk rendered: jinja2", *(_render(talk, full.template, full) for talk, _ in columns))
+    for name, template in (("minijinja", tokenizer.template(tools=True)), ("jinja2", full.template)):
+        report.row(f"only rendered: {name}", *(_render(talk, template, full) for talk, _ in columns))
     return report
 
 
@@ -116,16 +113,16 @@ def _render(talk: Talk, template: ChatTemplate, full: FullRender) -> str:
 def _column(tokenizer: TokenizerDir, mix: Mix, history: History) -> tuple[Talk, dict[str, float]]:
     writer = Writer(mix)
     talk = play(open_codec(tokenizer), writer, _TOKENS, history)
+    messages = [writer.result(talk.messages[-1]) for _ in range(_TURNS)]
     turns: list[dict[str, float]] = []
+
+    def run() -> None:
+        for message in messages:
+            watch.take()
+            talk.extend(message)
+            turns.append(watch.take())
+
     with _watched() as watch:
-        for _ in range(_TURNS):
-            message = writer.result(talk.messages[-1])
-
-            def run(message: Any = message) -> dict[str, float]:
-                watch.take()
-                talk.extend(message)
-                return watch.take()
-
-            turns.append(timed(run)[1])
+        cpu_s(run)
     names = {name for turn in turns for name in turn}
     return talk, {name: median(turn.get(name, 0.0) for turn in turns) for name in names}

@@ -77,8 +77,8 @@ class Mix:
 
 
 AGENT = Mix("agent")
-SHORT = Mix("short messages", said=60, observed=95, system=200)
-FOREIGN = Mix("agent, not ASCII", accents=True)
+SHORT = Mix("short", said=56, observed=88, system=200)
+FOREIGN = Mix("not ASCII", accents=True)
 THINKING = Mix("one long cycle with reasoning", reasoned=120, user_every=0)
 
 

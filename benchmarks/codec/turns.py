@@ -6,7 +6,9 @@ the caches hold what they would hold then, and nothing of the answer.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from benchmarks.codec.clock import median_cpu_s, timed
@@ -23,12 +25,12 @@ from benchmarks.codec.talks import (
     open_codec,
     play,
 )
-from benchmarks.measure import Report, ms
+from benchmarks.measure import Report, cpu_s, ms
 from branchline import Message
-from branchline.chat.base import History
+from branchline.chat.base import Extension, History
 from branchline.chat.tokenizer import TokenizerDir
 
-_TURNS, _FULL_TURNS = 30, 7
+_ROUNDS, _TURNS, _FULL_TURNS = 4, 12, 2
 _CHECKED_RENDERS = 100
 """Of so many renders one is made by jinja2 too."""
 _TARGET_SIZE = 30_000
@@ -47,8 +49,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        follows = "user" if self.is_user else "tool"
-        return f"{self.mix.name}, {self.tokens // 1000}k + {follows}"
+        return f"{self.mix.name} {self.tokens // 1000}k + {'user' if self.is_user else 'tool'}"
 
     def message(self, writer: Writer, talk: Talk) -> Message:
         if self.is_user:
@@ -60,7 +61,7 @@ _CASES = (
     Case(AGENT, 3_000),
     Case(AGENT, 30_000),
     Case(AGENT, 30_000, is_user=True),
-    Case(AGENT, 30_000, new_tokens=650),
+    Case(AGENT, 30_000, new_tokens=700),
     Case(SHORT, 30_000),
     Case(FOREIGN, 30_000),
     Case(AGENT, 130_000),
@@ -73,9 +74,9 @@ def table() -> Report:
     report = Report(
         "One turn: codec.extend beside a full render and encode (Qwen3)",
         [
-            "history + new message",
+            "history + new",
             "tokens",
-            "messages",
+            "msgs",
             "new",
             "template ms",
             "verbatim ms",
@@ -84,13 +85,14 @@ def table() -> Report:
             "target",
             "verbatim",
             "target",
-            "prompts",
+            "equal",
         ],
         [
             f"Full: {full.name}.",
-            f"CPU time, the median of {_TURNS} turns ({_FULL_TURNS} of full), each with a message of its own.",
-            f"Under template a {_CHECKED_RENDERS}th of a jinja2 render is added: one render in so many is checked.",
-            "Prompts: how many of those made both ways have equal ids, under template and verbatim.",
+            f"CPU time, the median of {_ROUNDS * _TURNS} turns ({2 * _ROUNDS * _FULL_TURNS} of full), each with a "
+            f"message of its own; {_TURNS} follow each other, then it is the other side's turn.",
+            f"Under template 1/{_CHECKED_RENDERS} of a jinja2 render is added: one render in so many is checked with it.",
+            "Equal: prompts whose ids are those of the full render, under template and verbatim.",
         ],
     )
     for case in _CASES:
@@ -103,12 +105,12 @@ def _measure(report: Report, case: Case, tokenizer: TokenizerDir, full: FullRend
     verbatim = _Side(case, tokenizer, "verbatim")
     full_s: list[float] = []
     equal: list[bool] = []
-    for turn in range(_TURNS):
+    for _ in range(_ROUNDS):
         for side in (by_template, verbatim):
-            message, ids = side.turn()
-            if turn < _FULL_TURNS:
+            messages = side.take_turns(_TURNS)
+            for message, ids in messages[:_FULL_TURNS]:
                 raw = full.write([*side.talk.messages, message])
-                spent, whole = timed(lambda raw=raw: full.ids(raw, TOOLS))  # type: ignore[misc]
+                spent, whole = timed(partial(full.ids, raw, TOOLS))
                 full_s.append(spent)
                 equal.append(whole == ids)
     raw = full.write(by_template.talk.messages)
@@ -128,7 +130,7 @@ def _measure(report: Report, case: Case, tokenizer: TokenizerDir, full: FullRend
         report.target(f"≥ {_TEMPLATE_TARGET}×", whole_s / template_s >= _TEMPLATE_TARGET) if has_target else "",
         f"{whole_s / verbatim_s:.1f}×",
         report.target(f"≥ {_VERBATIM_TARGET}×", whole_s / verbatim_s >= _VERBATIM_TARGET) if has_target else "",
-        report.target(f"{sum(equal)} of {len(equal)} equal", all(equal)),
+        report.target(f"{sum(equal)}/{len(equal)}", all(equal)),
     )
 
 
@@ -144,12 +146,18 @@ class _Side:
         self.spent_s: list[float] = []
         self.encoded: list[int] = []
 
-    def turn(self) -> tuple[Message, list[int]]:
-        """Measures a turn that is not committed: the next one stands behind the same history."""
-        message = self._case.message(self._writer, self.talk)
-        before = self.talk.codec.encoder.encoded_tokens
-        spent, extension = timed(lambda: self.talk.extend(message))
+    def take_turns(self, count: int) -> list[tuple[Message, list[int]]]:
+        """Measures turns that are not committed, so that each stands behind the same history."""
+        taken: list[tuple[Message, Extension]] = []
+        messages = [self._case.message(self._writer, self.talk) for _ in range(count)]
+        cpu_s(lambda: taken.extend([(message, self._turn(message)) for message in messages]))
+        return [(message, self.talk.prompt_ids(extension).tolist()) for message, extension in taken]
+
+    def _turn(self, message: Message) -> Extension:
+        encoder = self.talk.codec.encoder
+        before, start = encoder.encoded_tokens, time.process_time()
+        extension = self.talk.extend(message)
+        self.spent_s.append(time.process_time() - start)
+        self.encoded.append(encoder.encoded_tokens - before)
         assert extension.kept == len(self.talk.path), "the history was not kept"
-        self.spent_s.append(spent)
-        self.encoded.append(self.talk.codec.encoder.encoded_tokens - before)
-        return message, self.talk.prompt_ids(extension).tolist()
+        return extension

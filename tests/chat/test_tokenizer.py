@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ CHATML = (
 )
 
 
-def save_byte_level(path: Path, **config: Any) -> Path:
+def save_byte_level(path: Path, added: Sequence[str] = (), **config: Any) -> Path:
     """A byte-level BPE with a few merges: `hello` is one token, and so are `h` and `ello`."""
     vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("l", "o"), ("l", "lo"), ("e", "llo"), ("h", "ello"), ("Ġ", "hello")]
@@ -42,6 +43,7 @@ def save_byte_level(path: Path, **config: Any) -> Path:
         [AddedToken("<|start|>", special=True), AddedToken("<|end▁é|>", special=True)]
     )
     tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("<|end|>", special=False)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in added])
     tokenizer.enable_truncation(4)
     path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))

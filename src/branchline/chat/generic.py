@@ -8,7 +8,7 @@ segment by segment (`segments`), and cut into messages where their text ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import datetime
@@ -37,7 +37,11 @@ _PROBE = "zqprobe"
 
 
 class GenericCodec:
-    """Messages ⇄ ids for a tokenizer with a Jinja chat template."""
+    """Messages ⇄ ids for a tokenizer with a Jinja chat template.
+
+    Parsers are detected from the template unless named. `stop_ids` are ids that end an output beside those
+    the tokenizer's files and the template tell (an engine may know more).
+    """
 
     def __init__(
         self,
@@ -46,9 +50,11 @@ class GenericCodec:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         keep_empty_think: bool = True,
+        stop_ids: Iterable[int] = (),
         now: datetime | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._more_stops = frozenset(stop_ids)
         self.keep_empty_think = keep_empty_think
         """Let an empty thinking block of the generation prompt stand, although history does not show it."""
         self.now = now or datetime.now()
@@ -144,7 +150,7 @@ class GenericCodec:
     def _voice(self, tools: Tools = ()) -> Voice:
         template = self.tokenizer.template(tools=bool(tools))
         if template not in self._voices:
-            stops = self.tokenizer.stop_ids | self._terminators(template)
+            stops = self.tokenizer.stop_ids | self._more_stops | self._terminators(template)
             finder = SlotFinder(self.encoder, self._brackets, stops, self.tokenizer.vocab_size)
             self._voices[template] = Voice(
                 template,

@@ -41,7 +41,6 @@ def lay_out(
 ) -> Layout:
     """Lays out entries[first:] in a text whose earlier messages end at `cursor`."""
     layout = Layout(first)
-    body_end = len(text) - len(generation_prompt) if text.endswith(generation_prompt) else len(text)
     for index in range(first, len(entries)):
         entry = entries[index]
         if index in slots:
@@ -55,13 +54,23 @@ def lay_out(
             else:
                 layout.misfits[index] = found.reason
         elif index == len(entries) - 1:
-            cursor = max(cursor, body_end)
+            cursor = _body_end(text, entry.message, cursor, generation_prompt)
         else:
             following = next((later for later in range(index + 1, len(entries)) if later in slots), None)
             limit = -1 if following is None else brackets.first(text, following, cursor)
             cursor = _context_end(text, entries, index, cursor, limit if limit >= 0 else len(text), finder)
         layout.ends.append(cursor)
     return layout
+
+
+def _body_end(text: str, message: Message, cursor: int, generation_prompt: str) -> int:
+    """Where the last message ends: before the generation prompt, whatever that holds this time."""
+    opened = (
+        text.rfind(generation_prompt, _text_end(text, message, cursor, len(text)))
+        if generation_prompt
+        else -1
+    )
+    return opened if opened >= 0 else len(text)
 
 
 def _slot_start(

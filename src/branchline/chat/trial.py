@@ -7,7 +7,7 @@ what stands before it is what the template did. Each text is rendered by both en
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from branchline.chat.base import Shown
 from branchline.chat.conversation import EMPTY_THINK
 from branchline.chat.dialect import Dialect
+from branchline.chat.findings import Evidence
 from branchline.chat.generic import GenericCodec
 from branchline.chat.template import ChatTemplate
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Ids, as_ids
 
-Evidence = Mapping[str, str]
 Raw = dict[str, Any]
 
 CLOCK = datetime(2001, 2, 3, 4, 5, 6)
@@ -115,9 +115,12 @@ class Trial:
             return words_of(error)
         return ""
 
-    def grow(self, messages: Sequence[Message], then: Message, *, tools: bool = False) -> tuple[str, str]:
+    def grow(
+        self, messages: Sequence[Message], then: Message, *, tools: bool = False, every: bool = False
+    ) -> tuple[str, str]:
         """The text of a conversation as it stood when it went on, and with what came then.
 
+        `every`: where a prompt on the way was not yet rewritten before that, it is the text to compare with.
         A reply comes behind the generation prompt. A template that opens every reply without being asked has
         that taken off, and empty thoughts do not count: history shows none, and the codec lets them stand.
         """
@@ -125,8 +128,14 @@ class Trial:
         earlier = self.show(messages, tools=tools, asked=replies)
         if not replies:
             earlier = earlier.removesuffix(self.opener) if self.opener else earlier
-        later = self.show([*messages, then], tools=tools)
-        return _EMPTY_THOUGHT.sub("", earlier), _EMPTY_THOUGHT.sub("", later)
+        later = _EMPTY_THOUGHT.sub("", self.show([*messages, then], tools=tools))
+        earlier = _EMPTY_THOUGHT.sub("", earlier)
+        places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+        for place in places if every and later.startswith(earlier) else ():
+            prompt = _EMPTY_THOUGHT.sub("", self.show(messages[:place], tools=tools, asked=True))
+            if not later.startswith(prompt):
+                return prompt, later
+        return earlier, later
 
     def stops_between(self, text: str, start: int, end: int) -> bool:
         """Whether a token that ends a message stands between two places."""

@@ -43,13 +43,14 @@ class Session:
         codec: Codec,
         *,
         history: History = "template",
+        restore_reasoning: bool = True,
         journal: Journal | None = None,
         tree: Tree | None = None,
     ) -> None:
         self.id = id
         self.codec = codec
         self.history: History = history
-        self.tree = tree or Tree()
+        self.tree = tree or Tree(restore_reasoning=restore_reasoning)
         self._journal = journal
         # Plan, journal and apply belong together; prepare reads an append-only tree and needs no lock.
         self._commit = threading.Lock()

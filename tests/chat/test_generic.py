@@ -1,0 +1,312 @@
+"""The generic codec on real templates, edge by edge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from branchline import Generation, Message, Request, Session, ToolCall, Turn, timelines_of
+from branchline.chat.generic import GenericCodec
+from branchline.core.errors import TemplateError
+from branchline.core.runs import as_ids
+from branchline.tree.node import Node
+from tests.chat.families import CACHE, FAMILIES, codec_of
+from tests.chat.test_tokenizer import save_byte_level
+
+TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message("assistant", text, calls=calls, reasoning=reasoning)
+
+
+class Talk:
+    """A session on a real codec, driven by hand-written ids and texts."""
+
+    def __init__(self, codec: GenericCodec, **options: object) -> None:
+        self.codec = codec
+        self.session = Session("s", codec, **options)  # type: ignore[arg-type]
+
+    def ids(self, text: str) -> list[int]:
+        return self.codec.tokenizer.encode(text).tolist()
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.codec.decode(as_ids(ids))
+
+    def say(self, messages: list[Message], ids: list[int], finish: str = "stop", **about: object) -> Node:
+        turn = self.look(*messages, **about)
+        call = self.session.commit(turn, Generation(as_ids(ids), finish=finish)).call
+        return self.session.tree.nodes[call.outputs[0]]
+
+    def look(self, *messages: Message, **about: object) -> Turn:
+        return self.session.prepare(Request(messages, **about))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def qwen() -> Talk:
+    return Talk(codec_of("qwen3"))
+
+
+IM_START, IM_END, ASSISTANT, NEWLINE = 151644, 151645, 77091, 198
+
+
+@pytest.mark.parametrize(
+    ("sampled", "finish", "mask"),
+    [
+        ([4, 3, 2, IM_END], "stop", [0, 0, 0, 1, 1, 1, 1, 0]),
+        ([3, 2, 1], "length", [0, 0, 0, 1, 1, 1, 0, 0]),
+    ],
+    ids=["stopped", "cut"],
+)
+def test_a1_container_and_terminator_on_the_real_tokenizer(
+    qwen: Talk, sampled: list[int], finish: str, mask: list[int]
+) -> None:
+    node = qwen.say([user("p")], sampled, finish)
+    qwen.say([user("p"), node.message, user("q")], [9, IM_END])
+    (line,) = timelines_of(qwen.session.tree)
+    start = node.sampled_start - 3
+    body = sampled if IM_END in sampled else [*sampled, IM_END]
+    assert line.ids[start : start + 8].tolist() == [IM_START, ASSISTANT, NEWLINE, *body, NEWLINE]
+    assert line.mask[start : start + 8].tolist() == mask
+
+
+def test_a7_an_oddly_spelled_reply_stays_as_it_was_sampled(qwen: Talk) -> None:
+    node = qwen.say([user("p")], [71, 4791, IM_END])
+    assert node.message.text == "hello"
+    assert qwen.ids("hello") == [14990]
+    turn = qwen.look(user("p"), said("hello"), user("q"))
+    assert turn.parent is node
+    whole = turn.prompt_ids.tolist()
+    assert whole[node.sampled_start : node.end] == [71, 4791, IM_END]
+    assert 14990 not in whole
+
+
+@pytest.mark.parametrize("history", ["template", "verbatim"])
+def test_a_compact_tool_call_is_kept_although_the_template_would_space_it(history: str) -> None:
+    talk = Talk(codec_of("qwen3"), history=history)
+    text = '<tool_call>\n{"name":"look","arguments":{"at":1,"far":false}}\n</tool_call>'
+    node = talk.say([user("p")], [*talk.ids(text), IM_END], tools=TOOLS)
+    (call,) = node.message.calls
+    assert (call.name, call.arguments) == ("look", '{"at":1,"far":false}')
+    echoed = said("", ToolCall("look", '{"far": false, "at": 1}', "renamed"))
+    turn = talk.look(user("p"), echoed, Message("tool", "seen", answers="renamed"), tools=TOOLS)
+    assert turn.parent is node
+    assert not turn.rewritten
+    assert '{"name":"look","arguments":{"at":1,"far":false}}' in talk.text(turn.prompt_ids.tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_empty_reply_can_be_continued(family: str) -> None:
+    talk = Talk(codec_of(family))
+    node = talk.say([user("p")], [], "length")
+    assert node.message.is_empty
+    turn = talk.look(user("p"), said(""), user("go on"))
+    assert "go on" in talk.text(turn.prompt_ids.tolist())
+    talk.session.commit(turn, Generation(as_ids(talk.ids("yes"))))
+    assert turn.parent is node or family == "qwen3"
+
+
+def test_a_stop_that_the_template_does_not_write_forks(qwen: Talk) -> None:
+    end_of_text = qwen.ids("<|endoftext|>")
+    qwen = Talk(GenericCodec(qwen.codec.tokenizer, stop_ids=end_of_text))
+    node = qwen.say([user("p")], [*qwen.ids("yes"), *end_of_text])
+    assert node.message.text == "yes"
+    turn = qwen.look(user("p"), node.message, user("q"))
+    assert turn.rewritten == "foreign_stop"
+    assert turn.parent.message.text == "p"
+
+
+def test_thinking_that_was_cut_is_closed_by_the_template_as_context(qwen: Talk) -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    first = qwen.say([user("p")], [*qwen.ids("<think>\nhm\n</think>\n\n" + call), IM_END], tools=TOOLS)
+    result = Message("tool", "seen")
+    node = qwen.say(
+        [user("p"), first.message, result], qwen.ids("<think>\nhalf a thou"), "length", tools=TOOLS
+    )
+    assert node.message.reasoning == "half a thou"
+    turn = qwen.look(user("p"), first.message, result, node.message, result, tools=TOOLS)
+    assert turn.parent is node
+    follows = qwen.text(turn.prompt_ids.tolist()[node.end :])
+    assert follows.startswith("\n</think>\n\n<|im_end|>\n")
+
+
+def test_thinking_is_left_out_where_the_template_leaves_it_out_and_kept_inside_a_tool_cycle(
+    qwen: Talk,
+) -> None:
+    node = qwen.say([user("p")], [*qwen.ids("<think>\nplan\n</think>\n\nanswer"), IM_END])
+    assert (node.message.text, node.message.reasoning) == ("answer", "plan")
+    turn = qwen.look(user("p"), said("answer"), user("q"))
+    assert turn.rewritten == "think_strip"
+    assert "plan" not in qwen.text(turn.prompt_ids.tolist())
+    verbatim = Talk(qwen.codec, history="verbatim")
+    node = verbatim.say([user("p")], [*qwen.ids("<think>\nplan\n</think>\n\nanswer"), IM_END])
+    assert verbatim.look(user("p"), said("answer"), user("q")).parent is node
+
+
+def test_a_client_that_drops_reasoning_gets_it_back_unless_it_may_really_drop_it(qwen: Talk) -> None:
+    call = "<think>\nplan\n</think>\n\n" + '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    for restore in (True, False):
+        talk = Talk(qwen.codec, restore_reasoning=restore)
+        node = talk.say([user("p")], [*qwen.ids(call), IM_END], tools=TOOLS)
+        dropped = said("", *node.message.calls)
+        turn = talk.look(user("p"), dropped, Message("tool", "seen"), tools=TOOLS)
+        assert ("plan" in talk.text(turn.prompt_ids.tolist())) is restore
+        assert (turn.parent is node) is restore
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_empty_thought_of_the_generation_prompt_may_stand(keep: bool) -> None:
+    codec_of("qwen3")
+    talk = Talk(GenericCodec.open(CACHE / "qwen3", keep_empty_think=keep))
+    off = {"enable_thinking": False}
+    history = [user("p")]
+    for count in range(3):
+        turn = talk.look(*history, template=off)
+        assert talk.text(turn.opening.tolist()).endswith("<think>\n\n</think>\n\n")
+        assert (turn.parent.depth == len(history) - 1) is (keep or count == 0)
+        node = talk.say(history, [*talk.ids(f"answer {count}"), IM_END], template=off)
+        history += [node.message, user(f"and {count}?")]
+
+
+def test_consecutive_tool_results_are_folded_as_the_template_folds_them(qwen: Talk) -> None:
+    text = "\n".join(
+        f'<tool_call>\n{{"name": "look", "arguments": {{"at": {n}}}}}\n</tool_call>' for n in (1, 2)
+    )
+    node = qwen.say([user("p")], [*qwen.ids(text), IM_END], tools=TOOLS)
+    results = [Message("tool", "one"), Message("tool", "two")]
+    turn = qwen.look(user("p"), node.message, *results, tools=TOOLS)
+    assert turn.parent is node
+    behind = qwen.text(turn.prompt_ids.tolist()[node.end :])
+    assert behind.count("<|im_start|>user") == 1
+    assert len(turn.pieces) == 2
+    assert "one" in qwen.text(turn.pieces[0].ids.tolist())
+    assert "two" in qwen.text(turn.pieces[1].ids.tolist())
+
+
+def test_b6_an_assistant_message_anywhere_is_context(qwen: Talk) -> None:
+    shots = [user("1+1"), said("2"), user("2+2"), said("4"), user("3+3")]
+    node = qwen.say(shots, [*qwen.ids("6"), IM_END])
+    assert [entry.is_sampled for entry in node.path()] == [False] * 5 + [True]
+    prefill = qwen.look(user("p"), said("It starts with"))
+    assert "It starts with" in qwen.text(prefill.prompt_ids.tolist())
+    middle = qwen.look(*shots, node.message, Message("system", "Be brief."), user("4+4"))
+    assert middle.parent is node
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in qwen.text(middle.prompt_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    "text", ["größer 中文 🙂", "e\u0301tude", "a\u200bb", "tab\tand\r\nreturn", "<|im_end|>"]
+)
+def test_letters_of_any_kind_survive_both_ways(qwen: Talk, text: str) -> None:
+    node = qwen.say([user(text)], [*qwen.ids("antwort: größer 🙂"), IM_END])
+    assert node.message.text == "antwort: größer 🙂"
+    qwen.codec.forget()
+    turn = qwen.look(user(text), node.message, user("q"))
+    assert turn.parent is node
+
+
+def test_a_reply_that_spells_a_stop_token_letter_by_letter_is_not_trusted_to_the_template(qwen: Talk) -> None:
+    letters = [token for letter in "x<|im_end|>y" for token in qwen.ids(letter)]
+    node = qwen.say([user("p")], [*letters, IM_END])
+    assert node.message.text == "x<|im_end|>y"
+    turn = qwen.look(user("p"), node.message, user("q"))
+    assert turn.rewritten
+    verbatim = Talk(qwen.codec, history="verbatim")
+    node = verbatim.say([user("p")], [*letters, IM_END])
+    assert verbatim.look(user("p"), node.message, user("q")).parent is node
+
+
+def test_a_lone_surrogate_in_a_request_does_not_raise(qwen: Talk) -> None:
+    request = Request.read({"messages": [{"role": "user", "content": "half \ud83d pair"}]})
+    turn = qwen.session.prepare(request)
+    assert "half \ufffd pair" in qwen.text(turn.prompt_ids.tolist())
+
+
+def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
+    talk = Talk(codec_of("mistral_nemo"))
+    with pytest.raises(TemplateError, match="conversation roles must alternate"):
+        talk.look(user("a"), user("b"))
+    assert len(talk.session.tree.nodes) == 1
+
+
+def test_ids_of_calls_are_what_the_template_requires_and_results_follow_them() -> None:
+    talk = Talk(codec_of("mistral_nemo"))
+    text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}, "id": "abc123def"}]'
+    node = talk.say([user("p")], [*talk.ids(text), *talk.ids("</s>")], tools=TOOLS)
+    assert node.message.calls[0].id == "abc123def"
+    shown = said("", ToolCall("look", '{"at": 1}', "call_renamed_by_client"))
+    turn = talk.look(user("p"), shown, Message("tool", "7", answers="call_renamed_by_client"), tools=TOOLS)
+    assert turn.parent is node
+    assert '"call_id": "abc123def"' in talk.text(turn.prompt_ids.tolist())
+
+
+def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
+    codec = codec_of("llama3_2").at(datetime(2026, 3, 1))
+    talk = Talk(codec)
+    node = talk.say([user("p")], [*talk.ids("yes"), *talk.ids("<|eot_id|>")])
+    turn = talk.look(user("p"), node.message, user("q"))
+    assert turn.parent is node
+    assert "01 Mar 2026" in talk.text(turn.prompt_ids.tolist())
+
+
+def test_template_arguments_are_part_of_a_prompts_identity(qwen: Talk) -> None:
+    qwen.say([user("p")], [*qwen.ids("yes"), IM_END])
+    assert qwen.look(user("p"), template={"enable_thinking": False}).parent is qwen.session.tree.root
+
+
+GLM_LIKE = (
+    "{% for m in messages %}{% set r = 'observation' if m.role == 'tool' else m.role %}"
+    "<|{{ r }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_stop_token_may_be_the_next_messages_opener(tmp_path: Path) -> None:
+    added = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+    talk = Talk(GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, added=added)))
+    stop = talk.ids("<|user|>")
+    assert set(stop) <= talk.codec.stop_ids
+    node = talk.say([user("p")], [*talk.ids("yes"), *stop])
+    assert node.message.text == "yes"
+    turn = talk.look(user("p"), said("yes"), user("q"))
+    assert turn.parent is node
+    assert talk.text(turn.prompt_ids.tolist()) == "<|user|>\np<|assistant|>\nyes<|user|>\nq<|assistant|>\n"
+    other = talk.look(user("p"), said("yes"), Message("tool", "t"))
+    assert other.rewritten
+    cut = talk.say([user("r")], talk.ids("no"), "length")
+    turn = talk.look(user("r"), said("no"), user("s"))
+    assert turn.parent is cut
+
+
+def test_one_prompt_is_cheap_behind_what_is_recorded_whatever_the_length(qwen: Talk) -> None:
+    history = [user("word " * 3000)]
+    node = qwen.say(history, [*qwen.ids("yes"), IM_END])
+    turn = qwen.look(*history, node.message, user("q"))
+    assert turn.encoded < 20
+    assert len(turn.prompt_ids) > 3000
+    assert qwen.codec.count([*history, node.message, user("q")]) == len(turn.prompt_ids)
+
+
+def test_system_prompts_are_encoded_once_for_all_sessions(qwen: Talk) -> None:
+    system = Message("system", "rule " * 2000 + "é")
+    qwen.look(system, user("first"))
+    before = qwen.codec.encoder.encoded_tokens
+    other = Talk(qwen.codec)
+    turn = other.look(system, user("second"))
+    assert qwen.codec.encoder.encoded_tokens - before < 50
+    assert len(turn.prompt_ids) > 2000
+
+
+def test_logprobs_and_masks_of_a_real_conversation_are_aligned(qwen: Talk) -> None:
+    ids = [*qwen.ids("yes"), IM_END]
+    turn = qwen.look(user("p"))
+    qwen.session.commit(turn, Generation(as_ids(ids), np.full(len(ids), -1, np.float32)))
+    (line,) = timelines_of(qwen.session.tree)
+    assert line.logprobs[line.mask == 1].tolist() == [-1] * len(ids)
