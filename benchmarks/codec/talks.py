@@ -175,7 +175,12 @@ def open_codec(tokenizer: TokenizerDir) -> GenericCodec:
 
 
 def play(
-    codec: GenericCodec, writer: Writer, tokens: int, history: History = "template", *, last_calls: bool = True
+    codec: GenericCodec,
+    writer: Writer,
+    tokens: int,
+    history: History = "template",
+    *,
+    last_calls: bool = True,
 ) -> Talk:
     """Plays a conversation call by call until so many tokens have been prompted and sampled."""
     session = Session(writer.mix.name, codec, history=history)

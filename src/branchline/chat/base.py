@@ -7,10 +7,11 @@ Concatenating the kept ids, the pieces and the opening is the prompt, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from branchline.chat.parsing.base import Delta, Problem
 from branchline.core.message import Message
 from branchline.core.runs import Ids, Runs
 
@@ -68,6 +69,17 @@ class Extension:
     """Why less than the whole path was kept."""
 
 
+class IncrementalParser(Protocol):
+    """One output, parsed as it arrives: however it is cut, the deltas add up to the same message."""
+
+    def feed(self, ids: Iterable[int]) -> list[Delta]: ...
+    def finish(self, finish_reason: str | None) -> list[Delta]: ...
+    @property
+    def message(self) -> Message: ...
+    @property
+    def problems(self) -> tuple[Problem, ...]: ...
+
+
 class Codec(Protocol):
     """Messages to ids and back, for one model family's way of writing conversations."""
 
@@ -86,8 +98,26 @@ class Codec(Protocol):
         """The next prompt behind a path."""
         ...
 
-    def parse(self, ids: Ids) -> Message:
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an output."""
+        ...
+
+    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> IncrementalParser:
+        """A parser for one output, to be fed as it arrives."""
+        ...
+
+    def parse(self, ids: Ids, finish: str = "stop") -> Message:
         """The assistant message that sampled ids spell. Never raises, whatever the ids."""
+        ...
+
+    def count(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        """How many tokens a prompt has."""
         ...
 
     def decode(self, ids: Ids) -> str:

@@ -136,7 +136,7 @@ def _frame_stays(trial: Trial) -> Iterator[Finding]:
     """Whether the system text and the tools stay where they were as the conversation grows."""
     yield _stays(trial, "system_text", "the system text", t.SYSTEM.text, tools=False)
     if trial.dialect.shows_tools:
-        yield _stays(trial, "tool_list", "the tools", f'"{t.TOOL}"', tools=True)
+        yield _stays(trial, "tool_list", "the tools", t.PURPOSE, tools=True)
 
 
 def _stays(trial: Trial, name: str, what: str, word: str, *, tools: bool) -> Finding:
@@ -151,8 +151,7 @@ def _stays(trial: Trial, name: str, what: str, word: str, *, tools: bool) -> Fin
         does = f"repeats {what} with every user message"
     if trial.dialect.shows_calls:
         between = trial.show([t.SYSTEM, t.ASKS, t.CALLS, t.RESULT], tools=tools)
-        # The call itself names the tool: only what stands before it counts.
-        if word not in between[: between.find(t.ARGUMENT)].rpartition(t.ASKS.text)[0]:
+        if word not in between:
             later = later if does else between
             does = f"{does} and hides it between tool steps" if does else f"hides {what} between tool steps"
     if does:

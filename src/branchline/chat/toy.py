@@ -7,12 +7,14 @@ It can strip earlier thinking as real templates do. Tests, demos and the scripte
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from branchline.chat.base import Extension, History, Piece, Recorded, Shown
+from branchline.chat.parsing.base import Delta, Problem
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Ids, Origin, as_ids, runs_of
 
@@ -98,24 +100,27 @@ class ToyCodec:
             rewritten="think_strip" if kept < len(path) else "",
         )
 
-    def parse(self, ids: Ids) -> Message:
-        body = ids.tolist()
-        if self.terminator and body[-len(self.terminator) :] == list(self.terminator):
-            body = body[: -len(self.terminator)]
-        reasoning = ""
-        if body[:1] == [THINK]:
-            end = body.index(END_THINK) if END_THINK in body else len(body)
-            reasoning, body = _text(body[1:end]), body[end + 1 :]
-        calls: list[ToolCall] = []
-        while CALL in body and END_CALL in body[body.index(CALL) :]:
-            start = body.index(CALL)
-            end = body.index(END_CALL, start)
-            call = _parse_call(_text(body[start + 1 : end]))
-            if call is None:
-                break
-            calls.append(call)
-            body = body[:start] + body[end + 1 :]
-        return Message("assistant", _text(body), reasoning=reasoning, calls=tuple(calls))
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.terminator)
+
+    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> ToyParser:
+        return ToyParser(self.stop_ids)
+
+    def parse(self, ids: Ids, finish: str = "stop") -> Message:
+        parser = self.parser()
+        parser.feed(ids.tolist())
+        parser.finish(finish)
+        return parser.message
+
+    def count(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        whole = self.extend((), [Shown(message) for message in messages], tools=tools, template=template)
+        return sum(len(piece.ids) for piece in whole.pieces) + len(whole.opening)
 
     def decode(self, ids: Ids) -> str:
         return _text(ids.tolist())
@@ -171,9 +176,87 @@ def _message_body(message: Message, *, strip: bool) -> list[int]:
     return body
 
 
-def _parse_call(text: str) -> ToolCall | None:
-    name, space, arguments = text.partition(" ")
-    return ToolCall(name, arguments) if space and name else None
+class ToyParser:
+    """One toy output, read as it arrives: frames are single tokens, so only a call is held back."""
+
+    def __init__(self, stop_ids: frozenset[int]) -> None:
+        self._stop_ids = stop_ids
+        self._stop: int | None = None
+        self._mode = "text"
+        self._call: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._said: list[Delta] = []
+        self.problems: tuple[Problem, ...] = ()
+
+    def feed(self, ids: Iterable[int]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for token in ids:
+            if self._stop is not None:
+                # Something follows, so it was no stop after all.
+                deltas += self._take(self._stop)
+                self._stop = None
+            if token in self._stop_ids:
+                self._stop = token
+            else:
+                deltas += self._take(token)
+        return deltas
+
+    def finish(self, finish_reason: str | None) -> list[Delta]:
+        deltas = self._flush()
+        if self._mode == "call":
+            self.problems = (*self.problems, Problem.CUT_CALL)
+            deltas += self._say(_text([CALL, *self._call]))
+        return deltas
+
+    @property
+    def message(self) -> Message:
+        """All that has been said so far."""
+        return Message(
+            "assistant",
+            "".join(delta.text for delta in self._said),
+            reasoning="".join(delta.reasoning for delta in self._said),
+            calls=tuple(delta.call for delta in self._said if delta.call is not None),
+        )
+
+    def _take(self, token: int) -> list[Delta]:
+        if self._mode == "call":
+            if token != END_CALL:
+                self._call.append(token)
+                return []
+            self._mode = "text"
+            return self._end_call()
+        if 0 <= token < 256:
+            return self._say(self._decoder.decode(bytes([token])))
+        flushed = self._flush()
+        if token == THINK and self._mode == "text" and not self._said and not flushed:
+            self._mode = "think"
+        elif token == END_THINK and self._mode == "think":
+            self._mode = "text"
+        elif token == CALL and self._mode == "text":
+            self._mode, self._call = "call", []
+        else:
+            flushed += self._say(_text([token]))
+        return flushed
+
+    def _end_call(self) -> list[Delta]:
+        name, space, arguments = _text(self._call).partition(" ")
+        if not space or not name:
+            self.problems = (*self.problems, Problem.MALFORMED_CALL)
+            return self._say(_text([CALL, *self._call, END_CALL]))
+        index = sum(delta.call is not None for delta in self._said)
+        return self._said_now(Delta(call=ToolCall(name, arguments), index=index))
+
+    def _say(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        return self._said_now(Delta(reasoning=text) if self._mode == "think" else Delta(text=text))
+
+    def _flush(self) -> list[Delta]:
+        return self._say(self._decoder.decode(b"", final=True))
+
+    def _said_now(self, delta: Delta) -> list[Delta]:
+        self._said.append(delta)
+        return [delta]
 
 
 def _text(ids: Sequence[int]) -> str:

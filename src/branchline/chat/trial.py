@@ -27,13 +27,13 @@ Raw = dict[str, Any]
 CLOCK = datetime(2001, 2, 3, 4, 5, 6)
 OTHER_CLOCK = datetime(2019, 11, 28, 17, 46, 39)
 THOUGHT, ARGUMENT = "zqthought", "zqargument"
-TOOL = "zqlook"
+TOOL, PURPOSE = "zqlook", "zqpurpose"
 TOOLS: tuple[Raw, ...] = (
     {
         "type": "function",
         "function": {
             "name": TOOL,
-            "description": "Looks.",
+            "description": PURPOSE,
             "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
         },
     },

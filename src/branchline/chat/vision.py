@@ -148,19 +148,22 @@ class ImageProcessor:
         """The patches of an image, as Qwen's processor makes them."""
         config = self.config
         with _open(media) as opened:
-            image = opened.convert("RGB")
+            try:
+                image = opened.convert("RGB")
+            except (OSError, ValueError, SyntaxError) as error:
+                raise CodecError(f"image {media.digest}: cannot be read: {error}") from error
         wide, high = config.resized(*image.size)
         image = image.resize((wide, high), _pillow().Resampling.BICUBIC)
         values = np.asarray(image, np.float32).transpose(2, 0, 1) / np.float32(255)
         mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
         values = (values - mean[:, None, None]) / std[:, None, None]
         patch, merge, times = config.patch_size, config.merge_size, config.temporal_patch_size
-        _, down, across = grid = config.grid(*image.size)
+        down, across = high // patch, wide // patch
         blocks = values.reshape(3, down // merge, merge, patch, across // merge, merge, patch)
         # Patches that become one placeholder stand together; each is shown as often as time has steps.
         blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         blocks = np.broadcast_to(blocks, (*blocks.shape[:5], times, patch, patch))
-        return Pixels(blocks.reshape(down * across, 3 * times * patch * patch), grid)
+        return Pixels(blocks.reshape(down * across, 3 * times * patch * patch), (1, down, across))
 
 
 def place_images(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> tuple[Placed, ...]:
@@ -180,7 +183,9 @@ def refuse_media(messages: Sequence[Message], model: str, first: int = 0) -> Non
     """Raises where a message carries what a model that only reads text cannot see."""
     for index, message in enumerate(messages, start=first):
         for media in message.media:
-            raise CodecError(f"messages[{index}]: carries {_named(media)}, but {model} takes text only")
+            raise CodecError(
+                f"messages[{index}]: carries {_named(media)}, but {model} takes no {_plural(media)}"
+            )
 
 
 def check_media(messages: Sequence[Message], model: str) -> None:
@@ -189,14 +194,18 @@ def check_media(messages: Sequence[Message], model: str) -> None:
         for media in message.media:
             if media.kind != "image":
                 raise CodecError(
-                    f"messages[{index}]: carries {_named(media)}, but {model} takes text and images only"
+                    f"messages[{index}]: carries {_named(media)}, but {model} takes no {_plural(media)}"
                 )
             if not media.payload:
                 raise CodecError(f"messages[{index}]: got an image by link, {media.url!r}, expected its data")
 
 
 def _named(media: Media) -> str:
-    return f"{'an' if media.kind[0] in 'aeiou' else 'a'} {media.kind}"
+    return f"{'an' if media.kind in ('image', 'audio') else 'a'} {media.kind}"
+
+
+def _plural(media: Media) -> str:
+    return media.kind if media.kind == "audio" else f"{media.kind}s"
 
 
 def _pillow() -> Any:

@@ -179,7 +179,9 @@ class Tree:
         outputs: list[int] = []
         for choice, generation in enumerate(generations):
             ids, output = _read_generation(generation, call_index, choice)
-            message = generation.message or (codec.parse(ids) if codec else Message("assistant"))
+            message = generation.message or (
+                codec.parse(ids, generation.finish) if codec else Message("assistant")
+            )
             node_id = len(self.nodes) + len(new)
             spans = runs_of(((len(turn.opening), Origin.TEMPLATE), (len(ids), Origin.SAMPLED)))
             joined = as_ids(np.concatenate((turn.opening, ids)))

@@ -14,5 +14,5 @@ class PlainParser:
     def feed(self, text: str) -> list[Delta]:
         return [Delta(text=text)] if text else []
 
-    def finish(self, cut: bool) -> list[Delta]:  # noqa: ARG002
+    def finish(self, cut: bool) -> list[Delta]:
         return []

@@ -1,0 +1,179 @@
+"""Prompts that cannot be a short addition: first renders, forks, and a path whose text nobody remembers.
+
+What helps here is the cache of segments, which all sessions of a codec share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import numpy as np
+
+from benchmarks.codec.clock import timed
+from benchmarks.codec.reference import FullRender
+from benchmarks.codec.talks import (
+    AGENT,
+    CACHE,
+    THINKING,
+    TOOLS,
+    Talk,
+    Writer,
+    first_prompt,
+    go_on,
+    open_codec,
+    play,
+)
+from benchmarks.measure import Report, ms
+from branchline import Message, Request, Session
+from branchline.chat.base import Extension
+from branchline.chat.generic import GenericCodec
+from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.runs import Ids
+
+_REPEATS = 3
+_TOKENS, _SYSTEM_TOKENS = 30_000, 20_000
+_LAST_CYCLE = 4
+"""Calls with reasoning in the last cycle of a conversation that had none before."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt that was made on the clock, and what it took."""
+
+    spent_s: float
+    encoded: int
+    """Tokens that were not found in the cache."""
+    kept: int
+    messages: tuple[Message, ...]
+    ids: Ids
+
+
+Scene = Callable[[TokenizerDir, int], dict[str, Prompt]]
+"""Plays a scene from empty caches, with a seed, and gives its prompts by what they show."""
+
+
+def forks() -> Report:
+    tokenizer = TokenizerDir.open(CACHE / "qwen3")
+    full = FullRender(tokenizer)
+    report = Report(
+        f"First renders and think-strip forks at {_TOKENS // 1000}k tokens (template)",
+        ["prompt", "tokens", "messages", "kept", "CPU ms", "encoded", "full ms", "ratio", "equal"],
+        [
+            f"The median of {_REPEATS} runs, each from empty caches. Encoded: tokens not found in the cache of segments.",
+            "Fork: a user speaks, the template drops earlier reasoning, and what was sampled is shown without it.",
+        ],
+    )
+    scenes: tuple[Scene, ...] = (_first, _long_cycle, _last_cycle)
+    for scene in scenes:
+        _rows(report, full, [scene(tokenizer, seed) for seed in range(_REPEATS)])
+    return report
+
+
+def sessions() -> Report:
+    tokenizer = TokenizerDir.open(CACHE / "qwen3")
+    full = FullRender(tokenizer)
+    report = Report(
+        f"The first turn of a session with a system prompt of {_SYSTEM_TOKENS:,} tokens, and tools",
+        ["prompt", "tokens", "messages", "kept", "CPU ms", "encoded", "full ms", "ratio", "equal"],
+        [
+            f"Session.prepare, the median of {_REPEATS} runs. Sessions share a codec; each asks something else."
+        ],
+    )
+    _rows(report, full, [_two_sessions(tokenizer, seed) for seed in range(_REPEATS)])
+    return report
+
+
+def _rows(report: Report, full: FullRender, runs: Sequence[dict[str, Prompt]]) -> None:
+    for name in runs[0]:
+        prompts = [run[name] for run in runs]
+        full_s: list[float] = []
+        equal: list[bool] = []
+        for prompt in prompts:
+            spent, whole = timed(partial(full.ids, full.write(prompt.messages), TOOLS))
+            full_s.append(spent)
+            equal.append(whole == prompt.ids.tolist())
+        ours_s, whole_s, last = median(prompt.spent_s for prompt in prompts), median(full_s), prompts[-1]
+        report.row(
+            name,
+            f"{len(last.ids):,}",
+            len(last.messages),
+            last.kept,
+            ms(ours_s),
+            f"{median(prompt.encoded for prompt in prompts):,}",
+            ms(whole_s),
+            f"{whole_s / ours_s:.1f}×",
+            report.target(f"{sum(equal)}/{len(equal)}", all(equal)),
+        )
+
+
+def _first(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
+    writer = Writer(AGENT, seed)
+    talk = play(open_codec(tokenizer), writer, _TOKENS)
+    asked = (*talk.messages, writer.result(talk.messages[-1]))
+    codec = open_codec(tokenizer)
+    cold = _on_clock(codec, asked, lambda: first_prompt(codec, asked))
+    changed = (*talk.messages, writer.result(talk.messages[-1]))
+    warm = _on_clock(codec, changed, lambda: first_prompt(codec, changed))
+    # As after a restart: the tree came back from its journal, the codec remembers nothing.
+    return {
+        "first render, empty caches": cold,
+        "first render, known segments": warm,
+        "next turn, text forgotten": _turn(
+            replace(talk, codec=open_codec(tokenizer)), writer.result(talk.messages[-1])
+        ),
+    }
+
+
+def _long_cycle(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
+    writer = Writer(THINKING, seed)
+    talk = play(open_codec(tokenizer), writer, _TOKENS)
+    talk = go_on(talk, writer.result(talk.messages[-1]), writer.reply(calls=False))
+    return _forks(talk, writer, "think strip, whole history")
+
+
+def _last_cycle(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
+    writer, thinker = Writer(AGENT, seed), Writer(THINKING, seed + _REPEATS)
+    talk = play(open_codec(tokenizer), writer, _TOKENS, last_calls=False)
+    talk = go_on(talk, writer.user(), thinker.reply())
+    for calls in (True,) * (_LAST_CYCLE - 1) + (False,):
+        talk = go_on(talk, writer.result(talk.messages[-1]), thinker.reply(calls=calls))
+    return _forks(talk, writer, f"think strip, last {_LAST_CYCLE} calls")
+
+
+def _forks(talk: Talk, writer: Writer, name: str) -> dict[str, Prompt]:
+    first = _turn(talk, writer.user())
+    again = _turn(talk, writer.user())
+    assert first.kept < len(talk.path), "nothing was stripped"
+    later = go_on(talk, writer.user(), writer.reply(calls=False))
+    return {name: first, f"{name}, again": again, "  the turn after it": _turn(later, writer.user())}
+
+
+def _turn(talk: Talk, new: Message) -> Prompt:
+    prompt = _on_clock(talk.codec, (*talk.messages, new), lambda: talk.extend(new))
+    kept = [node.ids for node in talk.path[: prompt.kept]]
+    return replace(prompt, ids=np.concatenate([*kept, prompt.ids]))
+
+
+def _on_clock(codec: GenericCodec, messages: tuple[Message, ...], run: Callable[[], Extension]) -> Prompt:
+    before = codec.encoder.encoded_tokens
+    spent, extension = timed(run)
+    encoded = codec.encoder.encoded_tokens - before
+    ids = np.concatenate([*(piece.ids for piece in extension.pieces), extension.opening])
+    return Prompt(spent, encoded, extension.kept, messages, ids)
+
+
+def _two_sessions(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
+    writer = Writer(replace(AGENT, system=_SYSTEM_TOKENS), seed)
+    system, codec = writer.system(), open_codec(tokenizer)
+    prompts: dict[str, Prompt] = {}
+    for name in ("cold", "in a second session"):
+        session = Session(name, codec)
+        messages = (system, writer.user())
+        before = codec.encoder.encoded_tokens
+        spent, turn = timed(partial(session.prepare, Request(messages, TOOLS)))
+        encoded = codec.encoder.encoded_tokens - before
+        prompts[name] = Prompt(spent, encoded, 0, messages, turn.prompt_ids)
+    return prompts

@@ -1,0 +1,69 @@
+"""The toy codec: its own rules, and streaming that adds up."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.chat.base import Shown
+from branchline.chat.parsing.base import Problem
+from branchline.chat.toy import CALL, END_CALL, END_THINK, STOP, THINK
+from branchline.core.runs import as_ids
+
+CODEC = ToyCodec.chatml()
+
+
+def test_a_message_renders_as_role_and_content_and_the_generation_prompt_follows() -> None:
+    codec = ToyCodec()
+    whole = codec.extend((), [Shown(Message("user", "p"))])
+    assert codec.decode(whole.pieces[0].ids) == "user:p\n"
+    assert codec.decode(whole.opening) == "assistant:"
+    assert codec.count([Message("user", "p")]) == len("user:p\nassistant:")
+
+
+def test_what_is_spelled_parses_back() -> None:
+    message = Message(
+        "assistant", "so:", reasoning="hm", calls=(ToolCall("look", '{"at": 1}'), ToolCall("go", "{}"))
+    )
+    parsed = CODEC.parse(CODEC.spell(message))
+    assert (parsed.text, parsed.reasoning, parsed.calls) == (message.text, message.reasoning, message.calls)
+
+
+def test_a_malformed_or_cut_call_stays_text() -> None:
+    for ids, problem in (
+        ([CALL, *b"nospace", END_CALL], Problem.MALFORMED_CALL),
+        ([CALL, *b"look {"], Problem.CUT_CALL),
+    ):
+        parser = CODEC.parser()
+        parser.feed(ids)
+        parser.finish("length")
+        assert not parser.message.calls
+        assert parser.message.text == CODEC.decode(as_ids(ids))
+        assert parser.problems == (problem,)
+
+
+tokens = st.sampled_from([*b"ab \xc3\xa9\xf0", THINK, END_THINK, CALL, END_CALL, STOP, 999])
+
+
+@given(st.lists(tokens, max_size=24), st.lists(st.integers(0, 24), max_size=6))
+def test_streamed_deltas_add_up_to_the_whole_parse(ids: list[int], cuts: list[int]) -> None:
+    whole = CODEC.parser()
+    whole.feed(ids)
+    whole.finish("stop")
+    streamed = CODEC.parser()
+    edges = [0, *sorted(cut for cut in cuts if cut <= len(ids)), len(ids)]
+    deltas = []
+    for start, end in pairwise(edges):
+        deltas += streamed.feed(ids[start:end])
+    deltas += streamed.finish("stop")
+    assert streamed.message == whole.message
+    assert streamed.problems == whole.problems
+    assert "".join(delta.text for delta in deltas) == whole.message.text
+    assert "".join(delta.reasoning for delta in deltas) == whole.message.reasoning
+    assert tuple(delta.call for delta in deltas if delta.call is not None) == whole.message.calls
+    assert [delta.index for delta in deltas if delta.call is not None] == list(
+        range(len(whole.message.calls))
+    )
