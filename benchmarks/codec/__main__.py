@@ -1,4 +1,4 @@
-"""Prints the tables: `python -m benchmarks.codec` for all, `python -m benchmarks.codec turns parts` for some."""
+"""Prints the tables: `python -m benchmarks.codec` for all, with names (`turns parts`) for some."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def forks() -> Report:
         f"First renders and think-strip forks at {_TOKENS // 1000}k tokens (template)",
         ["prompt", "tokens", "messages", "kept", "CPU ms", "encoded", "full ms", "ratio", "equal"],
         [
-            f"The median of {_REPEATS} runs, each from empty caches. Encoded: tokens not found in the cache of segments.",
-            "Fork: a user speaks, the template drops earlier reasoning, and what was sampled is shown without it.",
+            f"The median of {_REPEATS} runs from empty caches. Encoded: tokens not found in the cache.",
+            "Think strip: a user speaks, the template drops earlier reasoning, replies are shown without it.",
         ],
     )
     scenes: tuple[Scene, ...] = (_first, _long_cycle, _last_cycle)
@@ -78,9 +78,7 @@ def sessions() -> Report:
     report = Report(
         f"The first turn of a session with a system prompt of {_SYSTEM_TOKENS:,} tokens, and tools",
         ["prompt", "tokens", "messages", "kept", "CPU ms", "encoded", "full ms", "ratio", "equal"],
-        [
-            f"Session.prepare, the median of {_REPEATS} runs. Sessions share a codec; each asks something else."
-        ],
+        [f"Session.prepare, the median of {_REPEATS} runs. Both sessions share a codec; each asks its own."],
     )
     _rows(report, full, [_two_sessions(tokenizer, seed) for seed in range(_REPEATS)])
     return report

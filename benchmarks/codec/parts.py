@@ -91,7 +91,7 @@ def table() -> Report:
         f"Where a turn goes at {_TOKENS // 1000}k tokens, CPU ms",
         ["part", *(f"{talk.session.id}: {talk.session.history}" for talk, _ in columns)],
         [
-            f"The median of {_TURNS} turns, each with a message of its own; a part counts without the others in it.",
+            f"The median of {_TURNS} turns, each with a new message; a part counts without the others in it.",
             "The check with jinja2 is made on 1 render in 100 and not in the sums.",
         ],
     )

@@ -52,7 +52,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.mix.name} {self.tokens // 1000}k + {'user' if self.is_user else 'tool'}{', cold' * self.is_cold}"
+        follows = "user" if self.is_user else "tool"
+        return f"{self.mix.name} {self.tokens // 1000}k + {follows}{', cold' * self.is_cold}"
 
     def message(self, writer: Writer, talk: Talk) -> Message:
         if self.is_user:
@@ -93,9 +94,10 @@ def table() -> Report:
         ],
         [
             f"Full: {full.name}.",
-            f"CPU time, the median of {_TURNS} turns ({_FULL_TURNS} of full), each with a message of its own.",
-            f"{_IN_A_ROW} turns follow each other, as in a busy gateway; cold: after each the other sides work.",
-            f"Under template 1/{_CHECKED_RENDERS} of a jinja2 render is added: one render in so many is checked with it.",
+            f"CPU time, the median of {_TURNS} turns ({_FULL_TURNS} of full), each with a new message.",
+            f"{_IN_A_ROW} turns follow each other, as in a busy gateway. Cold: between two turns the other",
+            f"sides work and garbage is collected; the median of {_FULL_TURNS // 2}.",
+            f"Under template 1/{_CHECKED_RENDERS} of a jinja2 render is added: one in so many is checked.",
             "Equal: prompts whose ids are those of the full render, under template and verbatim.",
         ],
     )

@@ -167,7 +167,7 @@ def _round_trip(trial: Trial) -> Iterator[Finding]:
         same = unicodedata.normalize("NFC", text) if tokenizer.composes else text
         if back != same:
             sentence = "Text that is encoded and decoded comes back changed: never encode a reply again."
-            yield note("round_trip", sentence, sides(repr(text), repr(back)))
+            yield note("round_trip", sentence, sides(text, back))
             return
     composed = ", accents composed" if tokenizer.composes else ""
     yield fine("round_trip", f"Text that is encoded and decoded comes back as it was{composed}.")

@@ -126,7 +126,7 @@ def _step(trial: Trial, step: str, before: tuple[Message, ...], then: Message) -
         if said not in later:
             return note(name, f"It leaves this out{frame}: {words}.", {"written": later[-120:]})
         if not later.startswith(earlier):
-            does = f"writes earlier text anew for {words.split()[0]} messages"
+            does = f"writes earlier text anew ({words})"
             sentence = f"{words.capitalize()}{frame}: earlier text is written anew, prompts fork there."
             return note(name, sentence, sides(earlier, later), does)
     return fine(name, f"{words.capitalize()}: the text only grows.")
@@ -206,7 +206,7 @@ def _trimming(trial: Trial) -> Iterator[Finding]:
         yield fine("trimming", "Space around messages is kept.")
         return
     whose = " and ".join(message.role for message in trimmed)
-    evidence = {"said": repr(trimmed[0].text), "written": repr(around(text, trimmed[0].text.strip()))}
+    evidence = {"said": trimmed[0].text, "written": around(text, trimmed[0].text.strip())}
     yield note("trimming", f"It trims space around {whose} messages.", evidence)
 
 

@@ -41,7 +41,7 @@ class Render:
 
     def own(self, index: int) -> Ids:
         """The ids of one message, without what stands between it and the one before."""
-        return self.ids[self.owners == index]
+        return as_ids(self.ids[self.owners == index])
 
     def sampled_span(self, index: int) -> tuple[int, int] | None:
         """Where the ids stand that the model would sample for a message."""
@@ -98,7 +98,6 @@ class Weaver:
         self._render = render
         self._entries = entries
         self._reading = reading
-        self._reused = 0
         self.misfits: dict[int, str] = {}
         """Sampled messages that are not shown in full, and why."""
 
@@ -141,8 +140,8 @@ class Weaver:
         if self._reading.is_stopped(sampled):
             return _Place(index + 1, stop_end)
         closers = NO_IDS
-        for render in (lambda: self._render, alone):
-            weaver = Weaver(render(), self._entries, self._reading)
+        for shown_alone in (False, True):
+            weaver = Weaver(alone(), self._entries, self._reading) if shown_alone else self
             start = weaver._render.ends[index - 1] if index else 0
             fit = weaver._fit(_Place(index, start), sampled)
             if isinstance(fit, Fit):

@@ -253,7 +253,7 @@ class RenderersCodec:
             # Several system messages may be written as one.
             if message.text.strip() and message.text.strip() not in self.decode(render.ids):
                 raise TemplateError(
-                    f"messages[{index}]: the {self.family} renderer does not show a {message.role} message here"
+                    f"messages[{index}]: the {self.family} renderer shows no {message.role} message here"
                 )
         if self.images is None:
             return

@@ -130,7 +130,7 @@ class ImageProcessor:
         stand_in.info["size"] = size
         return stand_in
 
-    def __call__(self, images: Sequence[Image], return_tensors: str = "np") -> Mapping[str, Any]:
+    def __call__(self, images: Sequence[Image], **_: Any) -> Mapping[str, Any]:
         """The grids of stand-ins."""
         grids = [self.config.grid(*image.info["size"]) for image in images]
         return {"pixel_values": None, "image_grid_thw": np.array(grids, np.int64)}

@@ -1,7 +1,7 @@
 """The `branchline` command: reads its options, runs one command, and turns errors into exit codes.
 
 A command returns all it has to say as one text, so an error leaves stdout empty. Exit codes: 0 done,
-2 bad input (with a sentence on stderr), 130 interrupted.
+1 done and found unsafe (doctor), 2 bad input (with a sentence on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from branchline import __version__
-from branchline.cli import merge, tree
+from branchline.cli import doctor, merge, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
@@ -24,6 +24,7 @@ _EPILOG = """\
 example:
   branchline merge calls.jsonl            timelines, forks and their causes, the account of all tokens
   branchline tree calls.jsonl             the same calls as a tree to read
+  branchline doctor --tokenizer DIR       what a model's chat template does to conversations
 
 `branchline merge --help` shows what a line of calls.jsonl looks like.
 """
@@ -35,9 +36,10 @@ _BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     options = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], str] = options.run
+    run: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
     try:
-        text = run(options)
+        told = run(options)
+        text, code = told if isinstance(told, tuple) else (told, 0)
         _write(text)
     except BranchlineError as error:
         print(f"branchline: error: {error}", file=sys.stderr)
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read us has seen enough. Python flushes once more on its way out: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     merge.add_merge(commands)
     tree.add_tree(commands)
+    doctor.add_doctor(commands)
     return parser
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from branchline.chat.audit import Audit
 from branchline.chat.base import History
+from branchline.chat.checks import RENDERERS
 from branchline.chat.findings import VERBATIM, Finding, Severity
 from branchline.chat.generic import GenericCodec
 from branchline.chat.trial import speak, words_of
@@ -31,6 +32,8 @@ from branchline.tree.tree import Turn
 
 MOST_FORKS = 0.25
 """The part of continuing calls that may fork before a policy counts as unsafe."""
+_AT_USER_TURNS = ("thinking", "system_text", "tool_list", "append_only.user_after_assistant")
+"""Findings that cost a fork whenever the user speaks again."""
 _WINDOW = 12
 """Tokens of each side that an example of drift shows, and as many before them."""
 
@@ -153,9 +156,21 @@ def _drift(line: int, logged: Ids, ours: Ids, codec: GenericCodec) -> Drift:
     length = min(len(logged), len(ours))
     different = np.flatnonzero(logged[:length] != ours[:length])
     place = int(different[0]) if len(different) else length
-    window = slice(max(0, place - _WINDOW), place + _WINDOW)
     same_text = codec.decode(logged) == codec.decode(ours)
-    return Drift(line, place, codec.decode(logged[window]), codec.decode(ours[window]), same_text)
+    sides = [
+        _tokens(ids[max(0, place - _WINDOW) : place + _WINDOW], codec, apart=same_text)
+        for ids in (logged, ours)
+    ]
+    return Drift(line, place, sides[0], sides[1], same_text)
+
+
+def _tokens(ids: Ids, codec: GenericCodec, *, apart: bool) -> str:
+    """Ids decoded; `apart` shows where each token ends, which is all that tells two spellings apart."""
+    return (
+        "|".join(codec.decode(ids[place : place + 1]) for place in range(len(ids)))
+        if apart
+        else codec.decode(ids)
+    )
 
 
 def _generation(codec: GenericCodec, call: LoggedCall, output: LoggedOutput) -> Generation:
@@ -191,33 +206,36 @@ def judge_safety(audit: Audit, history: History, replays: Sequence[Replay] = ())
     beyond = [finding for finding in bad if finding.remedy != VERBATIM]
     if beyond:
         return Verdict(False, f"{name}'s template {_both(beyond)}: {beyond[0].remedy}.")
+    costly = [finding for finding in audit.of(Severity.NOTE) if finding.does]
     if bad:
-        return Verdict(
-            False, f"{name}'s template {_both(bad)}: use the renderers codec or {VERBATIM}, which keeps it."
-        )
+        # A template that breaks its own calls is one that the renderers codec is for.
+        also = f"{RENDERERS} or " * any(finding.name == "call_end" for finding in bad)
+        does = _both([*bad, *costly])
+        return Verdict(False, f"{name}'s template {does}: {also}{VERBATIM}, which keeps what was sampled.")
     chosen = next((told for told in replays if told.history == history), None)
     if chosen is not None and chosen.refusals:
-        first = chosen.refusals[0]
+        first, count = chosen.refusals[0], len(chosen.refusals)
         return Verdict(
             False,
-            f"{name}'s template refuses {len(chosen.refusals)} of {chosen.calls + len(chosen.refusals)} calls "
-            f"(line {first.line}: {first.words}): change those conversations or use the renderers codec.",
+            f"{name}'s template refuses {count} of {chosen.calls + count} calls (line {first.line}: "
+            f"{first.words}): change those conversations or {RENDERERS}.",
         )
     if chosen is not None and chosen.forks_too_often:
         return Verdict(False, _too_many_forks(audit, chosen, replays))
-    costly = [finding for finding in audit.of(Severity.NOTE) if finding.does]
     if costly and history == "template":
+        when = "each new user message forks" if costly[0].name in _AT_USER_TURNS else "prompts fork there"
         return Verdict(
             True,
-            f"This template {_both(costly)}, so each new user message forks: keep history=template for "
-            "fidelity (tree-packed training makes it cheap) or serve with history=verbatim to keep one timeline.",
+            f"This template {_both(costly)}, so {when}: keep history=template for fidelity (tree-packed "
+            f"training makes it cheap) or {VERBATIM} to keep one timeline.",
         )
-    return Verdict(True, f"Nothing to do: serve {name} with history={history}.")
+    kept = "it keeps what the template would lose or move" if history == "verbatim" else "prompts only grow"
+    return Verdict(True, f"Nothing to do: serve {name} with history={history}, {kept}.")
 
 
 def _both(findings: Sequence[Finding]) -> str:
     """The first two things a template does; a third would not be read."""
-    return " and ".join(finding.does for finding in findings[:2])
+    return ", and ".join(finding.does for finding in findings[:2])
 
 
 def _too_many_forks(audit: Audit, chosen: Replay, replays: Sequence[Replay]) -> str:
@@ -226,7 +244,7 @@ def _too_many_forks(audit: Audit, chosen: Replay, replays: Sequence[Replay]) -> 
     share += f" because the template {why}" if why else ""
     other = next((told for told in replays if told.history != chosen.history), None)
     if other is None or other.fork_rate >= chosen.fork_rate:
-        return f"{share}: use the renderers codec."
+        return f"{share}: {RENDERERS}."
     return (
         f"{share}: serve with history={other.history} ({other.forked} forks), or keep history="
         f"{chosen.history} for fidelity and train tree-packed."
