@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import branchline
 from branchline.chat.audit import Audit, audit_codec
-from branchline.chat.findings import VERBATIM, Finding, Severity
+from branchline.chat.findings import VERBATIM, Severity
 from branchline.chat.generic import GenericCodec
 
 CACHE = Path(branchline.__file__).parents[2] / ".cache" / "tokenizers"
@@ -187,8 +187,13 @@ def refusing(test: str, words: str) -> str:
             "unsafe",
             "no parser",
         ),
-        (CLEAN.replace("<|end|>", "").replace("<|start|>", "# "), "stop_ids", "unsafe", "puts no token behind a reply"),
-        ("{{ none }}" + CLEAN, "minijinja", "note", "jinja2 is used"),
+        (
+            CLEAN.replace("<|end|>", "").replace("<|start|>", "# "),
+            "stop_ids",
+            "unsafe",
+            "puts no token behind a reply",
+        ),
+        ("{{ 1e22 }}" + CLEAN, "minijinja", "note", "jinja2 is used"),
     ],
 )
 def test_a_trait_is_found(tmp_path: Path, template: str, name: str, severity: str, words: str) -> None:
@@ -219,18 +224,9 @@ def test_a_refusal_is_told_in_the_templates_own_words(tmp_path: Path) -> None:
 
 
 def test_a_template_that_refuses_everything_is_one_finding(tmp_path: Path) -> None:
-    tokenizer = save(tmp_path, CLEAN)
-    codec = GenericCodec.open(tokenizer)
-    codec.tokenizer.template().render = _refuse  # type: ignore[method-assign]
-    (finding,) = audit_codec(codec).findings
-    assert isinstance(finding, Finding)
+    (finding,) = audited(tmp_path, "{{ raise_exception('Never!') }}").findings
     assert (finding.name, finding.severity) == ("conversation", "unsafe")
-
-
-def _refuse(*arguments: object, **options: object) -> str:
-    from branchline.core.errors import TemplateError
-
-    raise TemplateError("the chat template refused the conversation: never")
+    assert finding.evidence == {"refusal": "Never!"}
 
 
 # Real templates

@@ -20,10 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import ExportPolicy, Session, export_samples, timelines_of
+from branchline import ExportPolicy, Session, export_samples
 from branchline.chat.base import Shown
+from branchline.chat.rendered import Weaver
 from branchline.chat.renderers_codec import FAMILIES, RenderersCodec
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Media, Message, ToolCall
 from branchline.core.runs import Ids, as_ids
@@ -118,7 +120,7 @@ class RenderersSpeaker(TemplateSpeaker):
         text, end = self._render(plain)
         if inside:
             text = f"{message.reasoning}\n</think>\n\n{NO_THOUGHT.sub('', text)}"
-        return text if message.reasoning or inside else NO_THOUGHT.sub("", text), end
+        return text, end
 
     def _render(self, message: Message) -> tuple[str, int]:
         ask = Message("user", ".")
@@ -219,3 +221,191 @@ def test_the_contract_holds_for_every_family_of_the_list(
     check(player, codec)
     if history == "template":
         check_shows_the_plain_render(player, codec)
+
+
+@pytest.fixture
+def qwen3(markers: Path) -> RenderersCodec:
+    return codec_of("qwen3", markers)
+
+
+def say(session: Session, codec: RenderersCodec, messages: list[Message], output: Ids) -> Any:
+    turn = session.prepare(Request(tuple(messages), TOOLS))
+    call = session.commit(turn, Generation(output, None, 0, "stop", codec.parse(output))).call
+    session.deliver(call, Delivery.DELIVERED)
+    return turn
+
+
+@pytest.mark.parametrize("history", ["template", "verbatim"])
+def test_an_output_cut_in_its_thinking_is_closed_by_the_next_message(
+    qwen3: RenderersCodec, history: Any
+) -> None:
+    session = Session("s", qwen3, history=history)
+    cut = qwen3.tokenizer.encode("<think>\nhm, wel")
+    ask = Message("user", "q")
+    first = say(session, qwen3, [ask], cut)
+    reply = qwen3.parse(cut, "length")
+    assert reply.reasoning == "hm, wel"
+    result = Message("tool", "r", answers="c")
+    second = say(session, qwen3, [ask, reply, result], qwen3.tokenizer.encode("ok<|im_end|>"))
+    kept = [*first.prompt_ids.tolist(), *cut.tolist()]
+    assert second.prompt_ids[: len(kept)].tolist() == kept
+    rest = qwen3.decode(second.prompt_ids[len(kept) :])
+    assert rest.startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user\n<tool_response>")
+
+
+def test_verbatim_keeps_thinking_that_the_template_would_drop(qwen3: RenderersCodec) -> None:
+    output = qwen3.tokenizer.encode("<think>\nhm\n</think>\n\nyes<|im_end|>")
+    ask, more = Message("user", "q"), Message("user", "more")
+    for history, dropped in (("verbatim", False), ("template", True)):
+        session = Session("s", qwen3, history=history)  # type: ignore[arg-type]
+        say(session, qwen3, [ask], output)
+        turn = say(session, qwen3, [ask, qwen3.parse(output), more], output)
+        assert ("hm" not in qwen3.decode(turn.prompt_ids)) == dropped
+        assert turn.rewritten == ("think_strip" if dropped else "")
+
+
+def test_disabled_thinking_extends_although_the_prompt_begins_the_answer(qwen3: RenderersCodec) -> None:
+    codec = RenderersCodec(qwen3.tokenizer, "qwen3", enable_thinking=False)
+    session = Session("s", codec)
+    talk = [Message("user", "q0")]
+    for step in range(4):
+        output = codec.tokenizer.encode(f"answer {step}<|im_end|>")
+        turn = say(session, codec, talk, output)
+        assert turn.rewritten == ""
+        assert codec.decode(turn.opening).endswith("<think>\n\n</think>\n\n")
+        talk += [codec.parse(output), Message("user", f"q{step + 1}")]
+
+
+def test_template_arguments_are_fields_of_the_familys_config(qwen3: RenderersCodec) -> None:
+    plain = qwen3.extend((), [Shown(Message("user", "q"))])
+    quick = qwen3.extend((), [Shown(Message("user", "q"))], template={"enable_thinking": False})
+    assert len(quick.opening) > len(plain.opening)
+    with pytest.raises(TemplateError, match="got think_hard, but qwen3 has enable_thinking"):
+        qwen3.extend((), [Shown(Message("user", "q"))], template={"think_hard": True})
+
+
+def test_a_sampled_message_shown_elsewhere_keeps_its_ids(qwen3: RenderersCodec) -> None:
+    odd = as_ids([71, 4791, *qwen3.tokenizer.encode("<|im_end|>").tolist()])
+    assert qwen3.tokenizer.encode("hello").tolist() == [14990]
+    talk = [Shown(Message("user", "q")), Shown(qwen3.parse(odd), odd), Shown(Message("user", "more"))]
+    extension = qwen3.extend((), talk)
+    assert extension.pieces[1].ids[-3:].tolist() == odd.tolist()
+    whole = sum(len(piece.ids) for piece in extension.pieces) + len(extension.opening)
+    assert extension.encoded == whole - len(odd)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_our_parser_and_the_renderers_own_find_the_same_message(markers: Path, family: str) -> None:
+    codec = codec_of(family, markers)
+    think = codec._family.reasoning != "none"
+    planned = Behaviour(Random(5), reasoning=think, manners=manners_of(family)).plan(12, only=[])
+    renderer, speaker = codec._renderer({}), RenderersSpeaker(codec, Random(5))
+    prompt = codec._render([Message("user", ".")], (), {}).ids.tolist()
+    for output in (output for call in planned for output in call.outputs):
+        ids = speaker.spell(output.message)
+        theirs = renderer.parse_response(ids.tolist(), prompt_ids=prompt)
+        ours = codec.parse(ids)
+        assert ours.text.strip() == theirs.content.strip()
+        assert ours.reasoning.strip() == (theirs.reasoning_content or "").strip()
+        assert [call.name for call in ours.calls] == [call.name for call in theirs.tool_calls]
+        assert [json.loads(call.arguments) for call in ours.calls] == [
+            call.arguments if isinstance(call.arguments, dict) else json.loads(str(call.arguments))
+            for call in theirs.tool_calls
+        ]
+
+
+def test_deltas_add_up_to_the_whole_message(qwen3: RenderersCodec) -> None:
+    call = ToolCall("work", '{"a": "é"}')
+    said = Message("assistant", "so", reasoning="hm", calls=(call,))
+    ids = RenderersSpeaker(qwen3, Random(1)).spell(said)
+    parser = qwen3.parser(TOOLS)
+    deltas = [delta for token in ids.tolist() for delta in parser.feed([token])] + parser.finish("stop")
+    assert "".join(delta.text for delta in deltas) == "so"
+    assert "".join(delta.reasoning for delta in deltas) == "hm"
+    assert parser.message == qwen3.parse(ids)
+    assert parser.message.calls == (call,)
+
+
+def test_count_is_the_length_of_the_prompt(qwen3: RenderersCodec) -> None:
+    messages = [Message("system", "s"), Message("user", "q")]
+    extension = qwen3.extend((), [Shown(message) for message in messages], tools=TOOLS)
+    assert qwen3.count(messages, TOOLS) == sum(len(piece.ids) for piece in extension.pieces) + len(
+        extension.opening
+    )
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+def test_a_family_is_named_and_never_guessed(qwen3: RenderersCodec) -> None:
+    with pytest.raises(CodecError, match="family: got 'auto', expected one of deepseek_r1"):
+        RenderersCodec(qwen3.tokenizer, "auto")
+    assert RenderersCodec(qwen3.tokenizer, "Qwen3.5").family == "qwen3_5"
+
+
+def test_a_tokenizer_of_another_family_is_refused(qwen3: RenderersCodec) -> None:
+    with pytest.raises(CodecError, match="gMASK"):
+        RenderersCodec(qwen3.tokenizer, "glm_5")
+
+
+def test_an_option_the_family_does_not_have_is_refused(qwen3: RenderersCodec) -> None:
+    with pytest.raises(CodecError, match="mood"):
+        RenderersCodec(qwen3.tokenizer, "qwen3", mood="good")
+
+
+def test_what_a_renderer_raises_is_a_template_error(markers: Path) -> None:
+    llama = codec_of("llama_3", markers)
+    calls = (ToolCall("work", "{}", "a"), ToolCall("work", "{}", "b"))
+    with pytest.raises(TemplateError, match=r"llama_3 renderer refused .* single tool call"):
+        llama.extend((), [Shown(Message("user", "q")), Shown(Message("assistant", calls=calls))])
+
+
+def test_a_model_that_reads_text_only_refuses_an_image(qwen3: RenderersCodec) -> None:
+    image = Media("image", "d", b"x", mime="image/png")
+    seen = Message("user", "look", parts=("look", image))
+    with pytest.raises(CodecError, match=r"messages\[1\]: carries an image, but .*qwen3 takes no images"):
+        qwen3.extend((), [Shown(Message("system", "s")), Shown(seen)])
+
+
+def test_no_message_vanishes(qwen3: RenderersCodec, markers: Path) -> None:
+    talk = [Message("developer", "be kind"), Message("user", "q")]
+    ids = qwen3.extend((), [Shown(message) for message in talk]).pieces[0].ids
+    assert qwen3.decode(ids) == "<|im_start|>system\nbe kind<|im_end|>\n"
+    talk = [Message("user", "q"), Message("system", "now rhyme"), Message("user", "go on")]
+    with pytest.raises(TemplateError, match=r"messages\[1\]: the qwen3_vl renderer shows no system message"):
+        codec_of("qwen3_vl", markers).extend((), [Shown(message) for message in talk])
+
+
+def test_the_package_is_imported_when_a_codec_is_made() -> None:
+    script = "import branchline.chat.renderers_codec, sys; print({'renderers', 'PIL'} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+# -- mutations: what the properties are worth ----------------------------------------------------------
+
+
+def thinking_session(codec: RenderersCodec) -> Player:
+    plan = Behaviour(Random(3), reasoning=True).plan(8, only=[])
+    player = Player(Session("s", codec), RenderersSpeaker(codec, Random(3)))
+    player.play(plan)
+    return player
+
+
+def test_a_codec_that_ignores_what_is_dropped_is_found_out(
+    qwen3: RenderersCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Weaver, "_same", lambda *_, **__: True)
+    monkeypatch.setattr(RenderersCodec, "_markers_of", lambda *_: [])
+    with pytest.raises(AssertionError):
+        check_shows_the_plain_render(thinking_session(qwen3), qwen3)
+
+
+def test_a_codec_that_encodes_a_sampled_message_again_is_found_out(
+    markers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Weaver, "_fit", lambda *_: "again")
+    codec = codec_of("deepseek_v3", markers)
+    player, _ = play(codec, 3, 6, [], False, "template")
+    with pytest.raises(AssertionError):
+        check_forks_only_where_thinking_is_dropped(player)

@@ -184,7 +184,7 @@ def _arguments(trial: Trial) -> Iterator[Finding]:
         yield fine("arguments", "Arguments of calls are written as they were said.")
     else:
         sentence = "It writes arguments anew: whoever encodes them again gets other ids than were sampled."
-        yield note("arguments", sentence, {"said": given, "written": around(text, '"zqb"')})
+        yield note("arguments", sentence, {"said": given, "written": around(text, "zqb")})
 
 
 def _dates(trial: Trial) -> Iterator[Finding]:

@@ -139,8 +139,8 @@ def probe_dialect(template: ChatTemplate, values: Values | None = None) -> Diale
         for null_content in (False, True):
             candidate = Dialect(arguments, null_content, generation_prompt=found.generation_prompt)
             text = _try(template, candidate.write(talk), _TOOLS, values)
-            # An argument text that was quoted again is not how the model writes it.
-            if _ARG in text and _RESULT in text and '\\"at' not in text:
+            # Neither a text that was quoted again nor Python's idea of an object is how the model writes it.
+            if _ARG in text and _RESULT in text and '\\"at' not in text and "{'at'" not in text:
                 found, shown = candidate, text
                 break
         if shown:
@@ -153,9 +153,9 @@ def probe_dialect(template: ChatTemplate, values: Values | None = None) -> Diale
         if not _try(template, found.write(renamed), _TOOLS, values):
             id_length = 9
     thought = [Message("user", _ASK), Message("assistant", _SAID, reasoning=_THOUGHT)]
-    reasoned = _try(template, found.write([*thought, Message("tool", _RESULT)]), None, values) or _try(
-        template, found.write(thought), None, values
-    )
+    # Some show it inside a tool cycle, some only on the last message.
+    reasoned = _try(template, found.write([*thought, Message("tool", _RESULT)]), None, values)
+    reasoned += _try(template, found.write(thought), None, values)
     ask = [Message("user", _ASK)]
     with_tools = _try(template, found.write(ask), _TOOLS, values)
     return Dialect(

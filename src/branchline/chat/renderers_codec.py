@@ -255,15 +255,24 @@ class RenderersCodec:
                 raise TemplateError(
                     f"messages[{index}]: the {self.family} renderer shows no {message.role} message here"
                 )
-        if self.images is None:
-            return
+        if self.images is not None:
+            self._check_images(messages, render, self.images)
+
+    def _check_images(self, messages: Sequence[Message], render: Render, images: ImageProcessor) -> None:
+        """Every image has its places, as many as its size asks for, and no text pretends to be one."""
+        padded = set(render.owners[render.ids == self._image_pad].tolist())
         for index, message in enumerate(messages):
-            if message.media:
+            if not message.media and index not in padded:
+                continue
+            try:
                 places = place_images([message], render.own(index), self._image_pad)
-                assert all(
-                    place.length == self.images.config.placeholders(*self.images.size(place.media))
-                    for place in places
-                )
+            except CodecError as error:
+                raise TemplateError(f"messages[{index}], {message.role}: {error}") from error
+            for place in places:
+                expected = images.config.placeholders(*images.size(place.media))
+                if place.length != expected:
+                    got = f"got {place.length} placeholders for an image, expected {expected}"
+                    raise TemplateError(f"messages[{index}]: {got}")
 
     def _write(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         written = self._dialect.write(messages)

@@ -168,10 +168,8 @@ def _lines(
     for finding in audit.findings:
         yield from _finding(finding, width)
     stops = ", ".join(f"{token} {_one_line(name)}" for token, name in audit.stop_ids.items()) or "none"
-    parsers = (
-        f"{audit.parsers.get('tool_calls')} for tool calls, {audit.parsers.get('reasoning')} for reasoning"
-    )
-    yield Text(f"parsers: {parsers}; stop ids: {stops}")
+    calls, reasoning = (audit.parsers.get(kind, "none") for kind in ("tool_calls", "reasoning"))
+    yield Text(f"parsers: {calls} for tool calls, {reasoning} for reasoning; stop ids: {stops}")
     if replays:
         yield _table(replays)
         for told in replays:

@@ -1,0 +1,267 @@
+"""Images in prompts: placeholders by size, payloads along the path, and what a text model says to them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline import Session
+from branchline.chat.base import Shown
+from branchline.chat.renderers_codec import RenderersCodec
+from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.vision import ImageProcessor, VisionConfig, place_images, refuse_media
+from branchline.core.call import Delivery, Generation, Request
+from branchline.core.errors import CodecError, TemplateError
+from branchline.core.media import read_media_part
+from branchline.core.message import Media, Message
+from branchline.core.runs import Ids, as_ids
+from branchline.tree.delta import decode_record, encode_record
+
+pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'branchline[vision]'")
+
+QWEN3 = Path(__file__).parents[2] / ".cache" / "tokenizers" / "qwen3"
+
+
+def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
+    """A small noisy PNG, as a client sends it."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, len(mode)), np.uint8)
+    file = io.BytesIO()
+    pillow.fromarray(noise if len(mode) > 1 else noise[:, :, 0], mode=None).convert(mode).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    return read_media_part(
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}, "image_url"
+    )
+
+
+def looking(*parts: str | Media, role: Any = "user") -> Message:
+    return Message(role, "".join(part for part in parts if isinstance(part, str)), parts=parts)
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def codec(request: pytest.FixtureRequest) -> RenderersCodec:
+    pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
+    if not (QWEN3 / "tokenizer.json").exists():
+        pytest.skip("tokenizer qwen3 is not in the cache: scripts/fetch_tokenizers.py fetches it")
+    return RenderersCodec(TokenizerDir.open(QWEN3), request.param)
+
+
+def prompt_of(codec: RenderersCodec, *messages: Message) -> Ids:
+    extension = codec.extend((), [Shown(message) for message in messages])
+    return as_ids(np.concatenate([*(piece.ids for piece in extension.pieces), extension.opening]))
+
+
+# -- sizes and pixels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "placeholders"),
+    [
+        ((256, 256), (1, 16, 16), 64),
+        ((417, 300), (1, 18, 26), 117),
+        ((40, 40), (1, 16, 16), 64),
+        ((1000, 30), (1, 4, 94), 94),
+    ],
+)
+def test_an_image_takes_the_placeholders_its_size_asks_for(
+    size: tuple[int, int], grid: tuple[int, int, int], placeholders: int
+) -> None:
+    config = VisionConfig()
+    assert config.grid(*size) == grid
+    assert config.placeholders(*size) == placeholders
+
+
+def test_too_long_an_image_is_refused() -> None:
+    with pytest.raises(CodecError, match="got 4020x20, expected sides of at most 1:200"):
+        VisionConfig().grid(4020, 20)
+
+
+def test_the_settings_of_a_model_are_read_from_its_directory(tmp_path: Path) -> None:
+    assert VisionConfig.read(tmp_path) == VisionConfig()
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(
+        '{"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 50176},'
+        ' "image_mean": [0.1, 0.2, 0.3]}'
+    )
+    config = VisionConfig.read(tmp_path)
+    assert (config.patch_size, config.min_pixels, config.max_pixels) == (14, 3136, 50176)
+    assert config.mean == (0.1, 0.2, 0.3)
+    assert config.placeholders(2000, 2000) <= 50176 // 28**2
+    file.write_text("[1]")
+    with pytest.raises(CodecError, match=r"preprocessor_config\.json: not the settings"):
+        VisionConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+def test_pixels_come_one_row_per_patch(mode: str) -> None:
+    config = VisionConfig(min_pixels=32 * 32)
+    image = picture(96, 64, mode=mode)
+    pixels = ImageProcessor(config).pixels(image)
+    assert pixels.grid == (1, 4, 6)
+    assert pixels.values.shape == (24, 3 * 2 * 16 * 16)
+    assert pixels.values.dtype == np.float32
+    with pillow.open(io.BytesIO(image.payload)) as opened:
+        whole = np.asarray(opened.convert("RGB"), np.float32) / 255 * 2 - 1
+    # The second row is the patch to the right of the first, in both steps of time.
+    shown = pixels.values[1].reshape(3, 2, 16, 16)
+    np.testing.assert_allclose(shown[:, 0], whole[:16, 16:32].transpose(2, 0, 1), atol=1e-6)
+    np.testing.assert_array_equal(shown[:, 0], shown[:, 1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(20, 700), st.integers(20, 700))
+def test_pixels_and_grid_are_those_of_the_transformers_class(width: int, height: int) -> None:
+    reason = "transformers is not installed: nothing to compare with"
+    theirs = pytest.importorskip(
+        "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason=reason
+    ).Qwen2VLImageProcessorPil(
+        patch_size=16,
+        merge_size=2,
+        size={"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    media = picture(width, height, seed=width)
+    with pillow.open(io.BytesIO(media.payload)) as image:
+        expected = theirs(images=[image], return_tensors="np")
+    ours = ImageProcessor(VisionConfig()).pixels(media)
+    assert list(ours.grid) == expected["image_grid_thw"][0].tolist()
+    np.testing.assert_allclose(ours.values, expected["pixel_values"], atol=2e-6)
+
+
+def test_a_broken_image_is_refused() -> None:
+    with pytest.raises(CodecError, match="image d: cannot be read"):
+        ImageProcessor(VisionConfig()).size(Media("image", "d", b"not a picture"))
+    whole = picture(64, 64)
+    torn = Media("image", "torn", whole.payload[: len(whole.payload) // 2])
+    with pytest.raises(CodecError, match="image torn: cannot be read"):
+        ImageProcessor(VisionConfig()).pixels(torn)
+
+
+# -- prompts -------------------------------------------------------------------------------------------
+
+
+def test_placeholders_stand_where_the_image_does(codec: RenderersCodec) -> None:
+    image = picture(417, 300)
+    message = looking("What is ", image, " this?")
+    prompt = prompt_of(codec, message)
+    pads = "<|image_pad|>" * VisionConfig().placeholders(417, 300)
+    image_text = f"<|vision_start|>{pads}<|vision_end|>"
+    expected = f"<|im_start|>user\nWhat is {image_text} this?<|im_end|>\n<|im_start|>assistant\n"
+    assert codec.decode(prompt).startswith(expected)
+    (place,) = codec.placed([message], prompt)
+    assert (place.media, place.length) == (image, 117)
+    assert set(prompt[place.offset : place.offset + place.length].tolist()) == {codec._image_pad}
+    assert codec.decode(prompt[place.offset - 1 : place.offset]) == "<|vision_start|>"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(20, 900), st.integers(20, 900), st.integers(20, 900))
+def test_every_image_has_as_many_placeholders_as_the_processor_says(
+    codec: RenderersCodec, width: int, height: int, other: int
+) -> None:
+    images = [picture(width, height, 1), picture(other, height, 2), picture(width, height, 1)]
+    messages = [looking("a", images[0], images[1]), Message("assistant", "b"), looking(images[2], "c")]
+    places = codec.placed(messages, prompt_of(codec, *messages))
+    assert [place.media for place in places] == images
+    assert codec.images is not None
+    for place in places:
+        grid = codec.images.pixels(place.media).grid
+        assert place.length == np.prod(grid) // VisionConfig().merge_size ** 2
+
+
+def answer(session: Session, codec: RenderersCodec, talk: list[Message], text: str) -> tuple[Any, Ids]:
+    output = as_ids(np.concatenate([codec.tokenizer.encode(letter) for letter in text]))
+    output = as_ids([*output.tolist(), *codec.tokenizer.encode("<|im_end|>").tolist()])
+    turn = session.prepare(Request(tuple(talk)))
+    call = session.commit(turn, Generation(output, None, 0, "stop", Message("assistant", text))).call
+    session.deliver(call, Delivery.DELIVERED)
+    return turn, output
+
+
+@pytest.mark.parametrize("history", ["template", "verbatim"])
+def test_a_path_with_images_in_earlier_turns_is_kept_as_it_is(codec: RenderersCodec, history: Any) -> None:
+    codec = RenderersCodec(codec.tokenizer, "qwen3_vl")
+    session = Session("s", codec, history=history)
+    talk = [Message("system", "s"), looking("look", picture(300, 200, 3))]
+    images = list(talk[1].media)
+    before: list[int] = []
+    for step in range(3):
+        turn, output = answer(session, codec, talk, f"answer {step}")
+        assert turn.prompt_ids[: len(before)].tolist() == before
+        assert turn.rewritten == ""
+        assert turn.encoded <= len(turn.prompt_ids) - len(before)
+        assert [place.media for place in codec.placed(talk, turn.prompt_ids)] == images
+        before = [*turn.prompt_ids.tolist(), *output.tolist()]
+        image = picture(200 + 50 * step, 90, step)
+        images.append(image)
+        talk += [Message("assistant", f"answer {step}"), looking("and ", image)]
+
+
+def test_another_image_of_the_same_size_is_another_branch(codec: RenderersCodec) -> None:
+    session = Session("s", codec)
+    first, _ = answer(session, codec, [looking("look", picture(64, 64, 1))], "a")
+    second, _ = answer(session, codec, [looking("look", picture(64, 64, 2))], "a")
+    assert first.prompt_ids.tolist() == second.prompt_ids.tolist()
+    assert len(session.tree.leaves()) == 2
+
+
+def test_payloads_travel_along_the_path_and_through_the_journal(codec: RenderersCodec) -> None:
+    image = picture(64, 64)
+    session = Session("s", codec)
+    turn = session.prepare(Request((looking("look", image),)))
+    delta = session.tree.plan(turn, [Generation(as_ids([1]), None, 0, "stop", Message("assistant", "x"))])
+    again = decode_record(encode_record(delta))
+    (found,) = again.nodes[0].message.media  # type: ignore[union-attr]
+    assert found == image
+    assert found.payload == image.payload
+
+
+def test_an_image_in_a_tool_result_is_shown(codec: RenderersCodec) -> None:
+    talk = [Message("user", "q"), Message("assistant", "a"), looking("seen: ", picture(64, 64), role="tool")]
+    (place,) = codec.placed(talk, prompt_of(codec, *talk))
+    assert place.length == 64
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+def test_an_image_where_the_family_shows_none_is_refused(codec: RenderersCodec) -> None:
+    talk = [looking("s", picture(64, 64), role="system"), Message("user", "q")]
+    with pytest.raises(TemplateError):
+        prompt_of(codec, *talk)
+
+
+def test_text_that_pretends_to_be_an_image_is_refused(codec: RenderersCodec) -> None:
+    with pytest.raises(TemplateError, match=r"messages\[0\], user: images: got 0 for a prompt with 1 places"):
+        prompt_of(codec, Message("user", "hi <|image_pad|>"))
+
+
+def test_an_image_by_link_is_refused_and_not_fetched(codec: RenderersCodec) -> None:
+    link = Media("image", "url:http://x/y.png", url="http://x/y.png")
+    with pytest.raises(CodecError, match=r"messages\[0\]: got an image by link, 'http://x/y.png', expected"):
+        prompt_of(codec, looking("look", link))
+
+
+def test_video_is_refused_because_renderers_shows_none(codec: RenderersCodec) -> None:
+    with pytest.raises(CodecError, match=r"messages\[1\]: carries a video, but .* takes no videos"):
+        prompt_of(codec, Message("system", "s"), looking("look", Media("video", "v", b"x")))
+
+
+def test_a_model_that_reads_text_only_names_the_message() -> None:
+    talk = [Message("user", "q"), looking("look", Media("image", "d", b"x"))]
+    with pytest.raises(CodecError, match=r"messages\[1\]: carries an image, but generic:m takes no images"):
+        refuse_media(talk, "generic:m")
+    with pytest.raises(CodecError, match=r"messages\[7\]: carries an audio, but generic:m takes no audio"):
+        refuse_media([looking("hear", Media("audio", "d", b"x"))], "generic:m", first=7)
+
+
+def test_as_many_images_as_places() -> None:
+    with pytest.raises(CodecError, match="got 0 for a prompt with 2 places"):
+        place_images([], as_ids([1, 9, 9, 2, 9]), pad=9)

@@ -1,0 +1,213 @@
+"""`branchline doctor` prints one line per finding, ends with what to do, and says it with its exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import branchline
+from branchline.cli.main import main
+
+CACHE = Path(branchline.__file__).parents[2] / ".cache" / "tokenizers"
+TALK = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SYSTEM_LAST = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if loop.last and messages[0].role == 'system' %}"
+    "<|start|>system\n{{ messages[0].content }}<|end|>\n{% endif %}"
+    "<|start|>{{ m.role }}\n{{ m.content or '' }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+Doctor = Callable[..., tuple[int, str]]
+
+
+def save(path: Path, template: str) -> Path:
+    vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|start|>"), AddedToken("<|end|>")])
+    path.mkdir(exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"chat_template": template, "eos_token": "<|end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def says(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def talk(turns: int = 4) -> list[dict[str, Any]]:
+    shown, lines = [says("system", "be brief"), says("user", "begin")], []
+    for turn in range(turns):
+        reply = says("assistant", f"answer {turn}")
+        lines.append({"request": {"messages": shown}, "response": {"choices": [{"message": reply}]}})
+        shown = [*shown, reply, says("user", f"go on {turn}")]
+    return lines
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """Runs the command on a template and lines of a log; returns its exit code and what it printed."""
+
+    def run(template: str, *options: str, lines: Sequence[dict[str, Any] | str] = ()) -> tuple[int, str]:
+        arguments = ["doctor", "--tokenizer", str(save(tmp_path / "toy", template)), *options]
+        if lines:
+            log = tmp_path / "calls.jsonl"
+            log.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+            arguments.append(str(log))
+        code = main(arguments)
+        printed = capsys.readouterr()
+        assert (code == 2) == bool(printed.err), printed.err
+        return code, printed.out or printed.err
+
+    return run
+
+
+def real(name: str) -> str:
+    if not (CACHE / name / "tokenizer.json").exists():
+        pytest.skip(f"no {name} tokenizer in {CACHE}: run scripts/fetch_tokenizers.py")
+    return str(CACHE / name)
+
+
+def test_a_safe_template_exits_with_0_and_its_last_line_says_so(doctor: Doctor) -> None:
+    code, told = doctor(TALK)
+    assert code == 0
+    assert told.splitlines()[-1].startswith("safe: Nothing to do")
+    assert told.splitlines()[-2] == "14 checks: 13 fine, 1 note, 0 unsafe"
+    assert "parsers: plain for tool calls, none for reasoning; stop ids: 257 <|end|>" in told
+
+
+def test_evidence_is_indented_below_what_is_not_fine_only(doctor: Doctor) -> None:
+    _, told = doctor(SYSTEM_LAST)
+    lines = told.splitlines()
+    (place,) = (index for index, line in enumerate(lines) if line.startswith("note   system_text "))
+    assert lines[place + 1].startswith("         before  <|start|>system\\nzqsystem")
+    assert lines[place + 2].startswith("         after   <|start|>user\\nzqask")
+    for index, line in enumerate(lines[:-1]):
+        if line.startswith("fine"):
+            assert not lines[index + 1].startswith(" ")
+
+
+def test_an_unsafe_template_exits_with_1_and_one_sentence(doctor: Doctor) -> None:
+    code, told = doctor(TALK.replace("<|end|>", "").replace("<|start|>", "# "))
+    assert code == 1
+    verdict = told.splitlines()[-1]
+    assert verdict.startswith("unsafe: toy's template puts no token behind a reply")
+    assert verdict.count(". ") == 0
+
+
+def test_json_is_one_object_with_everything(doctor: Doctor) -> None:
+    code, text = doctor(TALK, "--json")
+    told = json.loads(text)
+    assert (code, text.count("\n")) == (0, 1)
+    assert told["verdict"] == "safe"
+    assert told["advice"]
+    assert told["parsers"] == {"tool_calls": "plain", "reasoning": "none", "starts_inside_reasoning": False}
+    assert told["stop_ids"] == [257]
+    assert told["log"] is None
+    for finding in told["findings"]:
+        assert set(finding) == {"name", "ok", "severity", "sentence", "evidence"}
+        assert finding["ok"] == (finding["severity"] == "fine")
+
+
+def test_a_log_gets_figures_for_both_policies(doctor: Doctor) -> None:
+    code, text = doctor(SYSTEM_LAST, "--json", lines=talk())
+    told = json.loads(text)
+    assert (code, told["verdict"]) == (1, "unsafe")
+    template, verbatim = told["log"]["template"], told["log"]["verbatim"]
+    assert (template["calls"], template["continuing_calls"], template["forked_calls"]) == (4, 3, 3)
+    assert (template["timelines"], template["fork_rate"]) == (4, 1.0)
+    assert sum(template["causes"].values()) == template["forks"] == 3
+    assert template["tokens_computed_again"] > 0
+    assert (verbatim["forked_calls"], verbatim["timelines"], verbatim["tokens_computed_again"]) == (0, 1, 0)
+    assert verbatim["encoded_tokens"] < template["encoded_tokens"]
+    assert template["drift"] == {"compared": 0, "differing": 0, "same_text": 0, "lines": [], "first": None}
+
+
+def test_the_history_that_is_chosen_decides(doctor: Doctor) -> None:
+    code, told = doctor(SYSTEM_LAST, "--history", "template", lines=talk())
+    assert code == 1
+    assert "history=template forks 3 of 3 continuing calls" in told
+    assert "100%; unsafe above 25%" in told
+    code, told = doctor(SYSTEM_LAST, "--history", "verbatim", lines=talk())
+    assert code == 0
+    assert told.splitlines()[-1].startswith("safe: ")
+
+
+def test_drift_and_refusals_are_shown_with_their_lines(doctor: Doctor) -> None:
+    drifted = talk(1)[0]
+    drifted["response"]["prompt_token_ids"] = [1, 2, 3]
+    strict = TALK.replace(
+        "<|start|>{{",
+        "{% if m.content == 'go on 0' %}{{ raise_exception('Stop!') }}{% endif %}<|start|>{{",
+        1,
+    )
+    code, told = doctor(strict, lines=[drifted, *talk(2)[1:]])
+    assert code == 1
+    assert (
+        "template: 1 logged prompt not as we would have sent them, 0 in ids alone; line 1 from token 0"
+        in told
+    )
+    assert "logged  " in told
+    assert "template: the template refuses 1 call\n         line 2: Stop!" in told
+    assert "refuses 1 of 2 calls (line 2: Stop!)" in told.splitlines()[-1]
+
+
+def test_bad_lines_are_an_error_or_counted(doctor: Doctor) -> None:
+    code, told = doctor(TALK, lines=[*talk(), "{"])
+    assert code == 2
+    assert "calls.jsonl:5: expected one JSON object a line" in told
+    code, told = doctor(TALK, "--skip-bad", lines=[*talk(), "{"])
+    assert code == 0
+    assert "skipped 1 bad line" in told
+    code, told = doctor(TALK, "--skip-bad", lines=["{"])
+    assert code == 2
+    assert "no calls in it" in told
+
+
+def test_bad_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--tokenizer", str(tmp_path / "nowhere")]) == 2
+    assert "not a directory" in capsys.readouterr().err
+    path = save(tmp_path / "toy", TALK)
+    assert main(["doctor", "--tokenizer", str(path), str(tmp_path / "no.jsonl")]) == 2
+    assert "no.jsonl: cannot be read" in capsys.readouterr().err
+    (path / "tokenizer_config.json").write_text("{}")
+    assert main(["doctor", "--tokenizer", str(path)]) == 2
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for taught in (
+        "branchline doctor --tokenizer",
+        "verbatim  the path stays",
+        "unsafe (1)",
+        "CALLS.jsonl",
+        "--json",
+    ):
+        assert taught in told
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("qwen3", 0, "safe: This template leaves earlier thinking out, so each new user message forks"),
+        ("mistral_nemo", 1, "moves the system text to the last user message"),
+        ("deepseek_v3", 1, "loses the end of a single tool call"),
+    ],
+)
+def test_real_verdicts(capsys: pytest.CaptureFixture[str], name: str, code: int, words: str) -> None:
+    assert main(["doctor", "--tokenizer", real(name)]) == code
+    assert words in capsys.readouterr().out.splitlines()[-1]
