@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from branchline.chat.base import Extension, History, Piece, Recorded, Shown
+from branchline.chat.base import Extension, History, IncrementalParser, Piece, Recorded, Shown
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
 from branchline.core.runs import Ids, Origin, as_ids
@@ -31,8 +31,8 @@ class ReplayCodec:
         path: Sequence[Recorded],
         new: Sequence[Shown],
         *,
-        tools: Sequence[Mapping[str, Any]],  # noqa: ARG002
-        template: Mapping[str, Any],  # noqa: ARG002
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
         history: History,
     ) -> Extension:
         if history == "template" and any(entry.message.reasoning for entry in path):
@@ -45,8 +45,23 @@ class ReplayCodec:
         spans = ((len(self.opening), Origin.TEMPLATE), (len(shown.sampled_ids), Origin.CONTEXT))
         return Piece(as_ids(np.concatenate((self.opening, shown.sampled_ids))), spans)
 
-    def parse(self, ids: Ids) -> Message:  # noqa: ARG002
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset()
+
+    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> IncrementalParser:
+        raise CodecError("replay: got an output to parse, expected every generation to bring its message")
+
+    def parse(self, ids: Ids, finish: str = "stop") -> Message:
         raise CodecError("replay: got ids to parse, expected every generation to bring its message")
+
+    def count(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> int:
+        return sum(len(self.pieces[message.key].ids) for message in messages) + len(self.opening)
 
     def decode(self, ids: Ids) -> str:
         return " ".join(map(str, ids.tolist()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from branchline import Generation, Message, Request, Session, ToolCall, Turn, timelines_of
+from branchline import CodecError, Generation, Media, Message, Request, Session, ToolCall, Turn, timelines_of
 from branchline.chat.generic import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.runs import as_ids
@@ -310,3 +310,12 @@ def test_logprobs_and_masks_of_a_real_conversation_are_aligned(qwen: Talk) -> No
     qwen.session.commit(turn, Generation(as_ids(ids), np.full(len(ids), -1, np.float32)))
     (line,) = timelines_of(qwen.session.tree)
     assert line.logprobs[line.mask == 1].tolist() == [-1] * len(ids)
+
+
+def test_an_image_for_a_text_model_is_refused_by_name(qwen: Talk) -> None:
+    picture = Message("user", "look", parts=("look", Media("image", "cat", b"...")))
+    with pytest.raises(
+        CodecError, match=r"messages\[1\]: carries an image, but generic:qwen3 takes no images"
+    ):
+        qwen.look(user("p"), picture)
+    assert len(qwen.session.tree.nodes) == 1

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from branchline import ExportPolicy, Session, export_samples
 from branchline.chat.base import Shown
 from branchline.chat.rendered import Weaver
-from branchline.chat.renderers_codec import FAMILIES, RenderersCodec
+from branchline.chat.renderer_families import FAMILIES
+from branchline.chat.renderers_codec import RenderersCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError

@@ -25,6 +25,7 @@ from branchline.chat.segments import SegmentEncoder, SizedCache
 from branchline.chat.slots import Brackets, SlotFinder
 from branchline.chat.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.vision import refuse_media
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.runs import Ids
@@ -130,6 +131,7 @@ class GenericCodec:
         template: Values | None = None,
         history: History = "template",
     ) -> Extension:
+        refuse_media([shown.message for shown in new], self.name, first=len(path))
         conversation = Conversation(
             self._voice(tools), [*path, *new], len(path), tools, template or {}, self.now
         )

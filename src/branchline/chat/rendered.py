@@ -45,8 +45,16 @@ class Render:
 
     def sampled_span(self, index: int) -> tuple[int, int] | None:
         """Where the ids stand that the model would sample for a message."""
-        places = np.flatnonzero((self.owners == index) & self.sampled)
-        return (int(places[0]), int(places[-1]) + 1) if len(places) else None
+        return self._sampled_spans.get(index)
+
+    @cached_property
+    def _sampled_spans(self) -> dict[int, tuple[int, int]]:
+        spans: dict[int, tuple[int, int]] = {}
+        places = np.flatnonzero(self.sampled & (self.owners >= 0))
+        for place, owner in zip(places.tolist(), self.owners[places].tolist(), strict=True):
+            start, _ = spans.get(owner, (place, 0))
+            spans[owner] = start, place + 1
+        return spans
 
     @property
     def opening(self) -> Ids:
@@ -193,10 +201,14 @@ class Weaver:
         if stopped and int(render.ids[shown_end]) != int(sampled[-1]):
             return "foreign_stop"
         body = sampled[:-1] if stopped else sampled
-        said, marks = read.spell(body), read.markers(body)
         before = _join(place.lead, render.ids[place.cursor : shown_end])
+        heads = self._heads(place, span[0])
+        for head in heads:
+            if np.array_equal(before, _join(head, body)):
+                return Fit(head, end if stopped else shown_end, NO_IDS)
+        said, marks = read.spell(body), read.markers(body)
         text, all_marks = read.spell(before), read.markers(before)
-        for head in self._heads(place, span[0]):
+        for head in heads:
             head_text, head_marks = read.spell(head), read.markers(head)
             if not text.startswith(head_text) or all_marks[: len(head_marks)] != head_marks:
                 continue

@@ -10,7 +10,6 @@ looked up on a hub, and the package is imported when the first codec is made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from branchline.chat.parsing.base import OutputParser, Parsed
 from branchline.chat.parsing.reasoning import REASONING
 from branchline.chat.parsing.registry import NO_REASONING, parser_for
 from branchline.chat.rendered import Entry, Reading, Render, Weaver
+from branchline.chat.renderer_families import FAMILIES, RendererTokenizer
 from branchline.chat.segments import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import (
@@ -47,40 +47,6 @@ _ROLES = {"developer": "system", "function": "tool"}
 _UNKNOWN = "\ufffd".encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One of the families we offer: its name in `renderers`, and how its outputs are read."""
-
-    stem: str
-    """`{stem}Renderer` and `{stem}RendererConfig` are its classes."""
-    tool_format: str
-    reasoning: str = NO_REASONING
-    image_pad: str = ""
-    """The id that stands for a bit of an image; empty where the family reads text only."""
-
-
-FAMILIES: dict[str, Family] = {
-    "deepseek_r1": Family("DeepSeekR1", "deepseek", "think"),
-    "deepseek_v3": Family("DeepSeekV3", "deepseek"),
-    "glm_4_5": Family("GLM45", "glm", "think"),
-    "glm_5": Family("GLM5", "glm", "think"),
-    "glm_5_1": Family("GLM51", "glm", "think"),
-    "glm_5_3": Family("GLM53", "glm", "think"),
-    "kimi_k2": Family("KimiK2", "kimi"),
-    "kimi_k2_5": Family("KimiK25", "kimi", "think"),
-    "llama_3": Family("Llama3", "llama3"),
-    "minimax_m2": Family("MiniMaxM2", "minimax", "think"),
-    "nemotron_3": Family("Nemotron3", "qwen3_coder", "think"),
-    "qwen3": Family("Qwen3", "hermes", "think"),
-    "qwen3_5": Family("Qwen35", "qwen3_coder", "think", "<|image_pad|>"),
-    "qwen3_6": Family("Qwen36", "qwen3_coder", "think", "<|image_pad|>"),
-    "qwen3_8": Family("Qwen38", "qwen3_coder", "think", "<|image_pad|>"),
-    # Its template shows no reasoning, so none is parsed out.
-    "qwen3_vl": Family("Qwen3VL", "hermes", image_pad="<|image_pad|>"),
-}
-"""gpt-oss is not among them: its renderer downloads a vocabulary."""
-
-
 class RenderersCodec:
     """Messages ⇄ ids for a named family; options are the fields of the family's config in `renderers`."""
 
@@ -95,8 +61,10 @@ class RenderersCodec:
         self._options = options
         self._dialect = Dialect()
         self.encoder = SegmentEncoder(tokenizer)
-        self._adapter = _Adapter(tokenizer, self.encoder)
-        self._markers = np.array(sorted(self.encoder.marker_ids), np.int32)
+        self._adapter = RendererTokenizer(tokenizer, self.encoder)
+        markers = self.encoder.marker_ids
+        self._is_marker = np.zeros(max([tokenizer.vocab_size, *(token + 1 for token in markers)]), np.bool_)
+        self._is_marker[markers] = True
         self.images: ImageProcessor | None = None
         """What images become; None where the family reads text only."""
         if self._family.image_pad:
@@ -213,7 +181,8 @@ class RenderersCodec:
         return b"".join(spelled)
 
     def _markers_of(self, ids: Ids) -> list[int]:
-        found: list[int] = ids[np.isin(ids, self._markers)].tolist()
+        known = ids[(ids >= 0) & (ids < len(self._is_marker))]
+        found: list[int] = known[self._is_marker[known]].tolist()
         return found
 
     # -- the renderer --------------------------------------------------------------------------------
@@ -314,31 +283,6 @@ class RenderersCodec:
         except Exception as error:
             # A field that is none, or a tokenizer without the family's tokens (an AssertionError).
             raise CodecError(f"{self.name}: {error}") from error
-
-
-class _Adapter:
-    """A tokenizer in the shape that `renderers` asks for."""
-
-    unk_token_id: int | None = None
-
-    def __init__(self, tokenizer: TokenizerDir, encoder: SegmentEncoder) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = encoder
-        self._added = tokenizer.added_tokens
-        self.name_or_path = str(tokenizer.path)
-        self.eos_token_id = self._added.get(tokenizer.named_tokens.get("eos_token", ""))
-
-    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        ids: list[int] = self._encoder.encode(text).tolist()
-        return ids
-
-    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
-        return self._tokenizer.decode(as_ids(np.asarray(token_ids, np.int64)))
-
-    def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        if isinstance(tokens, str):
-            return self._added.get(tokens)
-        return [self._added.get(token) for token in tokens]
 
 
 def _one_byte(token: int) -> bytes:
