@@ -29,7 +29,7 @@ from benchmarks.codec.talks import (
 from benchmarks.measure import Report, ms
 from branchline import Message, Request, Session
 from branchline.chat.base import Extension
-from branchline.chat.generic import GenericCodec
+from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.runs import Ids
 

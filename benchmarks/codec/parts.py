@@ -13,13 +13,13 @@ from benchmarks.codec.clock import median_cpu_s
 from benchmarks.codec.reference import FullRender
 from benchmarks.codec.talks import AGENT, CACHE, SHORT, TOOLS, Mix, Talk, Writer, open_codec, play
 from benchmarks.measure import Report, cpu_s, ms
-from branchline.chat import conversation
 from branchline.chat.base import History
-from branchline.chat.conversation import Conversation
-from branchline.chat.dialect import Dialect
-from branchline.chat.segments import SegmentEncoder
-from branchline.chat.slots import Brackets
-from branchline.chat.template import ChatTemplate
+from branchline.chat.generic import conversation
+from branchline.chat.generic.conversation import Conversation
+from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.segments import SegmentEncoder
+from branchline.chat.generic.slots import Brackets
+from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
 
 _TURNS, _TOKENS = 25, 30_000

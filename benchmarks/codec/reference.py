@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from branchline import Message
-from branchline.chat.dialect import Dialect, probe_dialect
-from branchline.chat.template import ChatTemplate
+from branchline.chat.generic.dialect import Dialect, probe_dialect
+from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
 
 Raw = dict[str, Any]
@@ -40,7 +40,7 @@ class FullRender:
     def name(self) -> str:
         if self._tokenizer is not None:
             return "transformers' apply_chat_template(tokenize=True)"
-        return "jinja2 render + tokenizers encode_batch, as transformers does (it is not installed)"
+        return "jinja2 render + tokenizers encode_batch (transformers is not installed)"
 
     def write(self, messages: Sequence[Message]) -> list[Raw]:
         """The conversation as this side wants it; made before any clock runs."""
@@ -54,6 +54,6 @@ class FullRender:
             ids: list[int] = found["input_ids"] if hasattr(found, "keys") else found
             return ids
         text = self.template.render(messages, tools)
-        # As transformers calls it: a batch of one takes a fifth less CPU time here than `encode`.
+        # The call that transformers makes.
         encoded: list[int] = self._encoder.encode_batch([text], add_special_tokens=False)[0].ids
         return encoded

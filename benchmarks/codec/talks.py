@@ -21,7 +21,7 @@ import numpy as np
 
 from branchline import Generation, Message, Request, Session, ToolCall
 from branchline.chat.base import Extension, History, Shown
-from branchline.chat.generic import GenericCodec
+from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.runs import Ids
 from branchline.testing.speaker import TemplateSpeaker

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.codec.talks import AGENT, CACHE, FOREIGN, SHORT, THINKING, TOOLS, Mix, Writer
 from benchmarks.measure import Report, best_cpu_s, ms
 from branchline import Message
-from branchline.chat.dialect import Dialect, probe_dialect
-from branchline.chat.template import ChatTemplate
+from branchline.chat.generic.dialect import Dialect, probe_dialect
+from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.errors import TemplateError
 

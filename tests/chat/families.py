@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from branchline.chat.generic import GenericCodec
+from branchline.chat.generic.codec import GenericCodec
 from branchline.testing.behaviours import Manners
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"

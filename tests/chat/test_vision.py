@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from branchline import Session
 from branchline.chat.base import Shown
-from branchline.chat.renderers_codec import RenderersCodec
+from branchline.chat.handcoded.codec import RenderersCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import ImageProcessor, VisionConfig, place_images, refuse_media
 from branchline.core.call import Delivery, Generation, Request
@@ -23,10 +23,11 @@ from branchline.core.media import read_media_part
 from branchline.core.message import Media, Message
 from branchline.core.runs import Ids, as_ids
 from branchline.tree.delta import decode_record, encode_record
+from tests.chat.families import CACHE
 
 pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'branchline[vision]'")
 
-QWEN3 = Path(__file__).parents[2] / ".cache" / "tokenizers" / "qwen3"
+QWEN3 = CACHE / "qwen3"
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:

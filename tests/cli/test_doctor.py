@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import branchline
 from branchline.cli.main import main
+from tests.chat.families import CACHE
 
-CACHE = Path(branchline.__file__).parents[2] / ".cache" / "tokenizers"
 TALK = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import branchline
-from branchline.chat.audit import Audit, audit_codec
-from branchline.chat.findings import VERBATIM, Finding, fine, note, unsafe
-from branchline.chat.generic import GenericCodec
+from branchline.chat.audit.audit import Audit, audit_codec
+from branchline.chat.audit.findings import VERBATIM, Finding, fine, note, unsafe
+from branchline.chat.generic.codec import GenericCodec
 from branchline.core.message import Message
 from branchline.core.runs import as_ids
 from branchline.timelines.doctor import Refusal, Replay, judge_safety, replay
 from branchline.timelines.log import LoggedCall, read_call
+from tests.chat.families import CACHE
 
-CACHE = Path(branchline.__file__).parents[2] / ".cache" / "tokenizers"
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('No tools here!') }}{% endif %}"

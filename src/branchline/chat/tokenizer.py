@@ -7,6 +7,7 @@ repair certain. What is encoded here was not sampled, and whoever uses it has to
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from branchline.chat.dialect import Dialect, probe_dialect
-from branchline.chat.template import ChatTemplate, to_json
+from branchline.chat.generic.dialect import Dialect, probe_dialect
+from branchline.chat.generic.template import ChatTemplate, to_json
 from branchline.core.errors import CodecError
+from branchline.core.fields import clean
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Ids, as_ids
 
@@ -81,6 +83,8 @@ class TokenizerDir:
         path = Path(path)
         if not path.is_dir():
             raise CodecError(f"{path}: not a directory, expected one with a tokenizer.json")
+        # The fast call is one for batches; a pool of threads for a batch of one would only forbid forking.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
@@ -103,9 +107,8 @@ class TokenizerDir:
 
     def encode(self, text: str) -> Ids:
         """The ids of a text; none are added around it, those written out in it (`<|im_end|>`) are one id."""
-        # JSON can carry lone surrogates, UTF-8 cannot.
-        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return as_ids(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        (encoding,) = self._tokenizer.encode_batch_fast([clean(text)], add_special_tokens=False)
+        return as_ids(encoding.ids)
 
     def decode(self, ids: Ids) -> str:
         """Text for people to read: special tokens are shown, an id that does not decode is `<id>`."""

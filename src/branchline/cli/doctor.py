@@ -13,10 +13,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from branchline.chat.audit import Audit, audit_codec
+from branchline.chat.audit.audit import Audit, audit_codec
+from branchline.chat.audit.findings import Finding, Severity
 from branchline.chat.base import History
-from branchline.chat.findings import Finding, Severity
-from branchline.chat.generic import GenericCodec
+from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.show import counted, number, plain, printed
 from branchline.core.errors import InputError, LogError
 from branchline.timelines.doctor import MOST_FORKS, Replay, Verdict, judge_safety, replay

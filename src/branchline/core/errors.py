@@ -7,6 +7,8 @@
     ├── CodecError              messages could not be turned into ids, or ids into messages
     │   └── TemplateError       the chat template refused a conversation, in its own words
     ├── TreeError               a commit that does not fit the tree it is meant for
+    ├── EngineError             an engine failed; the call can be tried again
+    │   └── EngineInputError    what it was asked cannot be done: too long, not supported
     ├── JournalError            the journal could not be opened, written or read
     └── ExportError             samples that must not be trained on without being asked for
         └── MissingLogprobsError
@@ -65,6 +67,14 @@ class TemplateError(CodecError):
 
 class TreeError(BranchlineError):
     """A commit that does not fit the tree it is meant for; the tree is unchanged."""
+
+
+class EngineError(BranchlineError):
+    """An engine failed; the call changed nothing and can be tried again."""
+
+
+class EngineInputError(EngineError):
+    """What an engine was asked for cannot be done by it."""
 
 
 class JournalError(BranchlineError):

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from branchline.chat.audit import Audit
+from branchline.chat.audit.audit import Audit
+from branchline.chat.audit.checks import RENDERERS
+from branchline.chat.audit.findings import VERBATIM, Finding, Severity
+from branchline.chat.audit.trial import speak, words_of
 from branchline.chat.base import History
-from branchline.chat.checks import RENDERERS
-from branchline.chat.findings import VERBATIM, Finding, Severity
-from branchline.chat.generic import GenericCodec
-from branchline.chat.trial import speak, words_of
+from branchline.chat.generic.codec import GenericCodec
 from branchline.core.call import Generation
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Message, ToolCall

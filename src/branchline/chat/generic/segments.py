@@ -73,6 +73,7 @@ class SegmentEncoder:
         self._cache: SizedCache[tuple[str, Ids]] = SizedCache(
             cache_bytes, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
         )
+        self._lengths = np.full(tokenizer.vocab_size, -1, np.int32)
         self.encoded_tokens = 0
         """Tokens that really were encoded; the rest came from the cache."""
         self.is_segmentwise = True
@@ -131,13 +132,24 @@ class SegmentEncoder:
 
     def _token_ends(self, text: str, ids: Ids) -> NDArray[np.int64]:
         """The place in the text where each token ends, from the bytes of the tokens."""
-        lengths = [len(self._tokenizer.token_bytes(token)) for token in ids.tolist()]
-        byte_ends = np.cumsum(lengths, dtype=np.int64)
+        byte_ends = np.cumsum(self._byte_lengths(ids), dtype=np.int64)
         if text.isascii():
             return byte_ends
-        widths = [len(letter.encode("utf-8", "surrogatepass")) for letter in text]
-        letter_ends = np.cumsum(widths)
-        return np.searchsorted(letter_ends, byte_ends, side="left").astype(np.int64) + 1
+        spelled = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+        # A letter counts from its first byte on; bytes 10xxxxxx continue one.
+        letters = np.zeros(len(spelled) + 2, np.int64)
+        np.cumsum((spelled & 0xC0) != 0x80, out=letters[1:-1])
+        letters[-1] = len(text) + 1
+        return letters[np.minimum(byte_ends, len(spelled) + 1)]
+
+    def _byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
+        """How many bytes each token spells, looked up in a table that fills as tokens are met."""
+        lengths = self._lengths[ids]
+        if (lengths < 0).any():
+            for token in np.unique(ids[lengths < 0]).tolist():
+                self._lengths[token] = len(self._tokenizer.token_bytes(token))
+            lengths = self._lengths[ids]
+        return lengths
 
     def _added_id(self, name: str) -> Ids:
         return np.array([self._id_of[name]], np.int32)

@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 
 from branchline.chat.base import Extension, History, Recorded, Shown
-from branchline.chat.dialect import Dialect
+from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.segments import SegmentEncoder
+from branchline.chat.handcoded.families import FAMILIES, RendererTokenizer
+from branchline.chat.handcoded.rendered import Entry, Reading, Render, Weaver
 from branchline.chat.parsing.base import OutputParser, Parsed
 from branchline.chat.parsing.reasoning import REASONING
 from branchline.chat.parsing.registry import NO_REASONING, parser_for
-from branchline.chat.rendered import Entry, Reading, Render, Weaver
-from branchline.chat.renderer_families import FAMILIES, RendererTokenizer
-from branchline.chat.segments import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import (
     ImageProcessor,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from branchline.chat.segments import SegmentEncoder
+from branchline.chat.generic.segments import SegmentEncoder
 from branchline.core.message import Message
 from branchline.core.runs import Ids
 
@@ -49,7 +49,12 @@ class Brackets:
 
     def occurs_in(self, messages: Iterable[Message]) -> bool:
         """Whether somebody wrote our nonce; then another one is needed."""
-        return any(self.salt in message.text or self.salt in message.reasoning for message in messages)
+        return any(
+            self.salt in message.text
+            or self.salt in message.reasoning
+            or any(self.salt in call.arguments for call in message.calls)
+            for message in messages
+        )
 
     def marker(self, index: int) -> Callable[[int, str], str]:
         """A function that brackets a field of the message at an index."""

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from branchline import ExportPolicy, Session, export_samples
 from branchline.chat.base import Shown
-from branchline.chat.rendered import Weaver
-from branchline.chat.renderer_families import FAMILIES
-from branchline.chat.renderers_codec import RenderersCodec
+from branchline.chat.handcoded.codec import RenderersCodec
+from branchline.chat.handcoded.families import FAMILIES
+from branchline.chat.handcoded.rendered import Weaver
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
@@ -34,10 +34,11 @@ from branchline.testing.behaviours import Behaviour, Manners, PlannedCall
 from branchline.testing.player import Player
 from branchline.testing.speaker import TemplateSpeaker
 from branchline.timelines.causes import Cause
+from tests.chat.families import CACHE
 
 pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
 
-TOKENIZERS = Path(__file__).parents[2] / ".cache" / "tokenizers"
+TOKENIZERS = CACHE
 REAL = {"deepseek_v3": "deepseek_v3", "qwen3": "qwen3", "llama_3": "llama3_2"}
 """Families whose own tokenizer is at hand."""
 MARKERS = [
@@ -378,7 +379,7 @@ def test_no_message_vanishes(qwen3: RenderersCodec, markers: Path) -> None:
 
 
 def test_the_package_is_imported_when_a_codec_is_made() -> None:
-    script = "import branchline.chat.renderers_codec, sys; print({'renderers', 'PIL'} & sys.modules.keys())"
+    script = "import branchline.chat.handcoded.codec, sys; print({'renderers', 'PIL'} & sys.modules.keys())"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from branchline.chat.base import Extension, Piece, Shown
-from branchline.chat.dialect import Dialect
-from branchline.chat.layout import Entry, Layout, lay_out
-from branchline.chat.segments import SegmentEncoder, SizedCache
-from branchline.chat.slots import Brackets, Misfit, SlotFinder, Span
-from branchline.chat.template import ChatTemplate
+from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.layout import Entry, Layout, lay_out
+from branchline.chat.generic.segments import SegmentEncoder, SizedCache
+from branchline.chat.generic.slots import Brackets, Misfit, SlotFinder, Span
+from branchline.chat.generic.template import ChatTemplate
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.runs import Ids, Origin, as_ids, runs_of
@@ -95,9 +95,6 @@ class Conversation:
         self._now = now
         self._brackets = voice.brackets
         self._finder = voice.finder
-        if voice.brackets.occurs_in(entry.message for entry in entries):
-            self._brackets = Brackets()
-            self._finder = voice.finder.with_brackets(self._brackets)
         self._encoded = 0
 
     # -- what the template shows ---------------------------------------------------------------------
@@ -105,6 +102,9 @@ class Conversation:
     def by_template(self) -> Extension:
         """The prompt shows what the template shows for this conversation."""
         known = self._known()
+        # What is remembered was looked through when it was new.
+        if self._avoid_nonce(self._entries[len(known.ends) if known is not None else 0 :]):
+            known = None
         slots = set(known.slots) if known is not None else set()
         covered = len(known.ends) if known is not None else 0
         slots |= {index for index in range(covered, len(self._entries)) if self._is_slot(index)}
@@ -223,6 +223,7 @@ class Conversation:
             message = entries[at].message
             plain = Message("assistant", message.text or "." * (not message.calls), calls=message.calls)
             entries = [*entries[:at], Shown(plain, entries[at].sampled_ids), *entries[at + 1 :]]
+        self._avoid_nonce(entries)
         first = self._recorded + shift
         slots = {at} | {index for index in range(first, len(entries)) if self._is_slot(index - shift)}
         while True:
@@ -260,6 +261,14 @@ class Conversation:
         return stop[1] if self._finder.is_stopped(sampled) else stop[0]
 
     # -- common --------------------------------------------------------------------------------------
+
+    def _avoid_nonce(self, entries: Sequence[Entry]) -> bool:
+        """Takes other brackets where somebody wrote ours."""
+        if not self._brackets.occurs_in(entry.message for entry in entries):
+            return False
+        self._brackets = Brackets()
+        self._finder = self._voice.finder.with_brackets(self._brackets)
+        return True
 
     def _is_slot(self, index: int) -> bool:
         entry = self._entries[index]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from branchline import CodecError, Generation, Media, Message, Request, Session, ToolCall, Turn, timelines_of
-from branchline.chat.generic import GenericCodec
+from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.runs import as_ids
 from branchline.tree.node import Node
@@ -319,3 +320,22 @@ def test_an_image_for_a_text_model_is_refused_by_name(qwen: Talk) -> None:
     ):
         qwen.look(user("p"), picture)
     assert len(qwen.session.tree.nodes) == 1
+
+
+@pytest.mark.parametrize("history", ["template", "verbatim"])
+@pytest.mark.parametrize("places", list(product((False, True), repeat=4)))
+def test_somebody_who_writes_our_nonce_changes_nothing(history: str, places: tuple[bool, ...]) -> None:
+    tokenizer = codec_of("qwen3").tokenizer
+    codec = GenericCodec(tokenizer)
+    talk = Talk(codec, history=history)
+    salt = codec._brackets.salt
+
+    def text(place: int, words: str) -> str:
+        return f"{words} {salt}{place}x0a_ {salt}1x0b_ end" if places[place] else words
+
+    messages = [user(text(0, "ask"))]
+    for reply, more in ((1, 2), (3, 0)):
+        assert talk.look(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
+        node = talk.say(messages, [*talk.ids(text(reply, "reply")), IM_END])
+        messages += [node.message, user(text(more, "more"))]
+    assert talk.look(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from branchline.chat.template import ChatTemplate
+from branchline.chat.generic.template import ChatTemplate
 from branchline.core.errors import TemplateError
 from branchline.core.message import Media, Message, ToolCall
 

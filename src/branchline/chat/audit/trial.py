@@ -12,12 +12,12 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from branchline.chat.audit.findings import Evidence
 from branchline.chat.base import Shown
-from branchline.chat.conversation import EMPTY_THINK
-from branchline.chat.dialect import Dialect
-from branchline.chat.findings import Evidence
-from branchline.chat.generic import GenericCodec
-from branchline.chat.template import ChatTemplate
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.generic.conversation import EMPTY_THINK
+from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.template import ChatTemplate
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Ids, as_ids

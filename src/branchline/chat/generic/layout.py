@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from branchline.chat.base import Recorded, Shown
-from branchline.chat.slots import Brackets, SlotFinder, Span
+from branchline.chat.generic.slots import Brackets, SlotFinder, Span
 from branchline.core.message import Message
 from branchline.core.runs import Ids
 

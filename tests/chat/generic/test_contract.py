@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline import Session, export_samples, timelines_of
-from branchline.chat.conversation import Conversation
-from branchline.chat.generic import GenericCodec
-from branchline.chat.slots import Misfit, SlotFinder, Span
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.generic.conversation import Conversation
+from branchline.chat.generic.slots import Misfit, SlotFinder, Span
 from branchline.core.message import Message
 from branchline.testing.behaviours import Behaviour, PlannedCall
 from branchline.testing.player import Player, causal_order

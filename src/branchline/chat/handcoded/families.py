@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from branchline.chat.generic.segments import SegmentEncoder
 from branchline.chat.parsing.registry import NO_REASONING
-from branchline.chat.segments import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.runs import as_ids
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from branchline.chat import trial as t
-from branchline.chat.checks import RENDERERS, TEMPLATE_CHECKS, Check
-from branchline.chat.findings import Finding, Severity, fine, note, unsafe
-from branchline.chat.generic import GenericCodec
-from branchline.chat.trial import Trial, excerpt, sides, speak, words_of
+from branchline.chat.audit import trial as t
+from branchline.chat.audit.checks import RENDERERS, TEMPLATE_CHECKS, Check
+from branchline.chat.audit.findings import Finding, Severity, fine, note, unsafe
+from branchline.chat.audit.trial import Trial, excerpt, sides, speak, words_of
+from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.runs import as_ids

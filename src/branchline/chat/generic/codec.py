@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from branchline.chat.base import Extension, History, Recorded, Shown
-from branchline.chat.conversation import Conversation, Rendered, Voice
-from branchline.chat.dialect import Dialect, probe_dialect
+from branchline.chat.generic.conversation import Conversation, Rendered, Voice
+from branchline.chat.generic.dialect import Dialect, probe_dialect
+from branchline.chat.generic.segments import SegmentEncoder, SizedCache
+from branchline.chat.generic.slots import Brackets, SlotFinder
+from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.parsing.base import OutputParser, Parsed
 from branchline.chat.parsing.detect import Detection, detect
 from branchline.chat.parsing.registry import parser_for
-from branchline.chat.segments import SegmentEncoder, SizedCache
-from branchline.chat.slots import Brackets, SlotFinder
-from branchline.chat.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import refuse_media
 from branchline.core.errors import TemplateError

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from branchline.chat import trial as t
-from branchline.chat.findings import VERBATIM, Finding, fine, note, unsafe
-from branchline.chat.trial import Trial, around, excerpt, sides, words_of
+from branchline.chat.audit import trial as t
+from branchline.chat.audit.findings import VERBATIM, Finding, fine, note, unsafe
+from branchline.chat.audit.trial import Trial, around, excerpt, sides, words_of
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import branchline
-from branchline.chat.audit import Audit, audit_codec
-from branchline.chat.findings import VERBATIM, Severity
-from branchline.chat.generic import GenericCodec
+from branchline.chat.audit.audit import Audit, audit_codec
+from branchline.chat.audit.findings import VERBATIM, Severity
+from branchline.chat.generic.codec import GenericCodec
+from tests.chat.families import CACHE
 
-CACHE = Path(branchline.__file__).parents[2] / ".cache" / "tokenizers"
 CLEAN = (
     "{%- if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
     "{%- for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}"
