@@ -49,7 +49,7 @@ class SamplingParams:
 class Chunk:
     """The next ids of a generation."""
 
-    ids: Ids = NO_IDS
+    ids: Ids = field(default_factory=lambda: NO_IDS)
     logprobs: Floats | None = None
     """One for each id; None where the engine gives none."""
     version: int = 0
