@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from branchline import (
     Cause,
     Delivery,
+    ExportError,
     ExportPolicy,
     Generation,
     Message,
@@ -138,3 +139,21 @@ def test_samples_can_be_read_before_the_session_ends() -> None:
     assert export_samples(session.tree).samples == []
     say(session, [Message("user", "u")], "A1")
     assert len(export_samples(session.tree, session="s", reward=0.5).samples) == 1
+
+
+def test_equal_answers_are_trained_once_where_that_is_asked_for() -> None:
+    session = Session("s", CODEC)
+    ask = Message("user", "u")
+    for _ in range(3):
+        said = say(session, [ask], "same")
+    say(session, [ask, said, Message("user", "x")], "end")
+    assert export_samples(session.tree).report.trained_tokens == 15
+    export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.TWIN})))
+    assert export.report.trained_tokens == 7
+    assert CODEC.decode(export.samples[0].response_ids).endswith("end")
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": -1}, {"max_samples": 0}])
+def test_a_cap_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ExportError, match="expected at least"):
+        ExportPolicy(**wrong)  # type: ignore[arg-type]

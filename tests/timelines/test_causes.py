@@ -182,3 +182,56 @@ def test_causes_of_generated_episodes_are_mostly_right_and_never_wildly_wrong() 
     for cause in true:
         assert right[cause] >= 0.9 * true[cause], cause
         assert right[cause] >= 0.9 * said[cause], cause
+
+
+def test_a_reply_shown_again_was_seen_although_nothing_follows_it_in_place() -> None:
+    codec = ToyCodec.chatml(strip_thinking=True)
+    session = Session("s", codec)
+    thought = Message("assistant", "one", reasoning="plan")
+    call = session.commit(
+        session.prepare(Request((TASK,))), Generation(codec.spell(thought), message=thought)
+    ).call
+    session.deliver(call, Delivery.LOST)
+    turn = session.prepare(Request((TASK, thought, Message("user", "go on"))))
+    session.commit(turn, Generation(codec.spell(Message("assistant", "two"))))
+    assert not judge(session.tree).unseen
+
+
+def test_a_retry_after_a_cancellation_blames_nobody_else(session: Session) -> None:
+    say(session, [TASK], "one", delivery=Delivery.PENDING)
+    say(session, [TASK], "two", delivery=Delivery.CANCELLED)
+    say(session, [TASK], "three", retry=1)
+    assert list(judge(session.tree).unseen.values()) == [Drop.CANCELLED]
+
+
+def test_a_header_that_names_the_spawning_agent_makes_the_edge(session: Session) -> None:
+    spawn = say(
+        session,
+        [SYSTEM, TASK],
+        Message("assistant", "", calls=(ToolCall("agent", "{}", "c1"),)),
+        agent="main",
+    )
+    say(
+        session,
+        [Message("system", "You help."), Message("user", "Go.")],
+        "done",
+        agent="sub",
+        spawned_by="main",
+    )
+    judgement = judge(session.tree)
+    assert [fork.cause for fork in judgement.forks] == [Cause.SUB_AGENT]
+    assert judgement.edges[0].source.message is spawn
+
+
+@pytest.mark.parametrize(
+    "escaped", ['{"task": "See \\"a\\/b\\" now 🙂"}', '{"task": "See \\u0022a/b\\u0022 now \\ud83d\\ude42"}']
+)
+def test_a_task_is_found_however_its_json_is_escaped(session: Session, escaped: str) -> None:
+    say(
+        session,
+        [SYSTEM, TASK],
+        Message("assistant", "", calls=(ToolCall("agent", escaped, "c1"),)),
+        tools=TOOLS,
+    )
+    say(session, [Message("system", "You help."), Message("user", 'See "a/b" now 🙂')], "done", tools=TOOLS)
+    assert causes(session) == [Cause.SUB_AGENT]

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+import branchline.tree.journal as journal_module
 from branchline import (
     Delivery,
     Generation,
@@ -16,6 +17,7 @@ from branchline import (
     Request,
     Session,
     ToyCodec,
+    TreeError,
     timelines_of,
 )
 from branchline.testing.behaviours import Behaviour
@@ -76,3 +78,32 @@ def test_a_session_whose_journal_failed_takes_no_commit(tmp_path: Path) -> None:
         session.commit(turn, Generation(CODEC.spell(Message("assistant", "A"))))
     assert not session.tree.calls
     journal.close()
+
+
+def test_a_record_the_journal_refuses_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Journal(tmp_path / "j") as journal:
+        session = Session("s", CODEC, journal=journal)
+        turn = session.prepare(Request((Message("user", "p" * 1000),)))
+        answer = Generation(CODEC.spell(Message("assistant", "A")))
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "_MAX_RECORD_BYTES", 400)
+            with pytest.raises(JournalError):
+                session.commit(turn, answer)
+        assert not session.tree.calls
+        session.commit(turn, answer)
+        journal.flush()
+        assert len(Session.reopen("s", CODEC, journal).tree.calls) == 1
+
+
+def test_a_session_that_is_in_the_journal_must_be_reopened(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal:
+        session = Session("s", CODEC, journal=journal)
+        session.commit(
+            session.prepare(Request((Message("user", "p"),))),
+            Generation(CODEC.spell(Message("assistant", "A"))),
+        )
+        journal.flush()
+        with pytest.raises(TreeError, match="reopen"):
+            Session("s", CODEC, journal=journal)

@@ -16,6 +16,8 @@ from branchline import (
     ToyCodec,
     Tree,
     TreeError,
+    export_samples,
+    timelines_of,
 )
 from branchline.core.call import Echo
 from branchline.core.echo import Equivalence
@@ -319,3 +321,47 @@ def test_an_assistant_message_nobody_sampled_is_context_anywhere() -> None:
     assert [node.is_sampled for node in said.path()] == [False, False, False, True]
     prefill = talk.look(user("p"), assistant("It starts with"))
     assert prefill.parent is talk.tree.root
+
+
+def test_agents_that_share_a_history_get_the_same_timelines_in_every_order() -> None:
+    sets = []
+    for order in ("ab", "ba"):
+        talk = Talk()
+        talk.say([user("u")], "hello", agent="a")
+        for agent in order:
+            talk.say([user("u"), assistant("hello"), user("u2")], f"from {agent}", agent=agent)
+        sets.append(sorted((line.ids.tobytes(), line.mask.tobytes()) for line in timelines_of(talk.tree)))
+    assert sets[0] == sets[1]
+    assert len(sets[0]) == 2
+
+
+def test_another_agents_thinking_never_enters_a_prompt() -> None:
+    talk = Talk(ToyCodec.chatml())
+    talk.say([user("is it safe?")], Message("assistant", "Yes.", reasoning="secret plan"), agent="main")
+    turn = talk.look(user("2+2=4?"), assistant("Yes."), user("3+3=6?"), agent="judge")
+    assert "secret" not in talk.codec.decode(turn.prompt_ids)
+
+
+def test_a_tree_keeps_copies_of_what_an_engine_may_reuse() -> None:
+    talk = Talk()
+    logprobs, experts = np.zeros(10, np.float32), np.ones((3, 2), np.int16)
+    generation = Generation(as_ids([1, 2, 3]), logprobs[:3], message=assistant("x"), routed_experts=experts)
+    call = talk.session.commit(talk.look(user("u")), generation).call
+    logprobs[:], experts[:] = 9, 7
+    output = talk.tree.nodes[call.outputs[0]].output
+    assert output is not None
+    assert output.logprobs is not None
+    assert output.logprobs.tolist() == [0, 0, 0]
+    (line,) = timelines_of(talk.tree)
+    assert line.routed_experts is not None
+    assert line.routed_experts[-3:].tolist() == [[1, 1]] * 3
+    (sample,) = export_samples(talk.tree).samples
+    assert sample.routed_experts is not None
+    assert len(sample.routed_experts) == len(sample.response_ids)
+
+
+@pytest.mark.parametrize("version", [-1, 2**31])
+def test_a_version_that_no_array_can_hold_is_refused(version: int) -> None:
+    talk = Talk()
+    with pytest.raises(TreeError, match="versions: got"):
+        talk.session.commit(talk.look(user("u")), Generation(as_ids([1]), versions=version))

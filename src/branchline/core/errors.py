@@ -6,6 +6,7 @@
     │   └── LogError            a line of a call log; carries the file and the line number
     ├── CodecError              messages could not be turned into ids, or ids into messages
     │   └── TemplateError       the chat template refused a conversation, in its own words
+    ├── SessionError            a session that is not there, is closed, or that a key does not open
     ├── TreeError               a commit that does not fit the tree it is meant for
     ├── EngineError             an engine failed; the call can be tried again
     │   └── EngineInputError    what it was asked cannot be done: too long, not supported
@@ -19,6 +20,7 @@ Messages carry the key, the value and the expectation. Status codes are the gate
 from __future__ import annotations
 
 import reprlib
+from typing import Literal
 
 # What was got is shown, however long or deep it is.
 _shown = reprlib.Repr()
@@ -63,6 +65,16 @@ class CodecError(BranchlineError):
 
 class TemplateError(CodecError):
     """The chat template refused a conversation; the message is its own."""
+
+
+class SessionError(BranchlineError):
+    """A session that is not there, is closed, or that a key does not open; `kind` says which."""
+
+    def __init__(
+        self, kind: Literal["unknown", "closed", "forbidden", "no_key", "exists", "busy"], message: str
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class TreeError(BranchlineError):

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 import xxhash
 
 from branchline.core.errors import MessageError
-from branchline.core.fields import inside, text_field
+from branchline.core.fields import clean, inside, text_field
 from branchline.core.message import Media, MediaKind
 
 MEDIA_PARTS: dict[str, MediaKind] = {
@@ -51,6 +51,7 @@ def _read_media(body: Mapping[str, Any], kind: MediaKind, names: Sequence[str]) 
     for name in (*_DATA_NAMES, *_LINK_NAMES, *names):
         source = body.get(name)
         if isinstance(source, str) and source:
+            source = clean(source)
             break
     else:
         raise MessageError("", body, f"{kind} data: a url, a data url, or base64 data")

@@ -219,7 +219,7 @@ def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCal
             arguments = ""
         elif not isinstance(arguments, str):
             arguments = _arguments_text(arguments)
-        return ToolCall(name, arguments, call_id, kind)
+        return ToolCall(clean(name), clean(arguments), call_id, kind)
     except MessageError as error:
         raise inside(place, error) from None
 

@@ -39,6 +39,8 @@ class Sample:
     """Tokens of the timeline beyond the length cap."""
     reward: float | None = None
     media: tuple[Media, ...] = ()
+    routed_experts: NDArray[np.integer] | None = None
+    """One row for each response token, zeros where nothing was sampled; None where no call gave any."""
 
     @property
     def trained_tokens(self) -> int:

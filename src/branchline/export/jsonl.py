@@ -17,6 +17,9 @@ import numpy as np
 from branchline.core.message import Media
 from branchline.core.sample import Report, Sample
 
+_LEAST = np.finfo(np.float32).min
+"""What minus infinity becomes: JSON has no word for it, and null means unknown."""
+
 
 def sample_record(sample: Sample) -> dict[str, Any]:
     """A sample as plain JSON values."""
@@ -30,7 +33,9 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "response_logprobs": [
             None if unknown else value
             for value, unknown in zip(
-                sample.response_logprobs.tolist(), np.isnan(sample.response_logprobs).tolist(), strict=True
+                np.maximum(sample.response_logprobs, _LEAST).tolist(),
+                np.isnan(sample.response_logprobs).tolist(),
+                strict=True,
             )
         ],
         "response_versions": sample.response_versions.tolist(),
@@ -41,6 +46,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "missing_logprobs": sample.missing_logprobs,
         "truncated_tokens": sample.truncated_tokens,
         "reward": sample.reward,
+        "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         "media": [{"kind": media.kind, "digest": media.digest, "url": media.url} for media in sample.media],
     }
 
@@ -107,4 +113,5 @@ def _read_sample(raw: dict[str, Any]) -> Sample:
         truncated_tokens=raw["truncated_tokens"],
         reward=raw["reward"],
         media=tuple(Media(**media) for media in raw["media"]),
+        routed_experts=None if raw["routed_experts"] is None else np.array(raw["routed_experts"], np.int32),
     )

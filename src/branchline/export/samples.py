@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from branchline.core.errors import MissingLogprobsError
+from branchline.core.errors import ExportError, MissingLogprobsError
 from branchline.core.sample import Dropped, Report, Sample
 from branchline.timelines.causes import Cause, Drop, Judgement, judge
 from branchline.timelines.timeline import NO_VERSION, Timeline
@@ -30,7 +30,10 @@ class ExportPolicy:
 
     shares: Shares = "split"
     drop: frozenset[str] = field(default_factory=lambda: frozenset(Drop))
-    """Reasons and causes whose outputs are not trained. By default only what never reached a client."""
+    """Reasons and causes whose outputs are not trained. By default only what never reached a client.
+
+    A cause drops its branches, the first of siblings stays; of equal or alternative answers (`twin`,
+    `best_of_n`) only those that nothing continues, so that `{Cause.TWIN}` is de-duplication."""
     inexact: bool = False
     """Train tokens that were sampled behind other ids than those before them (merged foreign logs)."""
     missing_logprobs: bool = False
@@ -42,6 +45,12 @@ class ExportPolicy:
     max_tokens: int | None = None
     """Tokens beyond this place are cut off a sample."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_samples", 1), ("max_tokens", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ExportError(f"{name}: got {value}, expected at least {least}, or None for no limit")
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ def export_samples(
     reward: float | None = None,
     judgement: Judgement | None = None,
 ) -> Export:
-    """The samples of a tree. Reads, changes nothing; may be called while the session goes on."""
+    """The samples of a tree; reads, changes nothing. A session that goes on in another thread is read
+    inside `session.reading()`."""
     policy = policy or ExportPolicy()
     judgement = judgement or judge(tree)
     pruned = _pruned(tree, policy, judgement)
@@ -87,7 +97,9 @@ def _pruned(tree: Tree, policy: ExportPolicy, judgement: Judgement) -> dict[int,
     pruned: dict[int, str] = {}
     below: dict[int, str] = {}
     for fork in judgement.forks:
-        if fork.cause in policy.drop and fork.cause not in (Cause.RETRY, Cause.CANCELLED):
+        if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED):
+            continue
+        if fork.cause not in (Cause.TWIN, Cause.BEST_OF_N) or not fork.branch.children:
             below[fork.branch.id] = fork.cause
     for node in tree.nodes[1:]:
         assert node.parent is not None
@@ -198,6 +210,7 @@ def _sample(
         truncated_tokens=len(timeline) - length,
         reward=reward,
         media=tuple(timeline.media),
+        routed_experts=None if timeline.routed_experts is None else timeline.routed_experts[response],
     )
 
 

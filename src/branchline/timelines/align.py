@@ -92,10 +92,15 @@ def _find_anchor(prompt: Ids, before: Ids, said: Ids) -> int | None:
     anchor = np.concatenate((before[-_ANCHOR:], said))
     if not len(said) or len(anchor) > len(prompt):
         return None
-    for place in np.flatnonzero(prompt[: len(prompt) - len(anchor) + 1] == anchor[0]).tolist():
-        if np.array_equal(prompt[place : place + len(anchor)], anchor):
-            return int(place) + len(anchor)
-    return None
+    # The same words may have been said before: of equal places, the one with as many before it.
+    earlier = len(_places(np.concatenate((before, said)), anchor)) - 1
+    places = _places(prompt, anchor)
+    return places[earlier] + len(anchor) if earlier < len(places) else None
+
+
+def _places(ids: Ids, anchor: Ids) -> list[int]:
+    starts = np.flatnonzero(ids[: max(0, len(ids) - len(anchor) + 1)] == anchor[0]).tolist()
+    return [place for place in starts if np.array_equal(ids[place : place + len(anchor)], anchor)]
 
 
 def _estimate(prompt: Ids, start: int, answer: Message, following: Sequence[Message]) -> int:

@@ -123,8 +123,13 @@ def _unseen(tree: Tree) -> dict[int, Drop]:
     for call in tree.calls:
         groups.setdefault((call.prompt_node, call.agent), []).append(call)
     unseen: dict[int, Drop] = {}
+    shown = {node.source for node in tree.nodes}
     for calls in groups.values():
-        open_calls = [call for call in calls if not any(tree.nodes[node].children for node in call.outputs)]
+        open_calls = [
+            call
+            for call in calls
+            if not any(tree.nodes[node].children or node in shown for node in call.outputs)
+        ]
         losers = _losers(tree, calls, open_calls)
         for call in open_calls:
             delivery = tree.delivery(call)
@@ -147,7 +152,8 @@ def _losers(tree: Tree, calls: Sequence[Call], open_calls: Sequence[Call]) -> se
         for call in open_calls
         if tree.delivery(call) == Delivery.LOST and any(other.index > call.index for other in calls)
     }
-    spoken_for = len(losers)
+    cancelled = sum(tree.delivery(call) == Delivery.CANCELLED for call in open_calls)
+    spoken_for = len(losers) + cancelled
     for retry in sorted((call for call in calls if call.retry), key=lambda call: call.index):
         if spoken_for:
             spoken_for -= 1
@@ -240,7 +246,8 @@ def _other_context(
     spawn = evidence.spawn(branch)
     if spawn is not None:
         judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
-    if spawn is not None or (call.agent != other.agent and call.agent != tree.calls[0].agent):
+    another = call.agent != other.agent and call.agent != tree.calls[0].agent
+    if spawn is not None or another or call.spawned_by:
         return Cause.SUB_AGENT
     new, old = evidence.prompt_below(branch), evidence.path_below(beside, branch)
     if branch.source != NOWHERE and at.parent is not None and at in tree.nodes[branch.source].path():

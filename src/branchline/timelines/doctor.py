@@ -125,7 +125,8 @@ def replay(calls: Iterable[LoggedCall], codec: GenericCodec, history: History) -
 
 def _in_order(calls: Sequence[LoggedCall]) -> list[LoggedCall]:
     """The order of the log, except that a call comes after the one it continues."""
-    links = merge(calls).links
+    merged = merge(calls)
+    calls, links = merged.calls, merged.links
     order: list[LoggedCall] = []
     done: set[int] = set()
     for index in range(len(calls)):

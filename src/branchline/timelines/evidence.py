@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
+import msgspec
+
 from branchline.core.call import Call
-from branchline.core.message import Message
+from branchline.core.message import Message, ToolCall
 from branchline.tree.node import NOWHERE, Node
 from branchline.tree.tree import Tree
 
@@ -40,7 +42,10 @@ class Evidence:
         # Children come after their parents, so one pass from the end sees every subtree.
         for entry in reversed(tree.nodes):
             if entry.parent is not None and (
-                entry.id in self._goes_on or (entry.is_sampled and entry.children)
+                entry.id in self._goes_on
+                or (entry.is_sampled and entry.children)
+                # A template may show a reply otherwise than it was sampled; it goes on all the same.
+                or (entry.source != NOWHERE and tree.nodes[entry.source].parent is entry.parent)
             ):
                 self._goes_on.update((entry.id, entry.parent.id))
 
@@ -96,15 +101,22 @@ class Evidence:
         return max(siblings, key=likeness)
 
     def spawn(self, branch: Node) -> Node | None:
-        """The latest earlier tool call that hands this branch its task."""
+        """The latest earlier tool call of the agent a header names, or the one that hands over the task."""
         call = self.first_call(branch)
+        if call.spawned_by:
+            named = [
+                node
+                for node in self._callers
+                if node.agent == call.spawned_by and not self._is_later(node, call)
+            ]
+            return named[-1] if named else None
         task = next((message.text for message in self.prompt_below(branch) if message.role == "user"), "")
         if len(task.strip()) < _TASK:
             return None
         for node in reversed(self._callers):
             if self._is_later(node, call):
                 continue
-            if any(_holds(made.arguments, task) for made in node.message.calls) and branch not in node.path():
+            if any(_holds(made, task) for made in node.message.calls) and branch not in node.path():
                 return node
         return None
 
@@ -151,15 +163,11 @@ class Evidence:
         return [node.message for node in self._tree.nodes[self._tree.calls[0].prompt_node].path()]
 
 
-def _holds(arguments: str, task: str) -> bool:
-    """Whether tool arguments, a JSON text, carry a task."""
+def _holds(made: ToolCall, task: str) -> bool:
+    """Whether a tool call's arguments carry a task, however their JSON spells it."""
     task = task.strip()
-    if task in arguments:
-        return True
-    try:
-        return task in arguments.encode().decode("unicode_escape")
-    except UnicodeError:
-        return False
+    # Both sides in one spelling: canonical arguments escape what this encoder escapes.
+    return task in made.arguments or msgspec.json.encode(task)[1:-1] in made.meaning
 
 
 def shares_later(new: Sequence[Message], old: Sequence[Message]) -> bool:

@@ -17,6 +17,7 @@ from branchline.core.echo import echo
 from branchline.core.message import Message
 from branchline.core.runs import NO_IDS, Ids, Origin, as_ids, runs_of
 from branchline.timelines.align import Method
+from branchline.timelines.chains import starts_with
 from branchline.timelines.links import Link
 from branchline.timelines.log import LoggedCall
 from branchline.tree.delta import Delivered, Delta, NewNode
@@ -111,10 +112,14 @@ class _Grower:
         if link is not None:
             place = (link.parent, link.output)
             parent, start, cut = self._nodes[place], link.depth, link.cut
-            exact = (
-                exact and cut is not None and cut.method == Method.IDENTICAL and place not in self._inexact
-            )
-            ids = None if ids is None or cut is None else ids[cut.end :]
+            if cut is not None:
+                exact = exact and cut.method == Method.IDENTICAL and place not in self._inexact
+                ids = None if ids is None else ids[cut.end :]
+            elif ids is not None:
+                # What it continues was logged without ids: the prompt itself says what stands there.
+                path = self.tree.path_ids(parent)
+                exact = starts_with(ids, path)
+                ids = ids[len(path) :] if exact else None
         frame = b"" if self._ignore_tools else call.request.frame
         gap = NO_IDS if ids is None else ids
         new, prompt_node, echoes, shown = self._context(index, parent, start, frame)

@@ -67,14 +67,26 @@ def _token_links(calls: Sequence[LoggedCall], scopes: Sequence[int]) -> Iterator
     found = IdContinuations(
         scopes, [call.prompt_ids for call in calls], [[out.ids for out in call.outputs] for call in calls]
     )
-    for index in range(len(calls)):
-        hit = next(found.of(index), None)
-        if hit is None:
-            yield None
-            continue
-        end, parent, output = hit
-        depth = min(len(calls[parent].request.messages) + 1, len(calls[index].request.messages))
-        yield Link(depth, parent, output, Cut(end, Method.IDENTICAL))
+    for index, call in enumerate(calls):
+        best: Link | None = None
+        rank: tuple[int, ...] = ()
+        longest = 0
+        for end, parent, output in found.of(index):
+            if best is not None and end < longest:
+                break
+            earlier, said = calls[parent], calls[parent].outputs[output]
+            depth = min(len(earlier.request.messages) + 1, len(call.request.messages))
+            agrees = (
+                depth == len(earlier.request.messages) + 1
+                and echo(said.message, call.request.messages[depth - 1]) is not None
+            )
+            if said.ids is not None and not len(said.ids) and not agrees:
+                # No ids say that this output is there, and no text does.
+                continue
+            now = (not agrees,)
+            if best is None or now < rank:
+                best, rank, longest = Link(depth, parent, output, Cut(end, Method.IDENTICAL)), now, end
+        yield best
 
 
 def _text_links(
@@ -99,19 +111,23 @@ def _text_links(
                 break
             earlier = calls[parent]
             said = earlier.outputs[output]
-            used = echo(said.message, call.request.messages[depth - 1])
+            shown = call.request.messages[depth - 1]
+            used = echo(said.message, shown)
             if used is None or (reasoned and not _same_reasoning(call, earlier)):
                 continue
             cut = _cut(call, earlier, said, depth, policy)
-            if not _may_join(cut, said.message, policy):
+            if not _may_join(cut, said, policy):
                 drifted.append((index, depth))
                 continue
-            exact = cut is None or cut.method == Method.IDENTICAL
-            echoed = bool(said.message.id) and said.message.id == call.request.messages[depth - 1].id
+            proof = 1 if cut is None else 0 if cut.method == Method.IDENTICAL else 2
+            echoed = bool(said.message.id) and said.message.id == shown.id
             echoed_calls = _echoed_calls(said.message, call.request.messages[depth - 1 :])
-            now = (not exact, -(echoed + echoed_calls), len(used))
+            now = (proof, -(echoed + echoed_calls), len(used))
             if best is None or now < rank:
                 best, rank = Link(depth, parent, output, cut), now
+            if not used and proof == (call.prompt_ids is None) and _all_echoed(shown, echoed + echoed_calls):
+                # Nothing can fit better, and a thousand equal answers must not take a million looks.
+                break
         yield best
 
 
@@ -131,11 +147,14 @@ def _cut(
     )
 
 
-def _may_join(cut: Cut | None, said: Message, policy: MergePolicy) -> bool:
+def _may_join(cut: Cut | None, said: LoggedOutput, policy: MergePolicy) -> bool:
     """Ids decide: what they show to be missing from the later prompt must not be put back into it."""
     if cut is None or cut.method == Method.IDENTICAL:
         return True
-    if said.reasoning and cut.method in (Method.STOP_TOKEN, Method.ESTIMATE):
+    if not said.ids_were_sampled:
+        # Ids made from text must not take the place of ids that were logged.
+        return False
+    if said.message.reasoning and cut.method in (Method.STOP_TOKEN, Method.ESTIMATE):
         # Other ids and not provably the same text: the template left the thinking out.
         return False
     return policy.repair
@@ -147,6 +166,11 @@ def _same_reasoning(call: LoggedCall, earlier: LoggedCall) -> bool:
         if mine.reasoning and theirs.reasoning and mine.reasoning.strip() != theirs.reasoning.strip():
             return False
     return True
+
+
+def _all_echoed(shown: Message, echoed: int) -> bool:
+    """Whether every id the client sent with a message is one of ours."""
+    return echoed == bool(shown.id) + len({call.id for call in shown.calls if call.id})
 
 
 def _echoed_calls(said: Message, shown: Sequence[Message]) -> int:

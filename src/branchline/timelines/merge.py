@@ -94,7 +94,8 @@ class Merged:
 def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> Merged:
     """Merges the calls of one session. Linear in the log; the order of calls does not matter."""
     policy = policy or MergePolicy()
-    calls = list(calls)
+    # Where nothing else decides, the earlier line does, in whatever order the calls are handed over.
+    calls = sorted(calls, key=lambda call: call.line)
     scopes = _scopes(calls, policy)
     links = find_links(calls, scopes, policy)
     merged = Merged(calls, links.of_call, policy, drifted=links.drifted)

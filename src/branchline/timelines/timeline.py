@@ -81,7 +81,7 @@ class Timeline:
     @property
     def exact(self) -> bool:
         """Whether everything sampled stands behind the ids it was sampled behind."""
-        return not any(node.output is not None and node.output.behind_other_ids for node in self.nodes)
+        return not self.tokens_behind_other_ids
 
     @property
     def tokens_behind_other_ids(self) -> int:
@@ -128,6 +128,21 @@ class Timeline:
             if node.output is not None and total(node.output.versions):
                 versions[node.sampled_start : node.end] = expand(node.output.versions)
         return versions
+
+    @cached_property
+    def routed_experts(self) -> NDArray[np.integer] | None:
+        """One row for each token, zeros where nothing was sampled; None where no call gave any."""
+        given = [
+            (node, node.output.routed_experts)
+            for node in self.nodes
+            if node.output is not None and node.output.routed_experts is not None
+        ]
+        if not given:
+            return None
+        routed: NDArray[np.integer] = np.zeros((len(self), *given[0][1].shape[1:]), given[0][1].dtype)
+        for node, rows in given:
+            routed[node.sampled_start : node.end] = rows
+        return routed
 
     @cached_property
     def nodes_of_tokens(self) -> NDArray[np.int32]:

@@ -48,12 +48,13 @@ Record = Delta | Delivered
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return (value.dtype.str, list(value.shape), value.tobytes())
-    if isinstance(value, np.integer):
-        return int(value)
+    if isinstance(value, np.generic):
+        return value.item()
     raise NotImplementedError(f"{type(value).__name__} in a journal record")
 
 
-def _decode_array(_: type, value: Any) -> Any:
+def decode_array(_: type, value: Any) -> Any:
+    """What a decoder of records needs to read arrays back."""
     dtype, shape, data = value
     array = np.frombuffer(data, dtype).reshape(shape)
     array.flags.writeable = False
@@ -61,10 +62,11 @@ def _decode_array(_: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=_decode_array)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=decode_array)
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: msgspec.Struct) -> bytes:
+    """A record as bytes: ours, or one of those that others keep in the same journal."""
     return _encoder.encode(record)
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from branchline.core.call import Delivery, Echo, Request
 from branchline.core.echo import Equivalence, echo, order_results
 from branchline.core.message import Message, same_meaning
-from branchline.tree.node import Node
+from branchline.tree.node import NOWHERE, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Matcher:
     def _step(self, candidate: _Candidate, child: Node, index: int, shown: Message, request: Request) -> bool:
         """Moves a candidate to a child if the shown message is that child; leaves it alone if not."""
         recorded = child.message
+        if self._is_copy_of_own(child, request):
+            return False
         if child.sampled_ids is None:
             if not same_meaning(recorded, shown):
                 return False
@@ -136,7 +140,7 @@ class Matcher:
         if child.output is not None:
             if child.agent != request.agent:
                 return False
-            if self._delivery_of(child) in _UNSEEN:
+            if self._delivery_of(child) in UNSEEN:
                 candidate.undelivered += 1
         candidate.node = child
         if used:
@@ -153,8 +157,19 @@ class Matcher:
                     candidate.echoes.append(Echo(index, Equivalence.REORDERED_RESULTS))
         return True
 
+    def _is_copy_of_own(self, child: Node, request: Request) -> bool:
+        """A reply shown to another agent where it was sampled, id by id: its own goes on from the reply."""
+        if child.source == NOWHERE or child.parent is None:
+            return False
+        return any(
+            sibling.id == child.source
+            and sibling.agent == request.agent
+            and np.array_equal(sibling.ids, child.ids)
+            for sibling in (child.parent.children or {}).get(child.key, ())
+        )
 
-_UNSEEN = (Delivery.LOST, Delivery.CANCELLED)
+
+UNSEEN = (Delivery.LOST, Delivery.CANCELLED)
 
 
 def reorder(

@@ -11,11 +11,14 @@ and applied; `durable` resolves once the record is safe, and a reply must not le
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from branchline.chat.base import Codec, History
 from branchline.core.call import Call, Delivery, Generation, Request
+from branchline.core.errors import TreeError
 from branchline.tree.delta import Delivered, Record, decode_record, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.tree import Tree, Turn
@@ -52,6 +55,8 @@ class Session:
         self.history: History = history
         self.tree = tree or Tree(restore_reasoning=restore_reasoning)
         self._journal = journal
+        if journal is not None and tree is None and next(journal.read(id), None) is not None:
+            raise TreeError(f"session {id} is in the journal already: reopen it with Session.reopen")
         # Plan, journal and apply belong together; prepare reads an append-only tree and needs no lock.
         self._commit = threading.Lock()
 
@@ -89,9 +94,20 @@ class Session:
             self.tree.apply(record)
             return durable
 
+    @contextmanager
+    def reading(self) -> Iterator[Tree]:
+        """The tree with no commit under way, for whoever reads it from another thread."""
+        with self._commit:
+            yield self.tree
+
     def _write(self, record: Record) -> Future[int] | None:
         if self._journal is None:
             return None
         if self._journal.failed is not None:
             raise self._journal.failed
-        return self._journal.append(self.id, encode_record(record))
+        durable = self._journal.append(self.id, encode_record(record))
+        # A refusal comes at once: what the journal will never hold must not be in the tree.
+        refused = durable.exception() if durable.done() else None
+        if refused is not None:
+            raise refused
+        return durable

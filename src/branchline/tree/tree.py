@@ -23,7 +23,7 @@ from branchline.core.errors import TreeError
 from branchline.core.message import Message
 from branchline.core.runs import Ids, Origin, Runs, as_ids, compress, runs_of
 from branchline.tree.delta import Delivered, Delta, NewNode, Record
-from branchline.tree.match import Matcher, reorder
+from branchline.tree.match import UNSEEN, Matcher, reorder
 from branchline.tree.node import NOWHERE, Node, root_node
 
 
@@ -128,8 +128,11 @@ class Tree:
                 sources.append(NOWHERE)
                 kept.append(message)
                 continue
-            echoes += [Echo(index, used) for used in echo(source.message, message) or ()]
+            used = echo(source.message, message) or ()
+            echoes += [Echo(index, equivalence) for equivalence in used]
             moved = reorder(source.message, message, pending, index)
+            if moved and Equivalence.REORDERED_CALLS not in used:
+                echoes.append(Echo(index, Equivalence.REORDERED_RESULTS))
             for place, result in (moved or {}).items():
                 pending[place] = result
             shown.append(Shown(source.message, source.sampled_ids))
@@ -140,16 +143,17 @@ class Tree:
     def _sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
         if message.role != "assistant":
             return None
-        best: tuple[int, int, int, int] | None = None
+        best: tuple[int, ...] | None = None
         found: Node | None = None
         for node in self._sampled.get(message.key, ()):
             used = echo(node.message, message)
             if used is None or (
-                Equivalence.DROPPED_REASONING in used and not self._matcher.restore_reasoning
+                Equivalence.DROPPED_REASONING in used
+                and (node.agent != agent or not self._matcher.restore_reasoning)
             ):
                 continue
             ids = {call.id for call in node.message.calls if call.id} & {call.id for call in message.calls}
-            rank = (-len(ids), node.agent != agent, len(used), node.id)
+            rank = (-len(ids), node.agent != agent, self._delivery_of(node) in UNSEEN, len(used), node.id)
             if best is None or rank < best:
                 best, found = rank, node
         return found
@@ -217,9 +221,10 @@ class Tree:
                 f"commit of call {record.call.index}: expected call {len(self.calls)} "
                 f"with nodes from {len(self.nodes)}; another commit came between plan and apply"
             )
+        # The call first: whoever prepares meanwhile may meet a node of it.
+        self.calls.append(record.call)
         for new in record.nodes:
             self._add(new, record.call)
-        self.calls.append(record.call)
         return record.call
 
     def _add(self, new: NewNode, call: Call) -> None:
@@ -286,21 +291,28 @@ def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Id
     count = len(ids)
     logprobs = generation.logprobs
     if logprobs is not None:
-        logprobs = np.asarray(logprobs, np.float32)
+        logprobs = np.array(logprobs, np.float32)
         if len(logprobs) != count:
             raise TreeError(f"logprobs: got {len(logprobs)} for {count} sampled ids, expected one for each")
         logprobs.flags.writeable = False
-    if isinstance(generation.versions, int):
-        versions: Runs = runs_of(((count, generation.versions),))
+    if isinstance(generation.versions, int | np.integer):
+        versions: Runs = runs_of(((count, int(generation.versions)),))
     else:
         if len(generation.versions) != count:
             raise TreeError(
                 f"versions: got {len(generation.versions)} for {count} sampled ids, expected one for each"
             )
         versions = compress(np.asarray(generation.versions))
-    routed = generation.routed_experts
-    if routed is not None and len(routed) != count:
+    if any(not 0 <= version < 2**31 for _, version in versions):
         raise TreeError(
-            f"routed_experts: got {len(routed)} rows for {count} sampled ids, expected one for each"
+            f"versions: got {max(v for _, v in versions)}, expected whole numbers from 0 to 2147483647"
         )
+    routed = generation.routed_experts
+    if routed is not None:
+        routed = np.array(routed)
+        if len(routed) != count:
+            raise TreeError(
+                f"routed_experts: got {len(routed)} rows for {count} sampled ids, expected one for each"
+            )
+        routed.flags.writeable = False
     return ids, Output(call, choice, generation.finish, logprobs, versions, routed)
