@@ -1,0 +1,106 @@
+"""A session as JSON: its state, its tree, its timelines, its samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from branchline.core.runs import Floats
+from branchline.export.jsonl import report_record, sample_record
+from branchline.export.samples import Export, ExportPolicy, export_samples
+from branchline.gateway.live import LiveSession
+from branchline.timelines.causes import judge
+from branchline.timelines.timeline import timelines_of
+
+
+def session_view(live: LiveSession) -> dict[str, Any]:
+    """What is known of a session at a glance."""
+    tree = live.session.tree
+    return {
+        "id": live.id,
+        "state": live.state,
+        "reason": live.reason,
+        "agent": live.options.agent,
+        "group": live.options.group,
+        "metadata": live.options.metadata,
+        "eval": live.options.eval,
+        "created": live.created,
+        "calls": len(tree.calls),
+        "in_flight": live.in_flight,
+        "tokens": tree.token_count,
+        "sampled_tokens": live.sampled_tokens,
+        "reward": live.reward,
+        "rewards": live.rewards,
+    }
+
+
+def tree_view(live: LiveSession) -> dict[str, Any]:
+    """Every node, with the cause of the branch it begins."""
+    tree = live.session.tree
+    causes = {fork.branch.id: str(fork.cause) for fork in judge(tree).forks} if tree.calls else {}
+    nodes = []
+    for node in tree.nodes[1:]:
+        assert node.parent is not None
+        nodes.append(
+            {
+                "id": node.id,
+                "parent": node.parent.id,
+                "role": node.message.role,
+                "text": node.message.text,
+                "ids": node.ids.tolist(),
+                "spans": [
+                    [count, ("template", "context", "sampled")[origin]] for count, origin in node.spans
+                ],
+                "cause": causes.get(node.id),
+                "call": tree.calls[node.output.call].id if node.output is not None else None,
+                "finish": node.output.finish if node.output is not None else None,
+                "source": node.source if node.source >= 0 else None,
+            }
+        )
+    return {"nodes": nodes}
+
+
+def timelines_view(live: LiveSession) -> dict[str, Any]:
+    """Every root-to-leaf path."""
+    return {
+        "timelines": [
+            {
+                "ids": line.ids.tolist(),
+                "mask": line.mask.tolist(),
+                "logprobs": _known(line.logprobs),
+                "versions": line.versions.tolist(),
+                "agent": line.agent or None,
+                "calls": [call.id for call in line.calls],
+            }
+            for line in timelines_of(live.session.tree)
+        ]
+    }
+
+
+def samples_view(live: LiveSession) -> dict[str, Any]:
+    """The samples as they would be trained now, and the account of every sampled token."""
+    export = _export(live)
+    return {
+        "samples": [sample_record(sample) for sample in export.samples],
+        "report": report_record(export.report),
+    }
+
+
+def report_view(live: LiveSession) -> dict[str, Any]:
+    return report_record(_export(live).report)
+
+
+def _export(live: LiveSession) -> Export:
+    policy = ExportPolicy(missing_logprobs=True)
+    if live.options.eval or not live.session.tree.calls:
+        # Sessions for evaluation are never trained on.
+        return Export(
+            [], export_samples(live.session.tree, ExportPolicy(missing_logprobs=True, max_tokens=0)).report
+        )
+    return export_samples(live.session.tree, policy, session=live.id, reward=live.reward)
+
+
+def _known(logprobs: Floats) -> list[float | None]:
+    unknown = np.isnan(logprobs).tolist()
+    return [None if missing else value for value, missing in zip(logprobs.tolist(), unknown, strict=True)]
