@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,7 @@ from starlette.routing import Route
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import (
     BranchlineError,
-    CodecError,
     EngineError,
-    EngineInputError,
     InputError,
     JournalError,
     MessageError,
@@ -35,12 +33,13 @@ from branchline.core.errors import (
 )
 from branchline.engines.base import Engine
 from branchline.gateway import chat
-from branchline.gateway.calls import Done, run_call
+from branchline.gateway.calls import Done, Event, Times, run_call
 from branchline.gateway.live import LiveSession, SessionOptions, Sessions, keys_match
+from branchline.gateway.metrics import Metrics
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
+from branchline.gateway.wire import error_of, gone, json_response, key_of, read_reward, refusal, user_of
 
 log = logging.getLogger("branchline.gateway")
-_STATUS = {"unknown": 404, "closed": 409, "exists": 409, "forbidden": 403, "no_key": 401, "busy": 429}
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class GatewayApp:
         self.config = config or GatewayConfig()
         self.base_url = ""
         self._in_flight = 0
+        self.metrics = Metrics()
         self.asgi = Starlette(routes=self._routes())
 
     def _routes(self) -> list[Route]:
@@ -84,6 +84,7 @@ class GatewayApp:
         }
         return [
             Route("/healthz", self._health, methods=["GET"]),
+            Route("/metrics", self._guarded(self._metrics), methods=["GET"]),
             Route("/sessions", self._guarded(self._open), methods=["POST"]),
             *(
                 Route(session + path, self._guarded(self._view(view)), methods=["GET"])
@@ -109,10 +110,13 @@ class GatewayApp:
             try:
                 return await handler(http)
             except BranchlineError as error:
-                return _refusal(error)
+                self.metrics.note_failure(
+                    "failed" if isinstance(error, EngineError | JournalError) else "refused"
+                )
+                return refusal(error)
             except Exception:
                 log.exception("request failed")
-                return _json(chat.error(500, "internal error"), 500)
+                return json_response(chat.error(500, "internal error"), 500)
 
         return guarded
 
@@ -123,13 +127,13 @@ class GatewayApp:
         return not self.config.auth or bool(admin and hmac.compare_digest(key.encode(), admin.encode()))
 
     def _require_admin(self, http: HttpRequest) -> None:
-        key = _key(http)
+        key = key_of(http)
         if not self._is_admin(key):
             raise SessionError("forbidden" if key else "no_key", "this needs the admin key")
 
     def _session(self, http: HttpRequest, *, control: bool, agent_may: bool = False) -> LiveSession:
         """The session a request is for, if its key opens it."""
-        key = _key(http)
+        key = key_of(http)
         name = http.path_params.get("id")
         if name is None:
             live = self.sessions.by_api_key(key) if key else None
@@ -148,7 +152,7 @@ class GatewayApp:
     async def _chat(self, http: HttpRequest) -> Response:
         live = self._session(http, control=False)
         body = await self._body(http)
-        agent = http.headers.get("x-branchline-agent") or _user(body) or live.options.agent or DEFAULT_AGENT
+        agent = http.headers.get("x-branchline-agent") or user_of(body) or live.options.agent or DEFAULT_AGENT
         retry = http.headers.get("x-stainless-retry-count", "0")
         ask = chat.read(
             body,
@@ -163,25 +167,41 @@ class GatewayApp:
         if ask.stream:
             return await self._streamed(live, ask, call_id)
         done = await self._until_gone(http, self._finished(live, ask, call_id))
-        return _json(chat.whole(ask, done, live.session.codec))
+        return json_response(chat.whole(ask, done, live.session.codec))
 
     async def _finished(self, live: LiveSession, ask: chat.ChatAsk, call_id: str) -> Done:
+        done: Done | None = None
+        async with aclosing(self._events(live, ask, call_id)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    done = event
+        assert done is not None
+        return done
+
+    async def _events(
+        self, live: LiveSession, ask: chat.ChatAsk, call_id: str
+    ) -> AsyncGenerator[Event, None]:
+        """A call's events, counted."""
+        times = Times()
         self._in_flight += 1
+        self.metrics.in_flight.set(self._in_flight)
         try:
-            async with aclosing(run_call(live, self.engine, ask.asked, call_id)) as events:
-                done: Done | None = None
+            async with aclosing(run_call(live, self.engine, ask.asked, call_id, times)) as events:
                 async for event in events:
                     if isinstance(event, Done):
-                        done = event
-                assert done is not None
-                return done
+                        self.metrics.note_call(event, times)
+                    yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            self.metrics.note_failure("cancelled")
+            raise
         finally:
             self._in_flight -= 1
+            self.metrics.in_flight.set(self._in_flight)
 
     async def _until_gone(self, http: HttpRequest, work: Any) -> Done:
         """The work's result; a client that hangs up before cancels it."""
         task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(_gone(http))
+        watch = asyncio.ensure_future(gone(http))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -192,13 +212,12 @@ class GatewayApp:
             watch.cancel()
 
     async def _streamed(self, live: LiveSession, ask: chat.ChatAsk, call_id: str) -> Response:
-        events = run_call(live, self.engine, ask.asked, call_id)
+        events = self._events(live, ask, call_id)
         # The first event decides between an error with its status and a stream.
         first = await anext(events)
         stream = chat.Stream(ask, call_id, live.session.codec)
 
         async def lines() -> AsyncIterator[bytes]:
-            self._in_flight += 1
             try:
                 async with aclosing(events):
                     event = first
@@ -213,10 +232,8 @@ class GatewayApp:
                     async for _ in events:
                         pass
             except BranchlineError as error:
-                status, body, _ = _error(error)
+                status, body, _ = error_of(error)
                 yield b"data: " + msgspec.json.encode({**body, "status": status}) + b"\n\n"
-            finally:
-                self._in_flight -= 1
 
         return StreamingResponse(
             lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"}
@@ -224,12 +241,12 @@ class GatewayApp:
 
     async def _models(self, http: HttpRequest) -> Response:
         self._session(http, control=False)
-        return _json(chat.models([self.engine.name, "branchline"]))
+        return json_response(chat.models([self.engine.name, "branchline"]))
 
     # -- control API ---------------------------------------------------------------------------------
 
     async def _health(self, http: HttpRequest) -> Response:
-        return _json(
+        return json_response(
             {
                 "status": "ok",
                 "engine": self.engine.name,
@@ -237,6 +254,10 @@ class GatewayApp:
                 "sessions": len(self.sessions),
             }
         )
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        self.metrics.sessions.set(len(self.sessions))
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _open(self, http: HttpRequest) -> Response:
         self._require_admin(http)
@@ -248,12 +269,17 @@ class GatewayApp:
         live, api_key, control_key = await asyncio.to_thread(self.sessions.open, options)
         root = (self.base_url or str(http.base_url)).rstrip("/") + f"/sessions/{live.id}"
         urls = {"base_url": root + "/v1", "openai_base_url": root + "/v1", "anthropic_base_url": root}
-        return _json({"id": live.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
+        return json_response({"id": live.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
 
     def _view(self, view: Callable[[LiveSession], dict[str, Any]]) -> Handler:
         async def show(http: HttpRequest) -> Response:
             live = self._session(http, control=True)
-            return _json(await asyncio.to_thread(view, live))
+
+            def read() -> dict[str, Any]:
+                with live.session.reading():
+                    return view(live)
+
+            return json_response(await asyncio.to_thread(read))
 
         return show
 
@@ -262,21 +288,24 @@ class GatewayApp:
             live = self._session(http, control=True, agent_may=verb == "reward")
             body = await self._body(http, optional=True)
             if verb == "reward":
-                durable = live.post_reward(_read_reward(body))
+                durable = live.post_reward(read_reward(body))
             else:
                 states = {"complete": "completed", "finalize": "finalized", "abort": "aborted"}
                 reason = body.get("reason", "") if isinstance(body, dict) else ""
+                was_closed = live.is_closed
                 durable = live.end(states[verb], str(reason))  # type: ignore[arg-type]
+                if live.is_closed and not was_closed:
+                    await asyncio.to_thread(self.metrics.note_end, live)
             if durable is not None:
                 await asyncio.wrap_future(durable)
-            return _json(session_view(live))
+            return json_response(session_view(live))
 
         return control
 
     async def _pause(self, http: HttpRequest) -> Response:
         self._require_admin(http)
         await self.engine.pause()
-        return _json({"paused": True, "version": self.engine.version})
+        return json_response({"paused": True, "version": self.engine.version})
 
     async def _resume(self, http: HttpRequest) -> Response:
         self._require_admin(http)
@@ -285,7 +314,7 @@ class GatewayApp:
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise MessageError("version", version, "a whole number")
         await self.engine.resume(version)
-        return _json({"paused": False, "version": self.engine.version})
+        return json_response({"paused": False, "version": self.engine.version})
 
     async def _body(self, http: HttpRequest, *, optional: bool = False) -> Any:
         data = bytearray()
@@ -301,55 +330,3 @@ class GatewayApp:
             return msgspec.json.decode(bytes(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError("body", bytes(data[:60]), f"JSON ({error})") from error
-
-
-async def _gone(http: HttpRequest) -> None:
-    while True:
-        message = await http.receive()
-        if message["type"] == "http.disconnect":
-            return
-
-
-def _key(http: HttpRequest) -> str:
-    given = http.headers.get("authorization", "")
-    scheme, _, token = given.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
-
-
-def _user(body: object) -> str:
-    user = body.get("user") if isinstance(body, dict) else None
-    return user if isinstance(user, str) else ""
-
-
-def _read_reward(body: object) -> dict[str, Any]:
-    reward = {"score": body} if isinstance(body, int | float) and not isinstance(body, bool) else body
-    if isinstance(reward, dict) and "reward" in reward and "score" not in reward:
-        reward = {**reward, "score": reward["reward"]}
-    score = reward.get("score") if isinstance(reward, dict) else None
-    if not isinstance(reward, dict) or isinstance(score, bool) or not isinstance(score, int | float):
-        raise MessageError("score", score, "a number, or an object with a score")
-    return reward
-
-
-def _error(error: BranchlineError) -> tuple[int, dict[str, Any], dict[str, str]]:
-    headers: dict[str, str] = {}
-    if isinstance(error, SessionError):
-        status = _STATUS[error.kind]
-        headers = {"retry-after": "1"} if error.kind == "busy" else {}
-    elif isinstance(error, InputError | CodecError | EngineInputError):
-        status = 400
-    elif isinstance(error, JournalError):
-        status = 503
-    else:
-        status = 502 if isinstance(error, EngineError) else 500
-    name = error.field if isinstance(error, MessageError) else None
-    return status, chat.error(status, str(error), name), headers
-
-
-def _refusal(error: BranchlineError) -> Response:
-    status, body, headers = _error(error)
-    return _json(body, status, headers)
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

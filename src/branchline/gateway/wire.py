@@ -1,0 +1,75 @@
+"""HTTP in and out: keys, bodies, errors as statuses. The only file that knows which error is which status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from branchline.core.errors import (
+    BranchlineError,
+    CodecError,
+    EngineError,
+    EngineInputError,
+    InputError,
+    JournalError,
+    MessageError,
+    SessionError,
+)
+from branchline.gateway import chat
+
+_STATUS = {"unknown": 404, "closed": 409, "exists": 409, "forbidden": 403, "no_key": 401, "busy": 429}
+
+
+async def gone(http: HttpRequest) -> None:
+    while True:
+        message = await http.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+def key_of(http: HttpRequest) -> str:
+    given = http.headers.get("authorization", "")
+    scheme, _, token = given.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+
+
+def user_of(body: object) -> str:
+    user = body.get("user") if isinstance(body, dict) else None
+    return user if isinstance(user, str) else ""
+
+
+def read_reward(body: object) -> dict[str, Any]:
+    reward = {"score": body} if isinstance(body, int | float) and not isinstance(body, bool) else body
+    if isinstance(reward, dict) and "reward" in reward and "score" not in reward:
+        reward = {**reward, "score": reward["reward"]}
+    score = reward.get("score") if isinstance(reward, dict) else None
+    if not isinstance(reward, dict) or isinstance(score, bool) or not isinstance(score, int | float):
+        raise MessageError("score", score, "a number, or an object with a score")
+    return reward
+
+
+def error_of(error: BranchlineError) -> tuple[int, dict[str, Any], dict[str, str]]:
+    headers: dict[str, str] = {}
+    if isinstance(error, SessionError):
+        status = _STATUS[error.kind]
+        headers = {"retry-after": "1"} if error.kind == "busy" else {}
+    elif isinstance(error, InputError | CodecError | EngineInputError):
+        status = 400
+    elif isinstance(error, JournalError):
+        status = 503
+    else:
+        status = 502 if isinstance(error, EngineError) else 500
+    name = error.field if isinstance(error, MessageError) else None
+    return status, chat.error(status, str(error), name), headers
+
+
+def refusal(error: BranchlineError) -> Response:
+    status, body, headers = error_of(error)
+    return json_response(body, status, headers)
+
+
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

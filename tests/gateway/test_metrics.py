@@ -1,0 +1,33 @@
+"""What a gateway counts can be read while it runs."""
+
+from __future__ import annotations
+
+from branchline.core.errors import EngineError
+from tests.gateway.running import agent, run
+
+
+def test_calls_tokens_times_echoes_and_forks_are_counted() -> None:
+    async def test() -> None:
+        async with agent("A1 ", EngineError("down"), "A2", "A3") as a:
+            await a.say("p")
+            assert (await a.ask("p", "A1", "x")).status_code == 502
+            assert (await a.ask("p", n=0)).status_code == 400
+            await a.say("p", "A1", "x")
+            await a.say("p")
+            control = {"authorization": f"Bearer {a.session.control_key}"}
+            await a.http.post(f"{a.gateway.url}/sessions/{a.session.id}/finalize", headers=control)
+            text = (await a.http.get(f"{a.gateway.url}/metrics")).text
+            for line in (
+                'branchline_calls_total{outcome="ok"} 3.0',
+                'branchline_calls_total{outcome="failed"} 1.0',
+                'branchline_calls_total{outcome="refused"} 1.0',
+                'branchline_tokens_total{kind="sampled"} 7.0',
+                'branchline_echo_equivalences_total{reason="trimmed_whitespace"} 1.0',
+                'branchline_forks_total{cause="best_of_n"} 1.0',
+                'branchline_call_seconds_count{phase="prepare"} 3.0',
+                "branchline_generations_in_flight 0.0",
+                "branchline_sessions 1.0",
+            ):
+                assert line in text, line
+
+    run(test)
