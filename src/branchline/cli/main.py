@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from branchline import __version__
-from branchline.cli import doctor, merge, tree
+from branchline.cli import doctor, merge, serve, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
@@ -25,6 +25,7 @@ example:
   branchline merge calls.jsonl            timelines, forks and their causes, the account of all tokens
   branchline tree calls.jsonl             the same calls as a tree to read
   branchline doctor --tokenizer DIR       what a model's chat template does to conversations
+  branchline serve --engine scripted      a gateway that agents can talk to, every call recorded
 
 `branchline merge --help` shows what a line of calls.jsonl looks like.
 """
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_merge(commands)
     tree.add_tree(commands)
     doctor.add_doctor(commands)
+    serve.add_serve(commands)
     return parser
 
 
