@@ -1,0 +1,172 @@
+"""vLLM over HTTP: `/v1/completions` with the prompt as ids, ids and logprobs back as they are sampled.
+
+Follows vLLM's source at v0.27.1 (`return_token_ids`, `cache_salt`, the control endpoints that
+`VLLM_SERVER_DEV_MODE=1` opens); PARTS.md names the CPU build it was tried on. The server says which prompt
+it saw, and a prompt that is not ours to the last id is an error, not a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Raw, Struct
+
+from branchline.core.errors import EngineError
+from branchline.core.runs import Ids
+from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
+from branchline.engines.http import HttpEngine, Server, error_event
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "repetition": "stop"}
+
+
+class Logprobs(Struct):
+    token_logprobs: list[float | None] = []
+
+
+class Choice(Struct):
+    token_ids: list[TokenId] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    prompt_token_ids: Raw = Raw()
+
+
+class Event(Struct):
+    choices: list[Choice] | None = None
+
+
+_read = msgspec.json.Decoder(Event).decode
+
+
+class VllmEngine(HttpEngine):
+    """A vLLM server. `logprob_kind` is "processed" only if it runs with `--logprobs-mode processed_logprobs`.
+
+    engine = VllmEngine("http://127.0.0.1:8000")
+    await engine.ready()
+    """
+
+    def __init__(
+        self,
+        server: Server | str,
+        *,
+        name: str = "",
+        model: str = "",
+        version: int = 0,
+        logprob_kind: LogprobKind = "raw",
+        max_context: int | None = None,
+    ) -> None:
+        super().__init__(
+            server,
+            name=name,
+            kind="vllm",
+            version=version,
+            logprob_kind=logprob_kind,
+            max_context=max_context,
+        )
+        self.model = model
+        self._server_paused = False
+
+    async def ready(self) -> None:
+        """Raises EngineError until the server serves; learns its model and length. Samples nothing."""
+        await self.client.get("/health")
+        served = await self.read_model()
+        self.model = self.model or served
+
+    async def request(self, prompt_ids: Ids, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+        prompt = msgspec.json.encode(prompt_ids.tolist())
+        body = msgspec.json.encode(self._body(Raw(prompt), len(prompt_ids), params))
+        last: Chunk | None = None
+        async with aclosing(self.client.events("/v1/completions", body)) as events:
+            async for data in events:
+                for choice in self._choices(data):
+                    if choice.prompt_token_ids:
+                        self._compare(prompt, bytes(choice.prompt_token_ids))
+                    chunk = self._chunk(choice)
+                    if chunk.finish is not None:
+                        last = chunk
+                    elif len(chunk.ids):
+                        yield chunk
+        if last is not None:
+            yield last
+
+    async def pause_server(self) -> None:
+        self._server_paused = await self.client.control("/pause?mode=abort&clear_cache=true")
+
+    async def resume_server(self, version: int | None) -> None:
+        if version is not None:
+            await self.client.control("/update_weight_version", {"new_version": str(version)})
+        if self._server_paused:
+            self._server_paused = False
+            await self.client.control("/resume")
+
+    async def sleep(self, level: int = 1) -> bool:
+        """Pauses, then frees the server's memory; False where it cannot (not `--enable-sleep-mode`)."""
+        await self.pause()
+        return await self.client.control(f"/sleep?level={level}")
+
+    async def wake_up(self) -> bool:
+        """Takes the memory back. Generations go on when `resume` is called, with the weights in place."""
+        return await self.client.control("/wake_up")
+
+    def _body(self, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            **params.extra,
+            "prompt": prompt,
+            "stream": True,
+            "return_token_ids": True,
+            "logprobs": 0,  # Of the sampled token alone.
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "stop_token_ids": list(params.stop_ids),
+            "include_stop_str_in_output": True,
+            # Keys of old weights must not be found by requests under new ones.
+            "cache_salt": f"v{self.version}",
+        }
+        if self.model:
+            body["model"] = self.model
+        if params.seed is not None:
+            # A server draws anew from the seed with each request: moved by the prompt's length, a
+            # continuation does not draw the noise of its beginning again, and stays reproducible.
+            body["seed"] = (params.seed + length) % 2**63
+        if params.stop:
+            body["stop"] = list(params.stop)
+        if params.grammar is not None:
+            body["response_format"] = dict(params.grammar)
+        return body
+
+    def _choices(self, data: bytes) -> list[Choice]:
+        try:
+            choices = _read(data).choices
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name}: {error} in {data[:200]!r}") from error
+        if choices is None:
+            raise error_event(self.name, data)
+        return choices
+
+    def _chunk(self, choice: Choice) -> Chunk:
+        ids = choice.token_ids
+        if ids is None:
+            raise EngineError(f"{self.name}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        if len(logprobs) != len(ids) or None in logprobs:
+            raise EngineError(f"{self.name}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each")
+        finish: Finish | None = None
+        if choice.finish_reason is not None:
+            finish = FINISHES.get(choice.finish_reason)
+            if finish is None:
+                raise EngineError(f"{self.name}: the server ended a generation by {choice.finish_reason!r}")
+        return Chunk(np.array(ids, np.int32), np.array(logprobs, np.float32), self.version, finish)
+
+    def _compare(self, prompt: bytes, seen: bytes) -> None:
+        if seen not in (prompt, b"null") and msgspec.json.decode(seen) != msgspec.json.decode(prompt):
+            raise EngineError(f"{self.name}: the server saw another prompt than the one it was sent")

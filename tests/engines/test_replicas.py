@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.engines.replicas import Replicas
+from branchline.engines.vllm import VllmEngine
+from tests.engines.fake import FakeVllm
+from tests.engines.farm import Clock, asked, farm
+from tests.engines.model import EOS, PROMPT, collect, continuation, ids_of, params, run, versions_of
+
+
+def test_when_all_are_dead_the_call_fails_with_the_last_reason() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            for server in servers:
+                server.refusal = (503, b"overloaded")
+            with pytest.raises(EngineError, match=r"no replica is left to ask: .*overloaded"):
+                await collect(replicas.generate(PROMPT, params()))
+            assert asked(servers) == [1, 1]
+            for server in servers:
+                server.refusal = None
+            assert ids_of(await collect(replicas.generate(PROMPT, params()))), "marks are no refusal"
+
+    run(main())
+
+
+def test_wrong_input_is_nobodys_death() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].refusal = (400, b"too long")
+            with pytest.raises(EngineInputError, match="too long"):
+                await collect(replicas.generate(PROMPT, params()))
+            assert replicas.failing == ()
+            assert asked(servers) == [1, 0]
+
+    run(main())
+
+
+def test_the_same_session_goes_to_the_same_replica() -> None:
+    async def main() -> None:
+        async with farm(3) as (replicas, servers):
+            for session in ("a", "b", "c", "b", "b", "c"):
+                await collect(replicas.generate(PROMPT, params(1), session=session))
+            assert asked(servers) == [1, 3, 2]
+            replicas.forget("a")
+            await collect(replicas.generate(PROMPT, params(1), session="d"))
+            assert asked(servers) == [2, 3, 2], "a session that ended makes room"
+
+    run(main())
+
+
+def test_a_new_session_goes_where_the_fewest_calls_are_in_flight() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].hold_after = 1
+            held = replicas.generate(PROMPT, params(2), session="a")
+            await anext(held)
+            assert replicas.in_flight == {"0": 1, "1": 0}
+            for session in ("b", "c", ""):
+                await collect(replicas.generate(PROMPT, params(1), session=session))
+            assert asked(servers) == [1, 3]
+            servers[0].go.set()
+            await collect(held)
+            assert replicas.in_flight == {"0": 0, "1": 0}
+            await collect(replicas.generate(PROMPT, params(1), session="d"))
+            assert asked(servers) == [2, 3]
+
+    run(main())
+
+
+def test_a_dead_replicas_sessions_move_and_it_is_tried_again_later() -> None:
+    async def main() -> None:
+        clock = Clock()
+        async with farm(2, clock) as (replicas, servers):
+            servers[0].refusal = (500, b"")
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            servers[0].refusal = None
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            await collect(replicas.generate(PROMPT, params(1), session="b"))
+            assert asked(servers) == [1, 3]
+            clock.now += replicas.retry_after_s
+            assert replicas.failing == ()
+            await collect(replicas.generate(PROMPT, params(1), session="c"))
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            assert asked(servers) == [2, 4], "what moved stays where it is"
+
+    run(main())
+
+
+def test_a_removed_replicas_calls_and_sessions_move() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].hold_after = 3
+            stream = replicas.generate(PROMPT, params(8), session="a")
+            chunks = [await anext(stream) for _ in range(3)]
+            await replicas.remove("0")
+            await servers[0].aborted.wait()
+            chunks += await collect(stream)
+            assert ids_of(chunks) == continuation(PROMPT, 8)[0]
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            assert asked(servers) == [1, 2]
+            assert servers[1].bodies[0]["max_tokens"] == 5
+            with pytest.raises(InputError, match="'0', expected one of 1"):
+                await replicas.remove("0")
+            await replicas.remove("1")
+            with pytest.raises(EngineError, match="no replica is left"):
+                await collect(replicas.generate(PROMPT, params(1), session="a"))
+
+    run(main())
+
+
+def test_a_replica_can_be_added_while_others_run() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, servers), FakeVllm() as further:
+            await replicas.add(VllmEngine(further.url))
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            await collect(replicas.generate(PROMPT, params(1), session="b"))
+            assert asked([*servers, further]) == [1, 1]
+            with pytest.raises(InputError, match="in use already"):
+                await replicas.add(VllmEngine(further.url))
+            with pytest.raises(InputError, match="processed logprobs, expected raw"):
+                await replicas.add(VllmEngine(further.url, name="x", logprob_kind="processed"))
+
+    run(main())
+
+
+def test_closing_a_stream_aborts_it_where_it_runs() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, servers):
+            servers[0].hold_after = 1
+            stream = replicas.generate(PROMPT, params())
+            await anext(stream)
+            await stream.aclose()
+            await servers[0].aborted.wait()
+            assert replicas.in_flight == {"0": 0}
+
+    run(main())
+
+
+def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers), FakeVllm() as further:
+            for server in servers:
+                server.hold_after = 2
+            streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
+            outputs = [[await anext(stream), await anext(stream)] for stream in streams]
+            rests = [asyncio.create_task(collect(stream)) for stream in streams]
+            await replicas.pause()
+            await replicas.add(VllmEngine(further.url))
+            for server in (*servers, further):
+                server.hold_after, server.weights = None, 1
+            late = asyncio.create_task(collect(replicas.generate(PROMPT, params(5))))
+            await replicas.resume(7)
+            before, _ = continuation(PROMPT, 2)
+            for output, rest in zip(outputs, rests, strict=True):
+                output += await rest
+                assert ids_of(output) == before + continuation([*PROMPT, *before], 3, weights=1)[0]
+                assert versions_of(output) == [0, 0, 7, 7, 7]
+            assert versions_of(await late) == [7] * 5
+            assert asked([further]) == [1]
+            assert replicas.version == 7
+
+    run(main())
+
+
+def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in_one() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].broken = {"/pause?mode=abort&clear_cache=true"}
+            await replicas.pause()
+            await replicas.resume(1)
+            assert replicas.failing == ("0",)
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            assert asked(servers) == [0, 1]
+            servers[0].broken = set()
+            await replicas.pause()
+            await replicas.resume(2)
+            assert replicas.failing == ()
+            await collect(replicas.generate(PROMPT, params(1), session="b"))
+            assert asked(servers) == [1, 1]
+            servers[0].broken = servers[1].broken = {"/update_weight_version"}
+            with pytest.raises(EngineError, match="resume failed everywhere"):
+                await replicas.resume(3)
+
+    run(main())
+
+
+def test_a_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, _), FakeVllm() as further:
+            further.broken = {"/pause?mode=abort&clear_cache=true"}
+            await replicas.pause()
+            engine = VllmEngine(further.url)
+            with pytest.raises(EngineError, match="broken"):
+                await replicas.add(engine)
+            assert list(replicas.in_flight) == ["0"]
+            await engine.close()
+
+    run(main())
+
+
+def test_what_the_replicas_are_together() -> None:
+    async def main() -> None:
+        small = VllmEngine("http://127.0.0.1:1", max_context=10, version=2)
+        large = VllmEngine("http://127.0.0.1:2/v1", max_context=20, version=2)
+        replicas = Replicas([small, large])
+        assert (replicas.max_context, replicas.version, replicas.logprob_kind) == (10, 2, "raw")
+        assert replicas.engines == (small, large)
+        assert list(replicas.in_flight) == ["vllm@127.0.0.1:1", "vllm@127.0.0.1:2"]
+        await replicas.close()
+        assert Replicas().max_context is None
+        assert EOS not in continuation(PROMPT, 100)[0], "the fake's ids are no stop ids by chance"
+
+    run(main())

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import EngineError, EngineInputError
+from branchline.engines.base import Engine
+from branchline.engines.sglang import SglangEngine
+from tests.engines.fake import FakeSglang
+from tests.engines.model import (
+    EOS,
+    PROMPT,
+    collect,
+    continuation,
+    float32,
+    ids_of,
+    logprobs_of,
+    params,
+    run,
+    versions_of,
+)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("piece", [0, 1, 7, 4096])
+@pytest.mark.parametrize("per_event", [1, 3])
+def test_ids_and_logprobs_are_exact_whatever_an_event_repeats(
+    incremental: bool, piece: int, per_event: int
+) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.incremental, server.piece, server.per_event = incremental, piece, per_event
+            engine: Engine = SglangEngine(server.url, version=3)
+            chunks = await collect(engine.generate(PROMPT, params(8)))
+            ids, logprobs = continuation(PROMPT, 8)
+            assert ids_of(chunks) == ids
+            assert logprobs_of(chunks) == float32(logprobs)
+            assert versions_of(chunks) == [3] * 8
+            assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            assert server.paths() == ["/generate"], "what ended by itself is not aborted"
+            await engine.close()
+
+    run(main())
+
+
+def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url, version=4)
+            asked = params(
+                3,
+                temperature=0.5,
+                min_p=0.1,
+                seed=10,
+                stop_ids=(EOS,),
+                stop=("END",),
+                extra={"priority": 1, "sampling_params": {"ignore_eos": True, "max_new_tokens": 999}},
+            )
+            await collect(engine.generate(PROMPT, asked))
+            (body,) = server.bodies
+            assert body.pop("rid")
+            assert body == {
+                "input_ids": [5, 6, 7],
+                "return_logprob": True,
+                "stream": True,
+                "extra_key": "v4",
+                "priority": 1,
+                "sampling_params": {
+                    "max_new_tokens": 3,
+                    "temperature": 0.5,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.1,
+                    "presence_penalty": 0.0,
+                    "frequency_penalty": 0.0,
+                    "repetition_penalty": 1.0,
+                    "stop_token_ids": [EOS],
+                    "stop": ["END"],
+                    "sampling_seed": 10,
+                    "ignore_eos": True,
+                },
+            }
+            await engine.close()
+
+    run(main())
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "sent"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, SCHEMA),
+    ],
+)
+def test_a_response_format_is_said_in_the_servers_words(grammar: Any, sent: Any) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            await collect(engine.generate(PROMPT, params(grammar=grammar)))
+            schema = server.bodies[0]["sampling_params"].get("json_schema")
+            assert (schema and json.loads(schema)) == sent
+            with pytest.raises(EngineInputError, match="response_format"):
+                await collect(engine.generate(PROMPT, params(grammar={"type": "haiku"})))
+            await engine.close()
+
+    run(main())
+
+
+def test_the_stop_id_is_the_last_id() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.stop_at = 3
+            engine = SglangEngine(server.url)
+            chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=(EOS,))))
+            assert ids_of(chunks) == [*continuation(PROMPT, 3)[0], EOS]
+            assert chunks[-1].finish == "stop"
+            await engine.close()
+
+    run(main())
+
+
+def test_readiness_is_asked_without_a_generation() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            with pytest.raises(EngineError):
+                await engine.ready()
+            server.answers = {"/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]}}
+            await engine.ready()
+            assert engine.max_context == 64
+            assert set(server.paths()) == {"/v1/models"}
+            await engine.close()
+
+    run(main())
+
+
+def test_a_stream_closed_early_is_aborted_by_its_id() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.hold_after = 2
+            server.answers = {"/abort_request": None}
+            engine = SglangEngine(server.url)
+            stream = engine.generate(PROMPT, params())
+            await anext(stream)
+            await stream.aclose()
+            await server.aborted.wait()
+            assert server.asked[-1] == ("/abort_request", {"rid": server.bodies[0]["rid"]})
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("code", [400, 500])
+@pytest.mark.parametrize("how", ["error", "abort", "status"])
+def test_errors_carry_the_servers_words(how: str, code: int) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            error = {"error": {"message": "it said no", "type": "x", "code": code}}
+            reason = {"type": "abort", "message": "it said no", "status_code": code, "err_type": "X"}
+            if how == "status":
+                server.refusal = (code, json.dumps(error).encode())
+            elif how == "error":
+                server.event_after = (2, error)
+            else:
+                meta = {"finish_reason": reason, "completion_tokens": 2, "output_token_logprobs": []}
+                server.event_after = (2, {"text": "", "output_ids": [1], "meta_info": meta})
+            engine = SglangEngine(server.url)
+            with pytest.raises(EngineError, match="it said no") as raised:
+                await collect(engine.generate(PROMPT, params()))
+            assert isinstance(raised.value, EngineInputError) == (code == 400)
+            await engine.close()
+
+    run(main())
+
+
+def test_a_stream_that_breaks_gives_what_came_and_an_error() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.die_after = 2
+            engine = SglangEngine(server.url)
+            stream = engine.generate(PROMPT, params())
+            chunks = [await anext(stream), await anext(stream)]
+            with pytest.raises(EngineError):
+                await anext(stream)
+            assert ids_of(chunks) == continuation(PROMPT, 2)[0]
+            await engine.close()
+
+    run(main())
+
+
+def test_ids_that_do_not_fit_their_logprobs_are_not_believed() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            meta = {"finish_reason": None, "completion_tokens": 4, "output_token_logprobs": [[-1.0, 9, None]]}
+            server.event_after = (0, {"output_ids": [8], "meta_info": meta})
+            engine = SglangEngine(server.url)
+            with pytest.raises(EngineError, match="1 ids and 1 logprobs in an event that counts 4 behind 0"):
+                await collect(engine.generate(PROMPT, params()))
+            await engine.close()
+
+    run(main())
+
+
+def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            paths = ("/pause_generation", "/update_weight_version", "/continue_generation")
+            server.answers = dict.fromkeys(paths, True)
+            server.hold_after = 3
+            engine = SglangEngine(server.url, version=4)
+            stream = engine.generate(PROMPT, params(8))
+            chunks = [await anext(stream) for _ in range(3)]
+            held = asyncio.create_task(collect(stream))
+            await engine.pause()
+            server.weights, server.hold_after = 1, None
+            await engine.resume(5)
+            chunks += await held
+            before, _ = continuation(PROMPT, 3, weights=0)
+            assert ids_of(chunks) == before + continuation([*PROMPT, *before], 5, weights=1)[0]
+            assert versions_of(chunks) == [4] * 3 + [5] * 5
+            assert [path for path in server.paths() if path in paths] == list(paths)
+            assert dict(server.asked)["/update_weight_version"]["new_version"] == "5"
+            await engine.close()
+
+    run(main())

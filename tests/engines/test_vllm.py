@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import EngineError
+from branchline.core.runs import as_ids
+from branchline.engines.base import Engine, SamplingParams
+from branchline.engines.http import Server
+from branchline.engines.vllm import VllmEngine
+from tests.engines.fake import FakeVllm
+from tests.engines.model import (
+    EOS,
+    PROMPT,
+    collect,
+    continuation,
+    float32,
+    ids_of,
+    logprobs_of,
+    params,
+    round_trip,
+    run,
+    versions_of,
+)
+
+
+@pytest.mark.parametrize("piece", [0, 1, 7, 100, 4096])
+@pytest.mark.parametrize("per_event", [1, 3])
+def test_ids_and_logprobs_are_exact_across_any_boundary(piece: int, per_event: int) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.piece, server.per_event = piece, per_event
+            engine: Engine = VllmEngine(server.url, version=3)
+            chunks = await collect(engine.generate(PROMPT, params(8)))
+            ids, logprobs = continuation(PROMPT, 8)
+            assert ids_of(chunks) == ids
+            assert logprobs_of(chunks) == float32(logprobs)
+            assert versions_of(chunks) == [3] * 8
+            assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            await engine.close()
+
+    run(main())
+
+
+def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(Server(server.url + "/v1", api_key="k"), model="m", version=4)
+            asked = params(
+                3,
+                temperature=0.5,
+                top_p=0.9,
+                top_k=20,
+                min_p=0.1,
+                presence_penalty=0.2,
+                frequency_penalty=0.3,
+                repetition_penalty=1.1,
+                seed=10,
+                stop_ids=(EOS,),
+                stop=("END",),
+                grammar={"type": "json_object"},
+                extra={"priority": 1, "max_tokens": 999},
+            )
+            await collect(engine.generate(PROMPT, asked))
+            assert server.bodies == [
+                {
+                    "prompt": [5, 6, 7],
+                    "stream": True,
+                    "return_token_ids": True,
+                    "logprobs": 0,
+                    "max_tokens": 3,
+                    "temperature": 0.5,
+                    "top_p": 0.9,
+                    "top_k": 20,
+                    "min_p": 0.1,
+                    "presence_penalty": 0.2,
+                    "frequency_penalty": 0.3,
+                    "repetition_penalty": 1.1,
+                    "seed": 13,
+                    "stop_token_ids": [EOS],
+                    "include_stop_str_in_output": True,
+                    "stop": ["END"],
+                    "response_format": {"type": "json_object"},
+                    "cache_salt": "v4",
+                    "model": "m",
+                    "priority": 1,
+                }
+            ]
+            await engine.close()
+
+    run(main())
+
+
+def test_max_tokens_is_always_sent_and_nothing_is_probed() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.answers = {
+                "/health": None,
+                "/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]},
+            }
+            server.stop_at = 2
+            engine = VllmEngine(server.url)
+            await engine.ready()
+            assert (engine.model, engine.max_context) == ("tiny", 64)
+            await collect(engine.generate(PROMPT, SamplingParams()))
+            assert server.paths() == ["/health", "/v1/models", "/v1/completions"]
+            assert server.bodies[0]["max_tokens"] == SamplingParams().max_tokens
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stop_id", [EOS, 777])
+def test_the_stop_id_is_the_last_id(stop_id: int) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            ids, _ = continuation(PROMPT, 4)
+            server.stop_at = 4 if stop_id == EOS else None
+            stop_ids = (EOS,) if stop_id == EOS else (ids[-1],)
+            engine = VllmEngine(server.url)
+            chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=stop_ids)))
+            assert ids_of(chunks) == ([*ids, EOS] if stop_id == EOS else ids)
+            assert chunks[-1].finish == "stop"
+            await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_saw_another_prompt_is_not_believed() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.add_to_prompt = (1,)
+            engine = VllmEngine(server.url)
+            with pytest.raises(EngineError, match="another prompt"):
+                await collect(engine.generate(PROMPT, params()))
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("server_can_pause", [False, True])
+def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(server_can_pause: bool) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            if server_can_pause:
+                for path in ("/pause?mode=abort&clear_cache=true", "/resume", "/update_weight_version"):
+                    server.answers[path] = {}
+            server.hold_after = 3
+            engine = VllmEngine(server.url, version=4)
+            stream = engine.generate(PROMPT, params(8, seed=1))
+            chunks = [await anext(stream) for _ in range(3)]
+            held = asyncio.create_task(collect(stream))
+            await engine.pause()
+            await server.aborted.wait()
+            late = asyncio.create_task(collect(engine.generate(PROMPT, params(2))))
+            await round_trip(engine)
+            assert len(server.bodies) == 1, "a request that arrives while paused waits"
+
+            server.weights, server.hold_after = 1, None
+            await engine.resume(5)
+            chunks += await held
+            late_chunks = await late
+
+            before, _ = continuation(PROMPT, 3, weights=0)
+            after, logprobs = continuation([*PROMPT, *before], 5, weights=1)
+            assert ids_of(chunks) == before + after
+            assert logprobs_of(chunks)[3:] == float32(logprobs)
+            assert versions_of(chunks) == [4] * 3 + [5] * 5
+            assert chunks[-1].finish == "length"
+            assert ids_of(late_chunks) == continuation(PROMPT, 2, weights=1)[0]
+            assert versions_of(late_chunks) == [5, 5]
+            went_on = next(body for body in server.bodies if len(body["prompt"]) == 6)
+            assert (went_on["max_tokens"], went_on["seed"], went_on["cache_salt"]) == (5, 7, "v5")
+            controls = [path for path in server.paths() if path in server.answers]
+            assert controls == list(server.answers)[:1] + list(server.answers)[:0:-1]
+            await engine.close()
+
+    run(main())
+
+
+def test_chunks_that_arrived_before_a_pause_are_handed_out_while_it_lasts() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.hold_after = 3
+            engine = VllmEngine(server.url)
+            stream = engine.generate(PROMPT, params())
+            chunks = [await anext(stream) for _ in range(3)]
+            await engine.pause()
+            await engine.resume(1)
+            server.hold_after = None
+            chunks += await collect(stream)
+            assert ids_of(chunks) == continuation(PROMPT, 5)[0]
+            assert versions_of(chunks) == [0, 0, 0, 1, 1]
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("more", [{"grammar": {"type": "json_object"}}, {"stop": ("END",)}])
+def test_what_cannot_be_continued_exactly_fails_instead(more: Any) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.hold_after = 1
+            engine = VllmEngine(server.url)
+            stream = engine.generate(PROMPT, params(**more))
+            await anext(stream)
+            await engine.pause()
+            await engine.resume()
+            with pytest.raises(EngineError, match="cannot go on behind 1 ids"):
+                await anext(stream)
+            await engine.close()
+
+    run(main())
+
+
+def test_sleep_pauses_and_says_whether_the_server_can() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(server.url)
+            assert not await engine.sleep()
+            server.answers = {"/sleep?level=2": None, "/wake_up": None}
+            assert await engine.sleep(2)
+            assert await engine.wake_up()
+            waiting = asyncio.create_task(collect(engine.generate(PROMPT, params())))
+            await round_trip(engine)
+            assert not server.bodies
+            await engine.resume()
+            assert ids_of(await waiting) == continuation(PROMPT, 5)[0]
+            await engine.close()
+
+    run(main())
+
+
+def test_nothing_is_asked_where_nothing_is_left_to_ask() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(server.url, version=2)
+            (chunk,) = await collect(engine.generate(PROMPT, params(0)))
+            assert (len(chunk.ids), chunk.finish, chunk.version) == (0, "length", 2)
+            assert not server.asked
+            await engine.close()
+
+    run(main())
+
+
+def test_a_long_prompt_travels_whole() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            prompt = as_ids(list(range(40_000)))
+            engine = VllmEngine(server.url)
+            assert ids_of(await collect(engine.generate(prompt, params(2)))) == continuation(prompt, 2)[0]
+            await engine.close()
+
+    run(main())
+
+
+def test_a_resume_waits_for_the_pause_before_it() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            paths = ["/pause?mode=abort&clear_cache=true", "/resume"]
+            server.answers = dict.fromkeys(paths, True)
+            engine = VllmEngine(server.url)
+            await asyncio.gather(engine.pause(), engine.resume())
+            assert server.paths() == paths
+            assert ids_of(await collect(engine.generate(PROMPT, params(2)))) == continuation(PROMPT, 2)[0]
+            await engine.close()
+
+    run(main())
