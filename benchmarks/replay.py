@@ -49,10 +49,18 @@ class ReplayCodec:
     def stop_ids(self) -> frozenset[int]:
         return frozenset()
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> IncrementalParser:
+    def parser(
+        self, tools: Sequence[Mapping[str, Any]] = (), template: Mapping[str, Any] | None = None
+    ) -> IncrementalParser:
         raise CodecError("replay: got an output to parse, expected every generation to bring its message")
 
-    def parse(self, ids: Ids, finish: str = "stop") -> Message:
+    def parse(
+        self,
+        ids: Ids,
+        finish: str = "stop",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> Message:
         raise CodecError("replay: got ids to parse, expected every generation to bring its message")
 
     def count(

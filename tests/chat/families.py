@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from copy import copy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,13 @@ def codec_of(name: str) -> GenericCodec:
         why = "npm is missing" if shutil.which("npm") is None else "run scripts/fetch_tokenizers.py"
         pytest.skip(f"no real {name} tokenizer: {why}")
     return _open(name)
+
+
+def codec_speaking(template: str, family: str = "qwen3", **options: Any) -> GenericCodec:
+    """A family's tokenizer with another chat template."""
+    tokenizer = copy(codec_of(family).tokenizer)
+    tokenizer._sources, tokenizer._templates, tokenizer._dialects = {"default": template}, {}, {}
+    return GenericCodec(tokenizer, **options)
 
 
 @cache

@@ -152,11 +152,6 @@ def test_a_template_writes_the_prompt_and_json_keeps_its_letters(tokenizer: Toke
     )
 
 
-def test_template_arguments_reach_the_template(tokenizer: TokenizerDir) -> None:
-    told = tokenizer.render([Message("user", "hi")], (), {"add_generation_prompt": False})
-    assert told.endswith("hi<|end|>\n")
-
-
 def test_a_rendered_prompt_encodes_its_markers_as_single_tokens(tokenizer: TokenizerDir) -> None:
     ids = tokenizer.encode_prompt([Message("user", "hello")])
     assert ids[0] == tokenizer.encode("<|start|>")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from random import Random
 
@@ -24,15 +25,16 @@ from branchline.testing.behaviours import Behaviour
 from branchline.testing.player import Player
 
 CODEC = ToyCodec.chatml()
+NOON = datetime(2026, 3, 1, 12)
 
 
 def test_a_reopened_session_goes_on_token_exact(tmp_path: Path) -> None:
     plan = Behaviour(Random(5)).plan(10)
     half = len(plan) // 2
-    straight = Player(Session("s", CODEC), CODEC)
+    straight = Player(Session("s", CODEC, started=NOON), CODEC)
     straight.play(plan)
     with Journal(tmp_path / "j") as journal:
-        before = Player(Session("s", CODEC, journal=journal), CODEC)
+        before = Player(Session("s", CODEC, journal=journal, started=NOON), CODEC)
         for planned in plan[:half]:
             before.commit(planned)
         journal.flush()

@@ -103,11 +103,19 @@ class Codec(Protocol):
         """Ids that end an output."""
         ...
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> IncrementalParser:
-        """A parser for one output, to be fed as it arrives."""
+    def parser(
+        self, tools: Sequence[Mapping[str, Any]] = (), template: Mapping[str, Any] | None = None
+    ) -> IncrementalParser:
+        """A parser for one output of a prompt with these tools and template arguments."""
         ...
 
-    def parse(self, ids: Ids, finish: str = "stop") -> Message:
+    def parse(
+        self,
+        ids: Ids,
+        finish: str = "stop",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> Message:
         """The assistant message that sampled ids spell. Never raises, whatever the ids."""
         ...
 

@@ -104,10 +104,18 @@ class ToyCodec:
     def stop_ids(self) -> frozenset[int]:
         return frozenset(self.terminator)
 
-    def parser(self, tools: Sequence[Mapping[str, Any]] = ()) -> ToyParser:
+    def parser(
+        self, tools: Sequence[Mapping[str, Any]] = (), template: Mapping[str, Any] | None = None
+    ) -> ToyParser:
         return ToyParser(self.stop_ids)
 
-    def parse(self, ids: Ids, finish: str = "stop") -> Message:
+    def parse(
+        self,
+        ids: Ids,
+        finish: str = "stop",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+    ) -> Message:
         parser = self.parser()
         parser.feed(ids.tolist())
         parser.finish(finish)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from branchline.core.echo import Equivalence
 from branchline.core.errors import MessageError
+from branchline.core.fields import clean_values
 from branchline.core.message import Message
 from branchline.core.reader import digest_of, read_messages, read_tools
 from branchline.core.runs import Floats, Ids, Runs
@@ -64,7 +65,7 @@ class Request:
         return cls(
             read_messages(body.get("messages")),
             tools,
-            template=template or {},
+            template=clean_values(template or {}),
             agent=agent,
             equivalences=tolerated,
         )
@@ -141,3 +142,5 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     sampling: Mapping[str, Any] = {}
     shown: tuple[int, ...] = ()
     """Nodes sampled elsewhere that this prompt shows as context."""
+    clock: float = 0.0
+    """The moment that the session's templates show as now, in seconds since 1970."""

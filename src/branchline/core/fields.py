@@ -25,6 +25,19 @@ def text_field(raw: Mapping[str, Any], name: str) -> str:
     return clean(value)
 
 
+def clean_values(value: Any) -> Any:
+    """A JSON value in which every text is clean."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {
+            clean(key) if isinstance(key, str) else key: clean_values(item) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [clean_values(item) for item in value]
+    return value
+
+
 def clean(text: str) -> str:
     """Text that UTF-8 can carry: JSON may hold half a surrogate pair, which no tokenizer and no file can."""
     if text.isascii():

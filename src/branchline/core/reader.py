@@ -11,11 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import xxhash
 
 from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError, MessageError
-from branchline.core.fields import clean, inside, text_field
+from branchline.core.fields import clean, clean_values, inside, text_field
 from branchline.core.media import MEDIA_PARTS, read_media_part, write_part
 from branchline.core.message import ROLES, Form, Media, Message, ToolCall
 
@@ -243,7 +244,13 @@ def read_tools(raw: object, where: str = "tools") -> tuple[dict[str, Any], ...]:
     for index, tool in enumerate(raw):
         if not isinstance(tool, dict):
             raise MessageError(f"{where}[{index}]", tool, "a tool (an object)")
-    return tuple(raw)
+    tools: Sequence[dict[str, Any]] = raw
+    try:
+        msgspec.json.encode(tools)
+    except (UnicodeEncodeError, TypeError, OverflowError, RecursionError):
+        # Rare: texts that UTF-8 cannot carry. What is no JSON at all is refused where it is digested.
+        tools = clean_values(tools)
+    return tuple(tools)
 
 
 def digest_of(*values: object) -> bytes:

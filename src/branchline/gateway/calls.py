@@ -152,7 +152,10 @@ async def run_call(
     turn = await _prepare(live, asked.request)
     times.prepare = time.perf_counter() - started
     codec = live.session.codec
-    choices = [_Choice(index, codec.parser(asked.request.tools)) for index in range(asked.choices)]
+    choices = [
+        _Choice(index, codec.parser(asked.request.tools, asked.request.template))
+        for index in range(asked.choices)
+    ]
     params = _within_room(engine, turn, replace(asked.params, stop_ids=tuple(sorted(codec.stop_ids))))
     started = time.perf_counter()
     live.in_flight += 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -187,7 +188,10 @@ class Sessions:
         return self._by_api_key.get(key_hash(key))
 
     def _add(self, session_id: str, opened: Opened, tree: Tree) -> LiveSession:
-        session = Session(session_id, self._codec, history=self._history, journal=self._journal, tree=tree)
+        started = datetime.fromtimestamp(opened.at)
+        session = Session(
+            session_id, self._codec, history=self._history, journal=self._journal, tree=tree, started=started
+        )
         live = LiveSession(
             session, opened.options, opened.api_key, opened.control_key, opened.at, self._journal
         )

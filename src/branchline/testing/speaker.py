@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.conversation import EMPTY_THINK
+from branchline.chat.generic.voice import EMPTY_THINK
 from branchline.core.message import Message
 from branchline.core.runs import Ids, as_ids
 

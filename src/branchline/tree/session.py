@@ -11,10 +11,11 @@ and applied; `durable` resolves once the record is safe, and a reply must not le
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 
 from branchline.chat.base import Codec, History
 from branchline.core.call import Call, Delivery, Generation, Request
@@ -49,9 +50,13 @@ class Session:
         restore_reasoning: bool = True,
         journal: Journal | None = None,
         tree: Tree | None = None,
+        started: datetime | None = None,
     ) -> None:
         self.id = id
-        self.codec = codec
+        self.started = started or datetime.now()
+        """What the clock of a template shows throughout; kept with every call, so that a restart keeps it."""
+        stop_clock: Callable[[datetime], Codec] | None = getattr(codec, "at", None)
+        self.codec = codec if stop_clock is None else stop_clock(self.started)
         self.history: History = history
         self.tree = tree or Tree(restore_reasoning=restore_reasoning)
         self._journal = journal
@@ -74,7 +79,8 @@ class Session:
         tree = Tree(restore_reasoning=restore_reasoning)
         for data in journal.read(id):
             tree.apply(decode_record(data))
-        return cls(id, codec, history=history, journal=journal, tree=tree)
+        started = datetime.fromtimestamp(tree.calls[0].clock) if tree.calls else None
+        return cls(id, codec, history=history, journal=journal, tree=tree, started=started)
 
     def prepare(self, request: Request) -> Turn:
         return self.tree.prepare(request, self.codec, self.history)
@@ -82,7 +88,7 @@ class Session:
     def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> Committed:
         """Adds the outputs of a turn, one generation for each choice."""
         with self._commit:
-            delta = self.tree.plan(turn, generations, call_id, self.codec)
+            delta = self.tree.plan(turn, generations, call_id, self.codec, self.started.timestamp())
             durable = self._write(delta)
             return Committed(self.tree.apply(delta), durable)
 

@@ -161,7 +161,12 @@ class Tree:
     # -- commit --------------------------------------------------------------------------------------
 
     def plan(
-        self, turn: Turn, generations: Sequence[Generation], call_id: str = "", codec: Codec | None = None
+        self,
+        turn: Turn,
+        generations: Sequence[Generation],
+        call_id: str = "",
+        codec: Codec | None = None,
+        clock: float = 0.0,
     ) -> Delta:
         """What committing these outputs of a turn adds. Mutates nothing; raises where they do not fit."""
         if not generations:
@@ -184,7 +189,9 @@ class Tree:
         for choice, generation in enumerate(generations):
             ids, output = _read_generation(generation, call_index, choice)
             message = generation.message or (
-                codec.parse(ids, generation.finish) if codec else Message("assistant")
+                codec.parse(ids, generation.finish, turn.request.tools, turn.request.template)
+                if codec
+                else Message("assistant")
             )
             node_id = len(self.nodes) + len(new)
             spans = runs_of(((len(turn.opening), Origin.TEMPLATE), (len(ids), Origin.SAMPLED)))
@@ -208,6 +215,7 @@ class Tree:
             spawned_by=turn.request.spawned_by,
             sampling=turn.request.sampling,
             shown=tuple(source for source in turn.sources if source != NOWHERE),
+            clock=clock,
         )
         return Delta(tuple(new), call)
 

@@ -250,8 +250,7 @@ def test_ids_of_calls_are_what_the_template_requires_and_results_follow_them() -
 
 
 def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
-    codec = codec_of("llama3_2").at(datetime(2026, 3, 1))
-    talk = Talk(codec)
+    talk = Talk(codec_of("llama3_2"), started=datetime(2026, 3, 1))
     node = talk.say([user("p")], [*talk.ids("yes"), *talk.ids("<|eot_id|>")])
     turn = talk.look(user("p"), node.message, user("q"))
     assert turn.parent is node

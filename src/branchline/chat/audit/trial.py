@@ -15,9 +15,9 @@ from typing import Any
 from branchline.chat.audit.findings import Evidence
 from branchline.chat.base import Shown
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.conversation import EMPTY_THINK
 from branchline.chat.generic.dialect import Dialect
 from branchline.chat.generic.template import ChatTemplate
+from branchline.chat.generic.voice import EMPTY_THINK
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import Ids, as_ids

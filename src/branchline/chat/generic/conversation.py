@@ -17,54 +17,15 @@ from typing import Any
 import numpy as np
 
 from branchline.chat.base import Extension, Piece, Shown
-from branchline.chat.generic.dialect import Dialect
 from branchline.chat.generic.layout import Entry, Layout, lay_out
-from branchline.chat.generic.segments import SegmentEncoder, SizedCache
-from branchline.chat.generic.slots import Brackets, Misfit, SlotFinder, Span
-from branchline.chat.generic.template import ChatTemplate
+from branchline.chat.generic.slots import Brackets, Misfit, Span
+from branchline.chat.generic.voice import EMPTY_THINK, Rendered, Voice
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.runs import Ids, Origin, as_ids, runs_of
 
 Tools = Sequence[Mapping[str, Any]]
 Values = Mapping[str, Any]
-
-EMPTY_THINK = "<think>\n\n</think>\n\n"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """What a prompt rendered to: its text with brackets, and where each message ends in it."""
-
-    text: str
-    ends: tuple[int, ...]
-    slots: frozenset[int]
-    """Which messages stand in brackets."""
-    last_ids: Ids
-    """The ids of the last message: kept alive because their identity is the key."""
-
-    @property
-    def body_end(self) -> int:
-        return self.ends[-1]
-
-    @property
-    def opening(self) -> str:
-        return self.text[self.body_end :]
-
-
-@dataclass(frozen=True)
-class Voice:
-    """All that is needed to speak one template."""
-
-    template: ChatTemplate
-    dialect: Dialect
-    encoder: SegmentEncoder
-    finder: SlotFinder
-    brackets: Brackets
-    texts: SizedCache[Rendered]
-    keep_empty_think: bool
-    composes: bool
-    """The tokenizer composes letters and accents (NFC) before it encodes."""
 
 
 @dataclass(frozen=True)
@@ -110,21 +71,21 @@ class Conversation:
         slots |= {index for index in range(covered, len(self._entries)) if self._is_slot(index)}
         text = self._render(self._entries, slots)
         stand = self._compare(text, known) if known is not None else self._walk(text, slots)
-        kept, reason = len(stand.ends), stand.reason
+        kept = len(stand.ends)
         cursor = stand.ends[-1] if stand.ends else 0
+        misfits: dict[int, str] = {}
         while True:
             layout = self._lay_out(text, self._entries, slots, kept, cursor)
             if not layout.misfits:
                 break
-            reason = reason or next(iter(layout.misfits.values()))
+            misfits |= layout.misfits
             slots -= layout.misfits.keys()
             before, text = text, self._render(self._entries, slots)
             if text[:cursor] != before[:cursor]:
                 # Showing one message otherwise changed another: nothing of the path can be trusted.
                 kept = cursor = 0
-        extension = self._assemble(
-            text, layout, cursor, "" if kept == self._recorded else self._why(kept, reason)
-        )
+        why = "" if kept == self._recorded else self._why(kept, misfits.get(kept) or stand.reason)
+        extension = self._assemble(text, layout, cursor, why)
         last_ids = (
             extension.pieces[-1].ids if extension.pieces else self._recorded_ids(len(self._entries) - 1)
         )
@@ -192,9 +153,7 @@ class Conversation:
         return self._finder.find(text, index, entry.message, entry.sampled_ids, start)
 
     def _why(self, kept: int, reason: str) -> str:
-        if self._entries[kept].message.reasoning and self._is_slot(kept):
-            return "think_strip"
-        return reason
+        return "think_strip" if reason == "dropped" and self._entries[kept].message.reasoning else reason
 
     # -- verbatim ------------------------------------------------------------------------------------
 
@@ -205,30 +164,34 @@ class Conversation:
             # Nothing sampled to keep: the conversation is as good as new.
             return self.by_template()
         few = [Shown(Message("user", ".")), *self._entries[said:]]
-        for entries in (few, self._entries):
-            for plainly in (False, True):
-                extension = self._behind(entries, said, len(entries) - len(self._entries), plainly)
+        for entries in (few, self._entries) if self._voice.tail_is_local else (self._entries,):
+            for plainness in range(3):
+                extension = self._behind(entries, said, entries is self._entries, plainness)
                 if extension is not None:
                     return extension
         return self.by_template()
 
-    def _behind(self, entries: Sequence[Entry], said: int, shift: int, plainly: bool) -> Extension | None:
+    def _behind(
+        self, entries: Sequence[Entry], said: int, is_whole: bool, plainness: int
+    ) -> Extension | None:
         """What follows the path in a conversation that ends like ours; None where its end is not found.
 
-        `said` is the last sampled message of the path. `plainly` shows it without its thinking, which
-        templates leave out once somebody answers.
+        `said` is the last sampled message of the path. Shown more plainly it has no thinking, which templates
+        leave out once somebody answers, or not even its text, which some take apart.
         """
+        shift = len(entries) - len(self._entries)
         at = said + shift
-        if plainly:
+        if plainness:
             message = entries[at].message
-            plain = Message("assistant", message.text or "." * (not message.calls), calls=message.calls)
+            text = "." if plainness == 2 else message.text or "." * (not message.calls)
+            plain = Message("assistant", text, calls=message.calls)
             entries = [*entries[:at], Shown(plain, entries[at].sampled_ids), *entries[at + 1 :]]
         self._avoid_nonce(entries)
         first = self._recorded + shift
         slots = {at} | {index for index in range(first, len(entries)) if self._is_slot(index - shift)}
         while True:
             try:
-                text = self._render(entries, slots, all_tools=shift == 0)
+                text = self._render(entries, slots, all_tools=is_whole)
             except TemplateError:
                 return None
             cursor = self._end_of_said(text, entries[at], at)
@@ -248,17 +211,20 @@ class Conversation:
         """Where a sampled message ends in a text that may show it otherwise than it was sampled."""
         sampled = entry.sampled_ids
         assert sampled is not None
+        behind = self._brackets.last_end(text, index, entry.message, 0)
+        if behind < 0:
+            return None
         start = max(0, self._brackets.first(text, index, 0))
         found = self._finder.find(text, index, entry.message, sampled, start)
         if isinstance(found, Span):
             return found.end
-        behind = self._brackets.last_end(text, index, entry.message, 0)
-        if behind < 0:
-            return None
         stop = self._finder.next_stop(text, behind)
         if stop is None:
             return behind
-        return stop[1] if self._finder.is_stopped(sampled) else stop[0]
+        if not self._finder.is_stopped(sampled):
+            return stop[0]
+        # Where the stop is the next message's opener, another opener than was sampled must still be written.
+        return stop[0] if self._voice.stop_opens and int(sampled[-1]) != stop[2] else stop[1]
 
     # -- common --------------------------------------------------------------------------------------
 
@@ -298,13 +264,16 @@ class Conversation:
             slots,
             first=first,
             cursor=cursor,
-            generation_prompt=self._voice.dialect.generation_prompt,
+            openings=(self._voice.dialect.generation_prompt, self._voice.dialect.history_prompt),
             finder=self._finder,
             brackets=self._brackets,
         )
 
     def _assemble(self, text: str, layout: Layout, cursor: int, rewritten: str, shift: int = 0) -> Extension:
-        """The ids of every message of a layout, sampled ones reused, and of the opening."""
+        """The ids of every message of a layout, sampled ones reused, and of the opening.
+
+        Ends in the layout move to where the tokens that cross them end, so that no letter is written twice.
+        """
         pieces: list[Piece] = []
         places = [cursor]
         for index, end in enumerate(layout.ends, start=layout.first):
@@ -312,25 +281,29 @@ class Conversation:
             if span is None:
                 places.append(end)
                 continue
-            *before, head = self._encode(text, [*places, span.start])
+            *before, head = self._encode(text, [*places, span.start], layout, index)
             pieces += [_context(ids) for ids in before]
             sampled = self._entries[index - shift].sampled_ids
             assert sampled is not None
             spans = runs_of(((len(head), Origin.TEMPLATE), (len(sampled), Origin.CONTEXT)))
             pieces.append(Piece(as_ids(np.concatenate((head, sampled))), spans))
             places = [span.end]
-        *before, opening = self._encode(text, [*places, len(text)])
+        *before, opening = self._encode(text, [*places, len(text)], layout, layout.first + len(layout.ends))
         pieces += [_context(ids) for ids in before]
         return Extension(layout.first - shift, tuple(pieces), opening, self._encoded, rewritten)
 
-    def _encode(self, text: str, places: Sequence[int]) -> list[Ids]:
-        """The ids of the stretches between places: one text is encoded, then cut."""
+    def _encode(self, text: str, places: Sequence[int], layout: Layout, until: int) -> list[Ids]:
+        """The ids of the stretches between places, which end the messages before `until`: one text is
+        encoded, then cut."""
         stretches = [self._brackets.strip(text[start:end]) for start, end in pairwise(places)]
         whole = "".join(stretches)
         ids = self._voice.encoder.encode(whole)
         self._encoded += len(ids)
         cuts = np.cumsum([len(stretch) for stretch in stretches[:-1]]).tolist()
-        return [as_ids(part) for part in self._voice.encoder.split(whole, ids, cuts)]
+        parts, reached = self._voice.encoder.split(whole, ids, cuts)
+        for back, (cut, place) in enumerate(zip(reversed(cuts), reversed(reached), strict=True), start=1):
+            layout.ends[until - back - layout.first] += place - cut
+        return [as_ids(part) for part in parts]
 
 
 def _context(ids: Ids) -> Piece:

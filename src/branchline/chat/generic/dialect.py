@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +19,7 @@ import msgspec
 from branchline.chat.generic.template import ChatTemplate
 from branchline.core.errors import TemplateError
 from branchline.core.message import Media, Message, ToolCall
+from branchline.core.reader import REASONING_NAMES
 
 Values = Mapping[str, Any]
 Mark = Callable[[int, str], str]
@@ -40,7 +43,13 @@ class Dialect:
     shows_calls: bool = True
     shows_reasoning: bool = False
     shows_tools: bool = True
+    reasoning_field: str = "reasoning_content"
+    """Where the template looks for reasoning."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """What a role it does not know is shown as: a developer's words as the system's."""
     generation_prompt: str = ""
+    history_prompt: str = ""
+    """What stands before an earlier reply's text; not always the generation prompt."""
 
     def write(
         self, messages: Sequence[Message], bracket: Mapping[int, Mark] | None = None
@@ -65,10 +74,10 @@ class Dialect:
         return written
 
     def _write(self, index: int, message: Message, mark: Mark | None) -> dict[str, Any]:
-        raw: dict[str, Any] = {"role": message.role}
+        raw: dict[str, Any] = {"role": self.roles.get(message.role, message.role)}
         raw["content"] = _content(message, mark)
         if message.reasoning:
-            raw["reasoning_content"] = mark(1, message.reasoning) if mark else message.reasoning
+            raw[self.reasoning_field] = mark(1, message.reasoning) if mark else message.reasoning
         if message.name:
             raw["name"] = message.name
         if message.calls:
@@ -78,29 +87,34 @@ class Dialect:
                 {
                     "id": self._call_id(call.id, index, place),
                     "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": self._arguments(call, place, mark),
-                    },
+                    "function": self._function(call, place, mark),
                 }
                 for place, call in enumerate(message.calls)
             ]
         return raw
 
-    def _arguments(self, call: ToolCall, place: int, mark: Mark | None) -> Any:
+    def _function(self, call: ToolCall, place: int, mark: Mark | None) -> dict[str, Any]:
         value: Any = call.arguments
         if self.arguments == "object":
             try:
                 value = msgspec.json.decode(call.arguments or "{}")
-            except (msgspec.DecodeError, UnicodeEncodeError):
+            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
                 value = call.arguments
         if mark is None:
-            return value
-        both = mark(2 + place, "\0").split("\0")
+            return {"name": call.name, "arguments": value}
+        opened, closed = mark(2 + place, "\0").split("\0")
         if isinstance(value, dict):
-            # Around what the object holds: its own spelling is not ours to compare.
-            return {both[0]: 1, **value, "z" + both[1]: 1}
-        return f"{both[0]}{value}{both[1]}" if isinstance(value, str) else [both[0], value, both[1]]
+            if not value:
+                return {"name": f"{opened}{call.name}{closed}", "arguments": value}
+            # On its own first and last key: a key more would be shown as one.
+            last = len(value) - 1
+            keys = [(opened * (n == 0)) + key + (closed * (n == last)) for n, key in enumerate(value)]
+            value = dict(zip(keys, value.values(), strict=True))
+        elif isinstance(value, str):
+            value = f"{opened}{value}{closed}"
+        else:
+            value = [opened, value, closed]
+        return {"name": call.name, "arguments": value}
 
     def _call_id(self, wanted: str, index: int, place: int) -> str:
         if not self.id_length or (len(wanted) == self.id_length and wanted.isalnum()):
@@ -128,63 +142,82 @@ def _media(media: Media) -> dict[str, Any]:
     return {"type": media.kind, media.kind: media.url or media.digest}
 
 
-def probe_dialect(template: ChatTemplate, values: Values | None = None) -> Dialect:
+def probe_dialect(
+    template: ChatTemplate, values: Values | None = None, now: datetime | None = None
+) -> Dialect:
     """Finds out how a template wants to be spoken to."""
-    found = Dialect(generation_prompt=_generation_prompt(template, values))
+    tried = _Trial(template, values, now or datetime.now())
+    opening, before = tried.openings()
+    found = Dialect(generation_prompt=opening, history_prompt=before)
     call = Message("assistant", "", calls=(ToolCall("look", f'{{"at": "{_ARG}"}}', "abcdefghi"),))
     result = Message("tool", _RESULT, answers="abcdefghi", name="look")
-    talk = [Message("user", _ASK), call, result]
     shown = ""
-    for arguments in ("object", "text"):
-        for null_content in (False, True):
-            candidate = Dialect(arguments, null_content, generation_prompt=found.generation_prompt)
-            text = _try(template, candidate.write(talk), _TOOLS, values)
-            # Neither a text that was quoted again nor Python's idea of an object is how the model writes it.
-            if _ARG in text and _RESULT in text and '\\"at' not in text and "{'at'" not in text:
-                found, shown = candidate, text
-                break
-        if shown:
+    for arguments, null_content in product(("object", "text"), (False, True)):
+        candidate = replace(found, arguments=arguments, null_content=null_content)  # type: ignore[arg-type]
+        text = tried.render(candidate, [Message("user", _ASK), call, result], _TOOLS)
+        # Neither a text that was quoted again nor Python's idea of an object is how the model writes it.
+        if _ARG in text and _RESULT in text and '\\"at' not in text and "{'at'" not in text:
+            found, shown = candidate, text
             break
-    shows_calls = bool(shown)
-    id_length = 0
-    if shows_calls:
+    found = replace(found, shows_calls=bool(shown))
+    if shown:
         other = Message("assistant", "", calls=(ToolCall("look", f'{{"at": "{_ARG}"}}', "call_1"),))
         renamed = [Message("user", _ASK), other, Message("tool", _RESULT, answers="call_1", name="look")]
-        if not _try(template, found.write(renamed), _TOOLS, values):
-            id_length = 9
-    thought = [Message("user", _ASK), Message("assistant", _SAID, reasoning=_THOUGHT)]
-    # Some show it inside a tool cycle, some only on the last message.
-    reasoned = _try(template, found.write([*thought, Message("tool", _RESULT)]), None, values)
-    reasoned += _try(template, found.write(thought), None, values)
-    ask = [Message("user", _ASK)]
-    with_tools = _try(template, found.write(ask), _TOOLS, values)
-    return Dialect(
-        found.arguments,
-        found.null_content,
-        id_length,
-        shows_calls,
-        _THOUGHT in reasoned,
-        "look" in with_tools,
-        found.generation_prompt,
+        if not tried.render(found, renamed, _TOOLS):
+            found = replace(found, id_length=9)
+    roles = {
+        role: stand_in
+        for role, stand_in in (("developer", "system"), ("function", "tool"))
+        if _SAID not in tried.render(found, [Message(role, _SAID), Message("user", _ASK)])  # type: ignore[arg-type]
+    }
+    found = replace(
+        found, roles=roles, shows_tools="look" in tried.render(found, [Message("user", _ASK)], _TOOLS)
     )
+    for name in REASONING_NAMES:
+        candidate = replace(found, reasoning_field=name)
+        if tried.shows_thought(candidate, call, result):
+            return replace(candidate, shows_reasoning=True)
+    return found
 
 
-def _generation_prompt(template: ChatTemplate, values: Values | None) -> str:
-    ask = [{"role": "user", "content": _ASK}]
-    without = _try(template, ask, None, values, generation_prompt=False)
-    whole = _try(template, ask, None, values)
-    return whole[len(without) :] if whole.startswith(without) else ""
+@dataclass(frozen=True)
+class _Trial:
+    """Renders that a template may refuse; a refusal is an empty text."""
 
+    template: ChatTemplate
+    values: Values | None
+    now: datetime
 
-def _try(
-    template: ChatTemplate,
-    messages: Sequence[Values],
-    tools: Sequence[Values] | None,
-    values: Values | None,
-    *,
-    generation_prompt: bool = True,
-) -> str:
-    try:
-        return template.render(messages, tools, values, generation_prompt=generation_prompt)
-    except TemplateError:
-        return ""
+    def render(
+        self,
+        dialect: Dialect,
+        messages: Sequence[Message],
+        tools: Sequence[Values] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        try:
+            return self.template.render(
+                dialect.write(messages), tools, self.values, now=self.now, generation_prompt=generation_prompt
+            )
+        except TemplateError:
+            return ""
+
+    def openings(self) -> tuple[str, str]:
+        """What the template opens a reply with, and what stands before an earlier one."""
+        plain, ask = Dialect(), Message("user", _ASK)
+        body = self.render(plain, [ask], generation_prompt=False)
+        whole = self.render(plain, [ask])
+        opening = whole[len(body) :] if whole.startswith(body) else ""
+        talk = self.render(plain, [ask, Message("assistant", _SAID), Message("user", _RESULT)])
+        place = talk.find(_SAID)
+        return opening, talk[len(body) : place] if place >= 0 and talk.startswith(
+            body
+        ) and opening else opening
+
+    def shows_thought(self, dialect: Dialect, call: Message, result: Message) -> bool:
+        """Some show reasoning inside a tool cycle, some beside a call, some only on the last message."""
+        ask, said = Message("user", _ASK), Message("assistant", _SAID, reasoning=_THOUGHT)
+        beside = Message("assistant", "", reasoning=_THOUGHT, calls=call.calls)
+        talks = ([ask, said, Message("tool", _RESULT)], [ask, said], [ask, beside, result])
+        return any(_THOUGHT in self.render(dialect, talk) for talk in talks)

@@ -35,18 +35,21 @@ def lay_out(
     *,
     first: int,
     cursor: int,
-    generation_prompt: str,
+    openings: Sequence[str],
     finder: SlotFinder,
     brackets: Brackets,
 ) -> Layout:
-    """Lays out entries[first:] in a text whose earlier messages end at `cursor`."""
+    """Lays out entries[first:] in a text whose earlier messages end at `cursor`.
+
+    `openings` are what may stand before a reply: the generation prompt, and what history shows instead.
+    """
     layout = Layout(first)
     for index in range(first, len(entries)):
         entry = entries[index]
         if index in slots:
             sampled = entry.sampled_ids
             assert sampled is not None
-            start = _slot_start(text, index, cursor, generation_prompt, sampled, finder, brackets)
+            start = _slot_start(text, index, cursor, openings, sampled, finder, brackets)
             found = finder.find(text, index, entry.message, sampled, start)
             if isinstance(found, Span):
                 layout.spans[index] = found
@@ -54,7 +57,7 @@ def lay_out(
             else:
                 layout.misfits[index] = found.reason
         elif index == len(entries) - 1:
-            cursor = _body_end(text, entry.message, cursor, generation_prompt)
+            cursor = _body_end(text, entry.message, cursor, openings[0])
         else:
             following = next((later for later in range(index + 1, len(entries)) if later in slots), None)
             limit = -1 if following is None else brackets.first(text, following, cursor)
@@ -77,17 +80,17 @@ def _slot_start(
     text: str,
     index: int,
     cursor: int,
-    generation_prompt: str,
+    openings: Sequence[str],
     sampled: Ids,
     finder: SlotFinder,
     brackets: Brackets,
 ) -> int:
-    """Behind the generation prompt before a slot's first bracket; without one, where the sample begins."""
+    """Behind the opening before a slot's first bracket; without one, where the sample begins."""
     first = max(cursor, brackets.first(text, index, cursor))
-    if generation_prompt:
-        opened = text.rfind(generation_prompt, cursor, first)
+    for opening in openings:
+        opened = text.rfind(opening, cursor, first) if opening else -1
         if opened >= 0:
-            return opened + len(generation_prompt)
+            return opened + len(opening)
     return finder.start_before(text, cursor, first, sampled)
 
 

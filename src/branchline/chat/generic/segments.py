@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.errors import CodecError
 from branchline.core.runs import NO_IDS, Ids
 
 Value = TypeVar("Value")
@@ -108,6 +109,16 @@ class SegmentEncoder:
         except UnicodeDecodeError:
             return None
 
+    def spell_bytes(self, ids: Ids) -> bytes:
+        """The bytes that ids spell; ids beyond the vocabulary spell U+FFFD."""
+        spelled: list[bytes] = []
+        for token in ids.tolist():
+            try:
+                spelled.append(self._tokenizer.token_bytes(token))
+            except CodecError:
+                spelled.append("\ufffd".encode())
+        return b"".join(spelled)
+
     def added_in(self, text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Added tokens written out in a text: (start, end, id)."""
         for found in self._added.finditer(text, start, len(text) if end is None else end):
@@ -117,18 +128,22 @@ class SegmentEncoder:
         """The first added token at or after a place."""
         return next(self.added_in(text, start), None)
 
-    def split(self, text: str, ids: Ids, places: Sequence[int]) -> list[Ids]:
-        """A text's ids cut at places of the text; a token that crosses a place goes to the left of it."""
+    def split(self, text: str, ids: Ids, places: Sequence[int]) -> tuple[list[Ids], list[int]]:
+        """A text's ids cut at places of the text, and where each cut really is: a token that crosses a
+        place goes to the left of it."""
         if not places:
-            return [ids]
+            return [ids], []
         ends = self._token_ends(text, ids)
         cuts: list[int] = []
+        reached: list[int] = []
         for place in places:
             # Tokens that end at or before the place, and the one that reaches beyond it but began before.
             cut = int(np.searchsorted(ends, place, side="right"))
             begun = int(ends[cut - 1]) if cut else 0
-            cuts.append(cut + 1 if begun < place and cut < len(ids) else cut)
-        return np.split(ids, cuts)
+            crosses = begun < place and cut < len(ids)
+            cuts.append(cut + crosses)
+            reached.append(int(ends[cut]) if crosses else place)
+        return np.split(ids, cuts), reached
 
     def _token_ends(self, text: str, ids: Ids) -> NDArray[np.int64]:
         """The place in the text where each token ends, from the bytes of the tokens."""

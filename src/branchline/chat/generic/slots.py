@@ -74,12 +74,13 @@ class Brackets:
         """The place behind the last bracket of a message; -1 where one is missing."""
         last = -1
         for field in _fields(message):
-            opened = text.find(self._mark(index, field, "a"), start)
-            closing = self._mark(index, field, "b")
-            closed = text.find(closing, opened) if opened >= 0 else -1
-            if closed < 0:
-                return -1
-            last = max(last, closed + len(closing))
+            # Each is looked for by itself: a template that sorts keys may show the second mark first.
+            for side in "ab":
+                mark = self._mark(index, field, side)
+                place = text.find(mark, start)
+                if place < 0:
+                    return -1
+                last = max(last, place + len(mark))
         return last
 
 
@@ -95,8 +96,18 @@ def _fields(message: Message) -> list[int]:
 class SlotFinder:
     """Decides where a sampled message stands in a rendered text, and whether it is all there."""
 
-    def __init__(self, encoder: SegmentEncoder, brackets: Brackets, stops: Iterable[int], vocab: int) -> None:
+    def __init__(
+        self,
+        encoder: SegmentEncoder,
+        brackets: Brackets,
+        stops: Iterable[int],
+        vocab: int,
+        meaning: Callable[[bytes, bool, bool], object],
+    ) -> None:
         self._encoder = encoder
+        self._meaning = meaning
+        """What the bytes of a reply say, given whether it was cut and whether it begins inside thinking;
+        equal meanings are one reply in two spellings."""
         self._brackets = brackets
         self.stops = frozenset(stops)
         markers = encoder.marker_ids
@@ -119,12 +130,23 @@ class SlotFinder:
         shown = [
             token for _, _, token in self._encoder.added_in(text, start, stop_start) if self._is_marker[token]
         ]
-        if stopped:
-            return Span(start, stop_end) if said == shown else Misfit("rewritten")
-        if said != shown[: len(said)]:
+        if said != (shown if stopped else shown[: len(said)]):
+            return Misfit("dropped" if len(shown) < len(said) else "rewritten")
+        if (stopped or message.text) and not self._says_the_same(text[start:stop_start], sampled, stopped):
             return Misfit("rewritten")
+        if stopped:
+            return Span(start, stop_end)
         # Cut: what closes the message is not the sample's, nor is the end of thinking that was left open.
         return Span(start, stop_start if len(said) == len(shown) else last)
+
+    def _says_the_same(self, text: str, sampled: Ids, stopped: bool) -> bool:
+        """Whether the template's text means what was sampled; mostly it is the very same text."""
+        shown = self._brackets.strip(text).encode("utf-8", "replace")
+        said = self._encoder.spell_bytes(sampled[:-1] if stopped else sampled)
+        return shown == said or any(
+            self._meaning(shown, not stopped, inside) == self._meaning(said, not stopped, inside)
+            for inside in (False, True)
+        )
 
     def start_before(self, text: str, cursor: int, bracket: int, sampled: Ids) -> int:
         """Where a sample begins in front of its first bracket, in a template that opens replies with nothing.

@@ -69,10 +69,15 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens or {})
         self._exact = _compile_exact(source)
-        self._fast = _compile_fast(source) if fast else None
         self._renders = 0
         self.mismatch = ""
         """Why minijinja is not used, where it was tried."""
+        self._fast: Callable[[dict[str, Any]], str] | None = None
+        if fast:
+            try:
+                self._fast = _compile_fast(source)
+            except CodecError as error:
+                self.mismatch = str(error)
         if self._fast is not None:
             for messages, tools in _PROBES:
                 with suppress(TemplateError):
@@ -115,6 +120,7 @@ class ChatTemplate:
         clock = now or datetime.now()
         context: dict[str, Any] = {
             **self._tokens,
+            **values,
             "messages": list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
@@ -122,7 +128,6 @@ class ChatTemplate:
             "strftime_now": clock.strftime,
             "raise_exception": _raise,
         }
-        context.update(values)
         return context
 
     def _render_exact(self, context: dict[str, Any]) -> str:
@@ -132,7 +137,7 @@ class ChatTemplate:
             return self._exact.render(context)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template refused the conversation: {error}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateError(f"the chat template failed on the conversation: {error}") from error
 
     def _compare(self, context: dict[str, Any]) -> str:
@@ -226,8 +231,8 @@ def _compile_fast(source: str) -> Callable[[dict[str, Any]], str] | None:
     environment.add_filter("tojson", to_json)
     try:
         environment.undeclared_variables_in_template("chat")
-    except minijinja.TemplateError:
-        return None
+    except minijinja.TemplateError as error:
+        raise CodecError(f"minijinja does not compile it: {str(error).splitlines()[0]}") from error
 
     def render(context: dict[str, Any]) -> str:
         return environment.render_template("chat", **context)

@@ -93,8 +93,10 @@ class RenderersCodec:
         """A parser for one output, to be fed as it arrives."""
         return self._parser(self.tokenizer.token_bytes, self._stops, tools, template or {})
 
-    def parse(self, ids: Ids, finish: str = "stop") -> Message:
-        return self.parse_whole(ids, finish).message
+    def parse(
+        self, ids: Ids, finish: str = "stop", tools: Tools = (), template: Values | None = None
+    ) -> Message:
+        return self.parse_whole(ids, finish, tools, template).message
 
     def parse_whole(
         self, ids: Ids, finish: str = "stop", tools: Tools = (), template: Values | None = None

@@ -1,0 +1,230 @@
+"""Templates that do odd things to what was sampled: each is seen, and no word is lost or written twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchline import Generation, Journal, Message, Request, Session, ToolCall
+from branchline.chat.generic.codec import GenericCodec
+from branchline.core.runs import as_ids
+from tests.chat.families import codec_of, codec_speaking
+from tests.chat.generic.test_codec import TOOLS, Talk, said, user
+
+HEAD = "{%- for m in messages %}"
+TAIL = "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+IM_END = 151645
+
+
+def chatml(content: str) -> str:
+    return f"{HEAD}{{{{- '<|im_start|>' + m.role + '\\n' + {content} + '<|im_end|>\\n' }}}}{TAIL}"
+
+
+def reply(talk: Talk, messages: list[Message], text: str, **about: Any) -> Any:
+    return talk.say(messages, talk.ids(text), **about)
+
+
+def squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def verify(talk: Talk, *messages: Message, **about: Any) -> Any:
+    """The prompt is what the template writes for this conversation, whitespace aside."""
+    turn = talk.look(*messages, **about)
+    tokenizer = talk.codec.tokenizer
+    template = tokenizer.template(tools=bool(about.get("tools")))
+    shown = [*(node.message for node in turn.parent.path()), *turn.messages]
+    tools = [dict(tool) for tool in about.get("tools", ())]
+    plain = template.render(
+        talk.codec.dialect(template).write(shown), tools, about.get("template"), now=talk.session.started
+    )
+    assert squeezed(talk.text(turn.prompt_ids.tolist())) == squeezed(plain)
+    return turn
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "'[turn ' ~ loop.index ~ '] ' + m.content",
+        "m.content + ' (said at noon)'",
+        "m.content|replace('cat','dog')",
+        "m.content|upper",
+    ],
+)
+def test_a_template_that_writes_around_or_inside_a_reply_forks(content: str) -> None:
+    talk = Talk(codec_speaking(chatml(content)))
+    node = reply(talk, [user("p")], "a cat<|im_end|>")
+    turn = verify(talk, user("p"), node.message, user("q"))
+    assert turn.rewritten
+    verify(talk, user("other"), node.message, user("q"))
+
+
+def test_a_template_that_only_trims_does_not_fork() -> None:
+    talk = Talk(codec_speaking(chatml("m.content|trim")))
+    node = reply(talk, [user("p")], " a cat \n<|im_end|>")
+    assert verify(talk, user("p"), node.message, user("q")).parent is node
+
+
+HYBRID = (
+    HEAD
+    + "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"
+)
+
+
+def test_what_opens_a_reply_depends_on_the_templates_arguments() -> None:
+    off = {"enable_thinking": False}
+    talk = Talk(codec_speaking(HYBRID, reasoning_parser="think"))
+    node = reply(talk, [user("p")], "hello<|im_end|>", template=off)
+    assert (node.message.text, node.message.reasoning) == ("hello", "")
+    turn = verify(talk, Message("system", "new"), user("p"), node.message, user("q"), template=off)
+    assert "<|im_start|>assistant\nhello<|im_end|>" in talk.text(turn.prompt_ids.tolist())
+    assert talk.text(turn.opening.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    thinking = reply(talk, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
+    assert (thinking.message.text, thinking.message.reasoning) == ("hello", "hm")
+    assert talk.look(user("p"), user("q"), template=off).parent.message.text == "p"
+
+
+CROSSING = (
+    HEAD + "{%- if m.role == 'user' %}{{- '\\nUSER: ' + m.content + '\\n' }}{%- else %}"
+    "{{- '\\nASSISTANT: ' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '\\nASSISTANT:' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_token_that_crosses_two_messages_is_written_once(forget: bool) -> None:
+    talk = Talk(codec_speaking(CROSSING, stop_ids=[IM_END]))
+    reply(talk, [user("p")], " hello<|im_end|>")
+    if forget:
+        talk.codec.forget()
+    turn = talk.look(user("p"), user("q"))
+    assert talk.text(turn.prompt_ids.tolist()) == "\nUSER: p\n\nUSER: q\n\nASSISTANT:"
+
+
+ARGUMENTS = (
+    HEAD + "{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}{%- for c in m.tool_calls or [] %}"
+    "{{- '<tool_call>' + c.function.name }}{%- for k, v in c.function.arguments.items() %}"
+    "{{- '\\n<|box_start|>' + k + '<|box_end|>\\n' ~ v }}{%- endfor %}{{- '</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}" + TAIL
+)
+
+
+@pytest.mark.parametrize("arguments", ["{}", '{"at": "1"}', '{"at": "1", "far": "no"}'])
+def test_a_template_that_walks_through_arguments_is_given_no_more_of_them(arguments: str) -> None:
+    codec = codec_speaking(ARGUMENTS, tool_parser="plain")
+    template = codec.tokenizer.template(tools=True)
+    assert codec.dialect(template).arguments == "object"
+    talk = Talk(codec)
+    call = ToolCall("look", arguments)
+    prompt = talk.look(user("p"), tools=TOOLS)
+    shown = template.render(
+        codec.dialect(template).write([user("p"), said("", call)]), None, generation_prompt=False
+    )
+    text = shown.split("<|im_start|>assistant\n")[1].removesuffix("\n")
+    ids = as_ids(talk.ids(text))
+    node_id = talk.session.commit(prompt, Generation(ids, message=said("", call))).call.outputs[0]
+    turn = talk.look(user("p"), said("", call), Message("tool", "seen"), tools=TOOLS)
+    assert turn.parent.id == node_id
+
+
+def test_reasoning_is_put_where_the_template_looks_for_it() -> None:
+    template = chatml(
+        "(('<think>\\n' + m.thinking + '\\n</think>\\n\\n') if m.thinking is defined else '') + m.content"
+    )
+    codec = codec_speaking(template, reasoning_parser="think")
+    assert codec.dialect(codec.tokenizer.template()).reasoning_field == "thinking"
+    talk = Talk(codec)
+    node = reply(talk, [user("p")], "<think>\nhm\n</think>\n\nhello<|im_end|>")
+    assert verify(talk, user("p"), node.message, user("q")).parent is node
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "deepseek_v3"])
+def test_a_developers_words_are_shown_as_the_systems_where_templates_do_not_know_them(family: str) -> None:
+    talk = Talk(codec_of(family))
+    assert "DEVTXT" in talk.text(talk.look(Message("developer", "DEVTXT"), user("y")).prompt_ids.tolist())
+
+
+def test_verbatim_keeps_a_reply_that_templates_take_apart() -> None:
+    talk = Talk(codec_of("qwen3"), history="verbatim")
+    node = reply(talk, [user("p")], "a </think> b<|im_end|>")
+    turn = talk.look(user("p"), node.message, user("q"))
+    assert turn.parent is node
+    assert talk.text(turn.prompt_ids.tolist()).endswith(
+        "<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral_nemo", "llama3_2"])
+def test_verbatim_adds_the_same_words_at_every_turn(family: str) -> None:
+    codec = codec_of(family)
+    talk = Talk(codec, history="verbatim")
+    stop = sorted(codec.terminators)[0]
+    history = [user("q")]
+    added = []
+    for _ in range(4):
+        turn = talk.look(*history, tools=TOOLS)
+        added.append(talk.text(turn.prompt_ids.tolist()[turn.parent.end :]))
+        node = talk.say(history, [*talk.ids("yes"), stop], tools=TOOLS)
+        history += [node.message, user("q")]
+    assert len(set(added[1:])) == 1
+
+
+def test_a_template_whose_tail_depends_on_its_head_is_rendered_whole_under_verbatim() -> None:
+    talk = Talk(codec_speaking(chatml("'#' ~ loop.index ~ ' ' + m.content")), history="verbatim")
+    history = [user("q")]
+    for turn_number in range(3):
+        turn = talk.look(*history)
+        assert f"#{2 * turn_number + 1} q" in talk.text(turn.prompt_ids.tolist())
+        node = talk.say(history, [*talk.ids("yes"), IM_END])
+        history += [node.message, user("q")]
+
+
+def test_half_a_surrogate_in_a_tool_list_changes_nothing_for_others() -> None:
+    codec = codec_of("qwen3")
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    odd = {"type": "function", "function": {"name": "look", "description": "\ud800"}}
+    session = Session("s", codec)
+    prompts = {
+        session.prepare(Request.read({**body, "tools": [odd]})).prompt_ids.tobytes() for _ in range(120)
+    }
+    assert len(prompts) == 1
+    assert codec.tokenizer.template(tools=True).is_fast
+
+
+def test_arguments_nested_beyond_reason_do_not_raise() -> None:
+    talk = Talk(codec_of("qwen3"))
+    deep = ToolCall("look", '{"a":' + "[" * 1500 + "]" * 1500 + "}")
+    talk.look(user("p"), said("", deep), Message("tool", "r"), tools=TOOLS)
+
+
+def test_names_of_ours_are_not_the_clients_to_set() -> None:
+    talk = Talk(codec_of("qwen3"))
+    turn = talk.look(user("p"), template={"add_generation_prompt": False, "messages": []})
+    assert talk.text(turn.prompt_ids.tolist()).endswith("<|im_start|>assistant\n")
+
+
+def test_a_template_that_minijinja_cannot_compile_says_why() -> None:
+    template = chatml("m.content").replace(TAIL, "{% generation %}{% endgeneration %}" + TAIL)
+    chosen = codec_speaking(template).tokenizer.template()
+    assert not chosen.is_fast
+    assert "minijinja" in chosen.mismatch
+
+
+def test_a_restarted_session_keeps_the_date_its_template_printed(tmp_path: Path) -> None:
+    codec = codec_of("llama3_2")
+    with Journal(tmp_path / "j") as journal:
+        session = Session("s", codec, journal=journal)
+        turn = session.prepare(Request((user("p"),)))
+        stop = sorted(codec.terminators)[0]
+        node = session.commit(
+            turn, Generation(as_ids([*codec.tokenizer.encode("yes").tolist(), stop]))
+        ).call.outputs[0]
+        journal.flush()
+        again = Session.reopen("s", GenericCodec(codec.tokenizer), journal)
+        assert again.started == session.started
+        assert again.prepare(Request((user("p"), said("yes"), user("q")))).parent.id == node
