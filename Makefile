@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-codec clean
+.PHONY: help demo test check format bench bench-codec bench-gateway test-kill clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -39,6 +39,12 @@ format: $(READY) ## rewrite the sources as the format check wants them
 $(VENV)/.bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
+
+bench-gateway: $(VENV)/.bench .cache/tokenizers/.ready ## print what a call through the gateway costs
+	$(BIN)/python -m benchmarks.gateway
+
+test-kill: $(READY) ## kill a gateway with -9 fifty times under load; nothing acknowledged may be lost
+	$(BIN)/python -m pytest -m slow -s tests/gateway/test_kill.py
 
 bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## print what building a prompt costs beside a full render and encode
 	$(BIN)/python -m benchmarks.codec

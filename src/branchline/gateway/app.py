@@ -11,13 +11,14 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -52,6 +53,10 @@ class GatewayConfig:
     """Generations at once; above, 429 with Retry-After."""
     max_body_bytes: int = 64 * 1024 * 1024
     default_max_tokens: int = 4096
+
+
+class _ClientGoneError(Exception):
+    """Nobody is there to be answered."""
 
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -114,6 +119,8 @@ class GatewayApp:
                     "failed" if isinstance(error, EngineError | JournalError) else "refused"
                 )
                 return refusal(error)
+            except _ClientGoneError:
+                return Response(status_code=499)
             except Exception:
                 log.exception("request failed")
                 return json_response(chat.error(500, "internal error"), 500)
@@ -166,17 +173,22 @@ class GatewayApp:
         call_id = "chatcmpl-" + secrets.token_hex(12)
         if ask.stream:
             return await self._streamed(live, ask, call_id)
-        done = await self._until_gone(http, self._finished(live, ask, call_id))
-        return json_response(chat.whole(ask, done, live.session.codec))
+        events = self._events(live, ask, call_id)
+        done = await self._until_gone(http, self._finished(events))
+        response = json_response(chat.whole(ask, done, live.session.codec))
+        # A call counts as delivered once its answer has left, and not before.
+        response.background = BackgroundTask(_drain, events)
+        return response
 
-    async def _finished(self, live: LiveSession, ask: chat.ChatAsk, call_id: str) -> Done:
-        done: Done | None = None
-        async with aclosing(self._events(live, ask, call_id)) as events:
+    async def _finished(self, events: AsyncGenerator[Event, None]) -> Done:
+        try:
             async for event in events:
                 if isinstance(event, Done):
-                    done = event
-        assert done is not None
-        return done
+                    return event
+            raise AssertionError("a call ended without Done")
+        except BaseException:
+            await events.aclose()
+            raise
 
     async def _events(
         self, live: LiveSession, ask: chat.ChatAsk, call_id: str
@@ -198,7 +210,7 @@ class GatewayApp:
             self._in_flight -= 1
             self.metrics.in_flight.set(self._in_flight)
 
-    async def _until_gone(self, http: HttpRequest, work: Any) -> Done:
+    async def _until_gone(self, http: HttpRequest, work: Coroutine[Any, Any, Done]) -> Done:
         """The work's result; a client that hangs up before cancels it."""
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(gone(http))
@@ -206,8 +218,9 @@ class GatewayApp:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 task.cancel()
-            result: Done = await task
-            return result
+                await asyncio.gather(task, return_exceptions=True)
+                raise _ClientGoneError
+            return task.result()
         finally:
             watch.cancel()
 
@@ -330,3 +343,8 @@ class GatewayApp:
             return msgspec.json.decode(bytes(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError("body", bytes(data[:60]), f"JSON ({error})") from error
+
+
+async def _drain(events: AsyncGenerator[Event, None]) -> None:
+    async for _ in events:
+        pass

@@ -252,7 +252,12 @@ async def _commit(live: LiveSession, turn: Turn, choices: Sequence[_Choice], cal
         turn, *(choice.generation(choice.finish) for choice in choices), call_id=call_id
     )
     if committed.durable is not None:
-        await asyncio.wrap_future(committed.durable)
+        try:
+            await asyncio.wrap_future(committed.durable)
+        except asyncio.CancelledError:
+            # It will be in the journal, but nobody is there to be told.
+            live.session.deliver(committed.call, Delivery.LOST)
+            raise
     live.last_used = time.monotonic()
     return committed.call
 

@@ -35,14 +35,17 @@ class _Candidate:
     echoes: list[Echo]
     echoed_ids: int = 0
     undelivered: int = 0
+    pending: int = 0
     reordered: dict[int, Message] | None = None
     """Tool results of this request that take another place on this path."""
 
     def fork(self) -> _Candidate:
-        return _Candidate(self.node, self.echoes[:], self.echoed_ids, self.undelivered, self.reordered)
+        return _Candidate(
+            self.node, self.echoes[:], self.echoed_ids, self.undelivered, self.pending, self.reordered
+        )
 
-    def rank(self) -> tuple[int, int, int, int]:
-        return (-self.echoed_ids, self.undelivered, len(self.echoes), self.node.id)
+    def rank(self) -> tuple[int, ...]:
+        return (-self.echoed_ids, self.undelivered, self.pending, len(self.echoes), self.node.id)
 
 
 class Matcher:
@@ -140,8 +143,9 @@ class Matcher:
         if child.output is not None:
             if child.agent != request.agent:
                 return False
-            if self._delivery_of(child) in UNSEEN:
-                candidate.undelivered += 1
+            delivery = self._delivery_of(child)
+            candidate.undelivered += delivery in UNSEEN
+            candidate.pending += delivery == Delivery.PENDING
         candidate.node = child
         if used:
             candidate.echoes += [Echo(index, equivalence) for equivalence in used]

@@ -1,0 +1,54 @@
+"""Prints the tables: `python -m benchmarks.gateway` for all, with names (`beside turns load`) for some."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from benchmarks.codec.talks import CACHE
+from benchmarks.gateway import beside, load, turns
+from benchmarks.gateway.load import Load
+from benchmarks.measure import Report
+
+_FULL = Load()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.gateway", description=__doc__)
+    parser.add_argument("tables", nargs="*", help="beside, turns, load; none: all")
+    parser.add_argument("--sessions", type=int, default=_FULL.sessions, help="of load")
+    parser.add_argument("--turns", type=int, default=_FULL.turns, help="of each session of load")
+    parser.add_argument("--in-flight", type=int, default=_FULL.in_flight, help="of load")
+    given = parser.parse_args(arguments)
+    wanted = Load(given.sessions, given.turns, given.in_flight)
+    tables: dict[str, Callable[[], list[Report]]] = {
+        "beside": lambda: [beside.table()],
+        "turns": turns.tables,
+        "load": lambda: [load.table(wanted)],
+    }
+    unknown = [name for name in given.tables if name not in tables]
+    if unknown:
+        parser.error(f"got {' '.join(unknown)}, expected any of {' '.join(tables)}")
+    if not (CACHE / "qwen3" / "tokenizer.json").exists():
+        print(f"{CACHE}: no tokenizers, run scripts/fetch_tokenizers.py first", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    start = time.perf_counter()
+    verdicts: list[bool] = []
+    for name in given.tables or tables:
+        for report in tables[name]():
+            report.print(console)
+            verdicts += report.verdicts
+    took_s = time.perf_counter() - start
+    console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""Many sessions side by side on the scripted engine: nothing fails, and no token is lost.
+
+Told: what responses said was sampled. In trees: what the gateway's sessions hold. In the journal: what they
+hold after a replay in another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.gateway.processes import Served, served
+from benchmarks.gateway.scratch import scratch
+from benchmarks.gateway.wire import Answer, Connection
+from benchmarks.measure import Report, percentile
+from branchline.chat.toy import ToyCodec
+from branchline.gateway.live import Sessions
+from branchline.tree.journal import Journal
+
+_MODEL = "scripted"
+
+
+@dataclass
+class Outcome:
+    """What the clients saw."""
+
+    told: int = 0
+    requests: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    took_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much of it."""
+
+    sessions: int = 1000
+    turns: int = 20
+    in_flight: int = 64
+
+
+def table(load: Load) -> Report:
+    report = Report(
+        f"{load.sessions:,} sessions × {load.turns} turns, {load.in_flight} in flight, scripted engine",
+        ["what", "found", "target"],
+        [
+            "Every second session streams. The journal is at `process`; the engine and its toy tokens run in",
+            "the gateway's process and cost what they cost. Memory: resident, over the empty gateway's, all",
+            "sessions open.",
+        ],
+    )
+    outcome, found = asyncio.run(_run(load))
+    requests, errors = load.sessions * load.turns, sum(outcome.errors.values())
+    report.row(
+        "requests answered",
+        f"{outcome.requests:,}",
+        report.target(f"{requests:,}", outcome.requests == requests),
+    )
+    report.row("errors", errors, report.target("0", errors == 0))
+    for words, count in outcome.errors.most_common(3):
+        report.row(f"    {words}", count, "")
+    told = outcome.told
+    report.row("sampled tokens told", f"{told:,}", "")
+    for place in ("trees", "journal"):
+        sampled = found[place]["sampled"]
+        report.row(f"sampled tokens in {place}", f"{sampled:,}", report.target("lost: 0", sampled == told))
+    report.row("requests/s", f"{outcome.requests / found['wall_s']:,.0f}", "")
+    report.row("gateway CPU ms a request", f"{found['cpu_s'] / max(1, outcome.requests) * 1e3:.2f}", "")
+    for share in (0.5, 0.99):
+        report.row(f"latency p{share * 100:.0f} ms", f"{percentile(outcome.took_s, share) * 1e3:.1f}", "")
+    per_session = found["bytes"] / load.sessions
+    report.row("tokens a session", f"{found['trees']['tokens'] / load.sessions:,.0f}", "")
+    report.row("memory a session, KB", f"{per_session / 1e3:,.1f}", "")
+    report.row("memory a stored token, bytes", f"{found['bytes'] / found['trees']['tokens']:,.1f}", "")
+    return report
+
+
+async def _run(load: Load) -> tuple[Outcome, dict[str, Any]]:
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+        path = Path(folder) / "load"
+        async with served("ours", {"engine": "scripted", "journal": str(path)}) as server:
+            empty = (await server.ask("memory"))["bytes"]
+            cpu_s, start = await server.cpu_s(), time.perf_counter()
+            await _clients(server, load, outcome)
+            wall_s = time.perf_counter() - start
+            cpu_s = await server.cpu_s() - cpu_s
+            trees = await server.ask("tally")
+            used = (await server.ask("memory"))["bytes"] - empty
+        with Journal(path) as journal:
+            again = Sessions(ToyCodec.chatml(), journal=journal)
+            replayed = {"sampled": sum(live.sampled_tokens for live in again)}
+    return outcome, {"trees": trees, "journal": replayed, "bytes": used, "wall_s": wall_s, "cpu_s": cpu_s}
+
+
+async def _clients(server: Served, load: Load, outcome: Outcome) -> None:
+    numbers = iter(range(load.sessions))
+
+    async def work() -> None:
+        async with Connection(server.url) as connection:
+            for number in numbers:
+                await _session(server, connection, number, load.turns, outcome)
+
+    await asyncio.gather(*(work() for _ in range(load.in_flight)))
+
+
+async def _session(server: Served, connection: Connection, number: int, turns: int, outcome: Outcome) -> None:
+    opened = (await connection.post("/sessions", {"group": "load"}, server.key)).json()
+    path, key = f"/sessions/{opened['id']}/v1/chat/completions", opened["api_key"]
+    stream = number % 2 == 1
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "You answer in one line."}]
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"session {number}, turn {turn}: what follows from it?"})
+        body = {
+            "model": _MODEL,
+            "messages": messages,
+            "stream": stream,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        }
+        answer = await connection.post(path, msgspec.json.encode(body), key)
+        if answer.status != 200:
+            outcome.errors[f"status {answer.status}: {answer.body[:60]!r}"] += 1
+            return
+        message, sampled = _read_stream(answer) if stream else _read_whole(answer)
+        outcome.took_s.append(answer.took_s)
+        outcome.requests += 1
+        outcome.told += sampled
+        messages.append(message)
+
+
+def _read_whole(answer: Answer) -> tuple[dict[str, Any], int]:
+    told = answer.json()
+    return told["choices"][0]["message"], told["usage"]["completion_tokens"]
+
+
+def _read_stream(answer: Answer) -> tuple[dict[str, Any], int]:
+    events = answer.events()
+    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    return {"role": "assistant", "content": text}, events[-1]["usage"]["completion_tokens"]

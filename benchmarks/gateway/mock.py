@@ -1,0 +1,140 @@
+"""An engine over HTTP that has nothing to think about: vLLM's answers, made before anybody asks.
+
+`/v1/chat/completions` is what rllm-model-gateway asks, `/v1/completions` what our vLLM engine asks. Both
+give the same ids and logprobs; streams give one token an event, as vLLM does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from benchmarks.gateway.processes import answer_commands
+from benchmarks.gateway.replies import LOGPROB, MockOptions
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class MockServer:
+    """The engine as an ASGI application."""
+
+    def __init__(self, options: MockOptions) -> None:
+        self._frame = {"id": "cmpl-0", "created": 1_750_000_000, "model": "mock"}
+        ids, texts, prompt_ids = options.ids, options.texts, options.prompt_ids
+        told = [_logprob(text) for text in texts]
+        whole = {
+            **self._frame,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "".join(texts)},
+                    "logprobs": {"content": told},
+                    "finish_reason": "stop",
+                    "stop_reason": None,
+                    "token_ids": ids,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(prompt_ids),
+                "completion_tokens": len(ids),
+                "total_tokens": len(prompt_ids) + len(ids),
+            },
+            "prompt_token_ids": prompt_ids,
+        }
+        self._whole = msgspec.json.encode(whole)
+        self._chat = [
+            self._event(
+                {
+                    "index": 0,
+                    "delta": {"role": "assistant", "content": text} if place == 0 else {"content": text},
+                    "logprobs": {"content": [told[place]]},
+                    "finish_reason": "stop" if place == len(ids) - 1 else None,
+                    "token_ids": [ids[place]],
+                },
+                {"prompt_token_ids": prompt_ids} if place == 0 else {},
+            )
+            for place, text in enumerate(texts)
+        ]
+        self._choices = [
+            {
+                "index": 0,
+                "text": text,
+                "logprobs": {"token_logprobs": [LOGPROB], "tokens": [text], "text_offset": [0]},
+                "finish_reason": "stop" if place == len(ids) - 1 else None,
+                "token_ids": [ids[place]],
+            }
+            for place, text in enumerate(texts)
+        ]
+        self._completions = [self._event(choice) for choice in self._choices]
+
+    def _event(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
+        event = {**self._frame, **(extra or {}), "choices": [choice]}
+        return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        if path == "/v1/completions":
+            asked = msgspec.json.decode(body)
+            first = {**self._choices[0], "prompt_token_ids": asked["prompt"]}
+            await _stream(send, [self._event(first), *self._completions[1:]])
+        elif path == "/v1/chat/completions":
+            if msgspec.json.decode(body).get("stream"):
+                await _stream(send, self._chat)
+            else:
+                await _whole(send, self._whole)
+        elif path == "/v1/models":
+            await _whole(send, b'{"data":[{"id":"mock"}]}')
+        else:
+            await _whole(send, b"{}")
+
+
+def _logprob(text: str) -> dict[str, Any]:
+    return {"token": text, "logprob": LOGPROB, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+async def _whole(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(send: Send, events: Sequence[bytes]) -> None:
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for event in events:
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def main(options: MockOptions) -> None:
+    # With its protocol named: asyncio turns Nagle's delays off only where it is.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(MockServer(options), log_level="warning", access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    await answer_commands({"url": f"http://127.0.0.1:{listener.getsockname()[1]}"}, {})
+    server.should_exit = True
+    await serving
+
+
+if __name__ == "__main__":
+    asyncio.run(main(msgspec.json.decode(sys.argv[1].encode(), type=MockOptions)))
