@@ -153,8 +153,10 @@ def _build(options: argparse.Namespace) -> tuple[Codec, Engine]:
     if options.engine == "hf":
         if options.model is None:
             raise InputError("--engine hf: expected --model DIR, a folder with weights")
-        from branchline.engines.hf.engine import HfEngine
-
+        try:
+            from branchline.engines.hf.engine import HfEngine
+        except ImportError as error:
+            raise InputError("--engine hf needs torch and transformers, which are not installed") from error
         return codec, HfEngine.load(options.model, decode=lambda ids: codec.decode(as_ids(ids)))
     return codec, _servers(options)
 
