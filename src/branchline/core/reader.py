@@ -125,7 +125,7 @@ def _read_reasoning(raw: Mapping[str, Any]) -> str:
 
 def _block_text(block: object, where: str) -> str:
     if isinstance(block, str):
-        return block
+        return clean(block)
     if not isinstance(block, dict):
         raise MessageError(where, block, "a block of reasoning (an object)")
     for name in ("text", "thinking", "summary", "reasoning", "content"):

@@ -1,0 +1,605 @@
+"""The embedded engine against what transformers itself gives: one prompt at a time, no cache, no batch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.runs import Ids, as_ids
+from branchline.engines.base import Engine, SamplingParams
+
+WHY = "torch and transformers are not installed: pip install 'branchline[hf]'"
+torch = pytest.importorskip("torch", reason=WHY)
+transformers = pytest.importorskip("transformers", reason=WHY)
+hf = pytest.importorskip("branchline.engines.hf", reason=WHY)
+
+VOCAB = 1000
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny(seed: int = 0, kind: str = "Qwen3", **changes: Any) -> Any:
+    """A random model whose outputs do not repeat themselves."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def prompt(seed: int, size: int) -> Ids:
+    return as_ids(np.random.default_rng(seed).integers(0, VOCAB - 1, size))
+
+
+def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
+
+
+def plain(model: Any, ids: Ids, max_tokens: int) -> list[int]:
+    """What `generate` gives for this prompt alone."""
+    batch = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.inference_mode():
+        output = model.generate(
+            batch, attention_mask=torch.ones_like(batch), max_new_tokens=max_tokens, do_sample=False
+        )
+    return list(output[0, len(ids) :].tolist())
+
+
+def full_logprobs(model: Any, ids: Sequence[int], start: int) -> Any:
+    """The log-softmax before each id from `start` on, computed in one forward without a cache."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(ids)])).logits[0]
+    return logits[start - 1 : -1].float().log_softmax(-1)
+
+
+@dataclass
+class Output:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str | None = None
+    chunks: int = 0
+
+
+async def collect(engine: Engine, ids: Ids, params: SamplingParams, into: Output | None = None) -> Output:
+    output = into or Output()
+    async for chunk in engine.generate(ids, params):
+        assert output.finish is None
+        assert chunk.logprobs is not None
+        output.ids += chunk.ids.tolist()
+        output.logprobs += chunk.logprobs.tolist()
+        output.versions += [chunk.version] * len(chunk.ids)
+        output.finish = chunk.finish
+        output.chunks += 1
+    return output
+
+
+@asynccontextmanager
+async def running(model: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
+    engine = hf.HfEngine(model, config, **options)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+# What is sampled
+
+
+def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate_gives() -> None:
+    prompts = [prompt(n, 1 + (n * 37) % 300) for n in range(50)]
+    sizes = [5 + n % 17 for n in range(50)]
+
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(stream_interval_s=0, max_batch=16)) as engine:
+            may_start = [asyncio.Event() for _ in prompts]
+            for event in may_start[:3]:
+                event.set()
+
+            async def one(n: int) -> list[int]:
+                await may_start[n].wait()
+                ids: list[int] = []
+                async for chunk in engine.generate(prompts[n], greedy(sizes[n])):
+                    ids += chunk.ids.tolist()
+                    if len(ids) == 1 + n % 4 and n + 3 < len(prompts):
+                        may_start[n + 3].set()
+                return ids
+
+            outputs = await asyncio.gather(*(one(n) for n in range(50)))
+        model = tiny()
+        assert outputs == [plain(model, ids, size) for ids, size in zip(prompts, sizes, strict=True)]
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Qwen3", {"num_key_value_heads": 4}),
+        ("Qwen3", {"num_key_value_heads": 1, "attn_implementation": "eager"}),
+        ("Mistral", {"sliding_window": 24}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+        ("Gemma3", {"sliding_window": 24, "sliding_window_pattern": 2}),
+        ("GPT2", {"n_positions": 2048}),
+    ],
+    ids=["llama", "one head a group", "eager", "sliding", "mixed", "gemma3", "learned positions"],
+)
+def test_other_attention_gives_what_plain_generate_gives(kind: str, changes: dict[str, Any]) -> None:
+    prompts = [prompt(n, 10 + 31 * n) for n in range(6)]
+
+    async def body() -> None:
+        config = hf.HfConfig(prefill_tokens=48)
+        async with running(_model(), config) as engine:
+            outputs = await asyncio.gather(*(collect(engine, ids, greedy(12)) for ids in prompts))
+            again = await asyncio.gather(*(collect(engine, ids, greedy(12)) for ids in prompts))
+        model = _model()
+        assert [output.ids for output in outputs] == [plain(model, ids, 12) for ids in prompts]
+        assert [output.ids for output in again] == [output.ids for output in outputs]
+
+    def _model() -> Any:
+        if kind == "Gemma3":
+            config = transformers.Gemma3TextConfig(**{**SHAPE, **changes})
+            torch.manual_seed(0)
+            return transformers.Gemma3ForCausalLM(config).eval()
+        return tiny(kind=kind, **changes)
+
+    run(body())
+
+
+def test_raw_logprobs_are_those_of_a_full_forward() -> None:
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            prompts = [prompt(n, 20 + 40 * n) for n in range(8)]
+            params = [SamplingParams(max_tokens=20, temperature=0.3 * n, seed=n, top_k=n) for n in range(8)]
+            outputs = await asyncio.gather(*map(collect, [engine] * 8, prompts, params))
+        assert engine.logprob_kind == "raw"
+        for ids, output in zip(prompts, outputs, strict=True):
+            expected = full_logprobs(tiny(), [*ids.tolist(), *output.ids], len(ids))
+            picked = expected.gather(-1, torch.tensor(output.ids)[:, None])[:, 0]
+            assert np.allclose(output.logprobs, picked, atol=1e-4)
+
+    run(body())
+
+
+def test_processed_logprobs_are_those_of_the_distribution_sampled_from() -> None:
+    params = SamplingParams(
+        max_tokens=20, temperature=1.7, top_k=40, top_p=0.8, min_p=0.02, repetition_penalty=1.3, seed=3
+    )
+    processors = transformers.LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+            transformers.TemperatureLogitsWarper(params.temperature),
+            transformers.TopKLogitsWarper(params.top_k),
+            transformers.TopPLogitsWarper(params.top_p),
+            transformers.MinPLogitsWarper(params.min_p),
+        ]
+    )
+
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(logprobs="processed")) as engine:
+            assert engine.logprob_kind == "processed"
+            output = await collect(engine, prompt(1, 30), params)
+            certain = await collect(engine, prompt(1, 30), greedy(5))
+        ids = [*prompt(1, 30).tolist(), *output.ids]
+        for n, logprob in enumerate(output.logprobs):
+            with torch.inference_mode():
+                logits = tiny()(torch.tensor([ids[: 30 + n]])).logits[:, -1]
+            scores = processors(torch.tensor([ids[: 30 + n]]), logits).log_softmax(-1)
+            assert logprob == pytest.approx(scores[0, ids[30 + n]].item(), abs=1e-4)
+        assert certain.logprobs == [0] * 5
+
+    run(body())
+
+
+def test_a_seed_gives_the_same_ids_whatever_else_is_in_the_batch() -> None:
+    params = SamplingParams(max_tokens=24, seed=5)
+
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            alone = await collect(engine, prompt(1, 50), params)
+        async with running(tiny(), hf.HfConfig(prefill_tokens=16)) as engine:
+            others = [collect(engine, prompt(n, 20 * n), SamplingParams(max_tokens=40)) for n in range(2, 9)]
+            crowded, *_ = await asyncio.gather(collect(engine, prompt(1, 50), params), *others)
+            other_seed = await collect(engine, prompt(1, 50), SamplingParams(max_tokens=24, seed=6))
+            unseeded = [await collect(engine, prompt(1, 50), SamplingParams(max_tokens=24)) for _ in range(2)]
+        assert crowded.ids == alone.ids
+        assert other_seed.ids != alone.ids
+        assert unseeded[0].ids != unseeded[1].ids
+
+    run(body())
+
+
+def test_a_seeded_generation_goes_on_elsewhere_as_if_it_had_never_moved() -> None:
+    params = SamplingParams(max_tokens=20, seed=9, top_p=0.9)
+
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            whole = await collect(engine, prompt(1, 30), params)
+        async with running(tiny()) as engine:
+            moved = as_ids([*prompt(1, 30).tolist(), *whole.ids[:8]])
+            rest = await collect(engine, moved, params.continued(8))
+        assert rest.ids == whole.ids[8:]
+
+    run(body())
+
+
+# How it ends
+
+
+def test_a_stop_id_ends_a_generation_and_is_its_last_id() -> None:
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            whole = await collect(engine, prompt(1, 30), greedy(12))
+            assert (whole.finish, len(whole.ids)) == ("length", 12)
+            stop = whole.ids[6]
+            stopped = await collect(engine, prompt(1, 30), greedy(12, stop_ids=(stop, VOCAB + 7)))
+        assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
+        assert stopped.finish == "stop"
+
+    run(body())
+
+
+def test_a_stop_text_ends_a_generation_at_the_id_that_completes_it() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+    async def body() -> None:
+        async with running(tiny(), decode=decode) as engine:
+            whole = await collect(engine, prompt(1, 30), greedy(12))
+            text = f"{whole.ids[4]}><{whole.ids[5]}"
+            stopped = await collect(engine, prompt(1, 30), greedy(12, stop=("never", text)))
+        assert stopped.ids == whole.ids[:6]
+        assert stopped.finish == "stop"
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("ids", "params", "message"),
+    [
+        ([], greedy(1), "prompt_ids: got none"),
+        ([3, VOCAB], greedy(1), "prompt_ids: got 1000, expected ids from 0 to 999"),
+        ([-1], greedy(1), "prompt_ids: got -1"),
+        ([1] * 2040, greedy(9), "got 2040 \\+ 9 ids, expected at most 2048 together"),
+        ([1], greedy(0), "max_tokens: got 0"),
+        ([1], SamplingParams(temperature=-1), "temperature: got -1"),
+        ([1], SamplingParams(top_k=-1), "top_k: got -1"),
+        ([1], SamplingParams(top_p=1.5), "top_p: got 1.5"),
+        ([1], SamplingParams(min_p=-0.1), "min_p: got -0.1"),
+        ([1], SamplingParams(repetition_penalty=0), "repetition_penalty: got 0"),
+        ([1], SamplingParams(stop=("x",)), "stop: got \\('x',\\), expected none"),
+        ([1], SamplingParams(grammar={"type": "json_object"}), "grammar"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_words(ids: list[int], params: SamplingParams, message: str) -> None:
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            assert engine.max_context == 2048
+            with pytest.raises(EngineInputError, match=message):
+                await collect(engine, np.array(ids, np.int32), params)
+
+    run(body())
+
+
+def test_a_context_may_be_filled_to_the_last_id() -> None:
+    async def body() -> None:
+        async with running(tiny(max_position_embeddings=64)) as engine:
+            output = await collect(engine, prompt(1, 60), greedy(4))
+        assert output.ids == plain(tiny(max_position_embeddings=64), prompt(1, 60), 4)
+
+    run(body())
+
+
+# What is computed
+
+
+def test_turn_ten_computes_only_what_is_new() -> None:
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            ids, model = prompt(0, 200).tolist(), tiny()
+            for turn in range(10):
+                before = engine.stats
+                output = await collect(engine, as_ids(ids), greedy(16))
+                after = engine.stats
+                assert output.ids == plain(model, as_ids(ids), 16)
+                computed = after.computed_tokens - before.computed_tokens
+                # The last sampled id was never an input; it is computed with the new message.
+                assert computed == (200 if turn == 0 else 31)
+                assert after.reused_tokens - before.reused_tokens == len(ids) - computed
+                ids += [*output.ids, *prompt(turn + 1, 30).tolist()]
+            # A growing conversation is one entry, not ten.
+            assert engine.stats.cached_tokens == len(ids) - 30 - 1
+
+    run(body())
+
+
+def test_a_branch_computes_only_what_differs() -> None:
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            trunk = prompt(0, 100).tolist()
+            await collect(engine, as_ids([*trunk, *prompt(1, 50)]), greedy(4))
+            branch = as_ids([*trunk, VOCAB - 1, *prompt(2, 19)])
+            before = engine.stats.computed_tokens
+            output = await collect(engine, branch, greedy(8))
+            assert engine.stats.computed_tokens - before == 20
+        assert output.ids == plain(tiny(), branch, 8)
+
+    run(body())
+
+
+def test_a_group_with_one_prompt_computes_it_once() -> None:
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(prefill_tokens=64)) as engine:
+            params = [SamplingParams(max_tokens=8, seed=n) for n in range(8)]
+            outputs = await asyncio.gather(*(collect(engine, prompt(0, 300), each) for each in params))
+            assert engine.stats.computed_tokens == 300 + 7
+            alone = [await collect(engine, prompt(0, 300), each) for each in params]
+        assert [output.ids for output in outputs] == [output.ids for output in alone]
+
+    run(body())
+
+
+def test_eight_sessions_take_the_steps_of_one() -> None:
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            await engine.pause()
+            tasks = [asyncio.create_task(collect(engine, prompt(n, 50), greedy(40))) for n in range(8)]
+            await asyncio.sleep(0)
+            await engine.resume()
+            await asyncio.gather(*tasks)
+            assert engine.stats.sampled_tokens == 320
+            assert engine.stats.steps <= 41
+
+    run(body())
+
+
+def test_the_cache_keeps_within_its_bytes_and_lets_go_of_what_was_used_least_recently() -> None:
+    token_bytes = 3 * 2 * 2 * 16 * 4
+
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(cache_bytes=250 * token_bytes)) as engine:
+
+            async def reused(ids: Ids) -> int:
+                before = engine.stats.reused_tokens
+                await collect(engine, ids, greedy(1))
+                assert engine.stats.cached_tokens <= 250
+                return int(engine.stats.reused_tokens - before)
+
+            first, second, third = (prompt(n, 100) for n in range(3))
+            assert [await reused(ids) for ids in (first, second)] == [0, 0]
+            assert await reused(first) == 99
+            assert await reused(third) == 0
+            assert await reused(first) == 99
+            assert await reused(second) == 0
+            assert await reused(prompt(9, 300)) == 0
+            assert await reused(prompt(9, 300)) == 0
+
+    run(body())
+
+
+def test_a_batch_beyond_its_bytes_lets_the_youngest_wait_and_loses_nothing() -> None:
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    prompts = [prompt(n, 235 + n) for n in range(6)]
+
+    async def body() -> None:
+        config = hf.HfConfig(batch_bytes=3 * 256 * token_bytes, cache_bytes=0)
+        async with running(tiny(), config) as engine:
+            outputs = await asyncio.gather(*(collect(engine, ids, greedy(40)) for ids in prompts))
+            assert engine.stats.held > 0
+        model = tiny()
+        assert [output.ids for output in outputs] == [plain(model, ids, 40) for ids in prompts]
+
+    run(body())
+
+
+# Streams
+
+
+def test_ids_stream_as_they_are_sampled_or_together_as_the_interval_says() -> None:
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(stream_interval_s=0)) as engine:
+            single = await collect(engine, prompt(1, 30), greedy(20))
+        async with running(tiny(), hf.HfConfig(stream_interval_s=3600)) as engine:
+            await collect(engine, prompt(1, 30), greedy(1))
+            together = await collect(engine, prompt(1, 30), greedy(20))
+        assert (single.chunks, together.chunks) == (20, 1)
+        assert single.ids == together.ids
+        assert single.logprobs == pytest.approx(together.logprobs, abs=1e-4)
+
+    run(body())
+
+
+def test_the_model_never_runs_in_the_event_loop() -> None:
+    model, threads = tiny(), set()
+    forward = model.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return forward(*args, **kwargs)
+
+    async def body() -> None:
+        async with running(model) as engine:
+            model.forward = watched
+            await asyncio.gather(*(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)))
+        assert len(threads) == 1
+        assert threading.current_thread() not in threads
+
+    run(body())
+
+
+def test_closing_a_stream_frees_its_slot() -> None:
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(max_batch=1, stream_interval_s=0)) as engine:
+            abandoned = engine.generate(prompt(1, 30), greedy(1500))
+            await anext(abandoned)
+            waiting = asyncio.create_task(collect(engine, prompt(2, 30), greedy(5)))
+            never_started = engine.generate(prompt(3, 30), greedy(5))
+            queued = asyncio.create_task(anext(never_started))
+            await asyncio.sleep(0)
+            await engine.pause()
+            assert (engine.stats.running, engine.stats.waiting) == (1, 2)
+            queued.cancel()
+            await asyncio.gather(queued, return_exceptions=True)
+            await abandoned.aclose()
+            await engine.resume()
+            output = await waiting
+            assert (engine.stats.running, engine.stats.waiting) == (0, 0)
+            assert engine.stats.sampled_tokens < 1500
+        assert output.ids == plain(tiny(), prompt(2, 30), 5)
+
+    run(body())
+
+
+def test_a_stream_closed_with_ids_under_way_leaves_the_others_alone() -> None:
+    async def body() -> None:
+        async with running(tiny(), hf.HfConfig(stream_interval_s=3600)) as engine:
+            staying = asyncio.create_task(collect(engine, prompt(1, 30), greedy(300)))
+            leaving = asyncio.create_task(collect(engine, prompt(2, 30), greedy(1500)))
+            await collect(engine, prompt(3, 30), greedy(3))
+            leaving.cancel()
+            output = await staying
+        assert output.ids == plain(tiny(), prompt(1, 30), 300)
+
+    run(body())
+
+
+# Failures
+
+
+def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
+    model = tiny()
+    forward = model.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    async def body() -> None:
+        async with running(model) as engine:
+            model.forward = failing
+            for outcome in await asyncio.gather(
+                *(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)), return_exceptions=True
+            ):
+                assert isinstance(outcome, EngineError)
+                assert "RuntimeError: out of memory" in str(outcome)
+            model.forward = forward
+            output = await collect(engine, prompt(1, 30), greedy(5))
+        assert output.ids == plain(tiny(), prompt(1, 30), 5)
+
+    run(body())
+
+
+def test_a_failure_to_make_room_ends_the_one_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from branchline.engines.hf.rows import Rows
+
+    def failing(*args: Any) -> bool:
+        raise MemoryError("no room")
+
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(Rows, "reserve", failing)
+                with pytest.raises(EngineError, match="no room"):
+                    await collect(engine, prompt(1, 30), greedy(5))
+            await collect(engine, prompt(1, 30), greedy(5))
+
+    run(body())
+
+
+def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCAB - 1] = float("nan")
+    poison = as_ids([*prompt(0, 40).tolist(), VOCAB - 1])
+
+    async def body() -> None:
+        async with running(model) as engine:
+            good, bad, drawn = await asyncio.gather(
+                collect(engine, prompt(1, 30), greedy(20)),
+                collect(engine, poison, greedy(20)),
+                collect(engine, poison, SamplingParams(max_tokens=20, top_p=0.5)),
+                return_exceptions=True,
+            )
+            assert isinstance(bad, EngineError)
+            assert isinstance(drawn, EngineError)
+            assert "NaN" in str(bad)
+            # Whoever gets the row next, longer or shorter, sees nothing of it.
+            later = [collect(engine, prompt(n, 20 * n), greedy(20)) for n in range(2, 6)]
+            outputs = [good, *await asyncio.gather(*later)]
+        sizes = [30, 40, 60, 80, 100]
+        assert [output.ids for output in outputs] == [
+            plain(tiny(), prompt(n, size), 20) for n, size in enumerate(sizes, 1)
+        ]
+
+    run(body())
+
+
+def test_closing_ends_open_generations_and_refuses_new_ones() -> None:
+    async def body() -> None:
+        engine = hf.HfEngine(tiny(), hf.HfConfig(stream_interval_s=0))
+        stream = engine.generate(prompt(1, 30), greedy(1500))
+        await anext(stream)
+        await asyncio.gather(engine.close(), engine.close())
+        with pytest.raises(EngineError, match="closed"):
+            async for _ in stream:
+                pass
+        for refused in (collect(engine, prompt(1, 30), greedy(5)), engine.pause(), engine.resume()):
+            with pytest.raises(EngineError, match="is closed"):
+                await refused
+        await engine.close()
+
+    run(body())
+
+
+# Models
+
+
+def test_a_model_folder_is_loaded(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "little")
+
+    async def body() -> None:
+        engine = hf.HfEngine.load(tmp_path / "little", device="cpu")
+        output = await collect(engine, prompt(1, 30), greedy(5))
+        assert engine.name == "hf:little"
+        await engine.close()
+        assert output.ids == plain(tiny(), prompt(1, 30), 5)
+
+    run(body())
+    with pytest.raises(EngineError, match="nowhere"):
+        hf.HfEngine.load(tmp_path / "nowhere")
+
+
+def test_a_model_whose_state_is_not_keys_and_values_is_refused() -> None:
+    model = tiny(kind="Qwen3Next", layer_types=["linear_attention", "full_attention", "full_attention"])
+    with pytest.raises(EngineInputError, match="expected layers of full or sliding attention"):
+        hf.HfEngine(model)
+
+
+def test_attention_that_takes_no_mask_is_refused() -> None:
+    model = tiny()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(EngineInputError, match="got 'flash_attention_2'"):
+        hf.HfEngine(model)
