@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-codec bench-gateway test-kill clean
+.PHONY: help demo test check format bench bench-codec bench-gateway test-hf test-kill clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -42,6 +42,14 @@ $(VENV)/.bench: $(READY)
 
 bench-gateway: $(VENV)/.bench .cache/tokenizers/.ready ## print what a call through the gateway costs
 	$(BIN)/python -m benchmarks.gateway
+
+$(VENV)/.hf: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[hf]'
+	@touch $@
+
+test-hf: $(VENV)/.hf ## test the embedded engine (installs torch)
+	$(BIN)/python -m pytest tests/engines
 
 test-kill: $(READY) ## kill a gateway with -9 fifty times under load; nothing acknowledged may be lost
 	$(BIN)/python -m pytest -m slow -s tests/gateway/test_kill.py

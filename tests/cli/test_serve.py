@@ -41,7 +41,7 @@ def test_it_starts_answers_and_says_how_to_be_used(tmp_path: Path) -> None:
     [
         (["--engine", "vllm"], "expected --tokenizer DIR"),
         (["--engine", "scripted", "--no-auth", "--host", "0.0.0.0"], "expected loopback"),
-        (["--engine", "sglang", "--tokenizer", "."], "tokenizer.json"),
+        ([], "expected --tokenizer DIR or --model DIR"),
     ],
 )
 def test_what_is_missing_is_said(

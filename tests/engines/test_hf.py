@@ -22,6 +22,9 @@ torch = pytest.importorskip("torch", reason=WHY)
 transformers = pytest.importorskip("transformers", reason=WHY)
 hf = pytest.importorskip("branchline.engines.hf", reason=WHY)
 
+# A second thread has nothing to do in models this small, and waiting for it costs all the time there is.
+torch.set_num_threads(1)
+
 VOCAB = 1000
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -43,7 +46,8 @@ def tiny(seed: int = 0, kind: str = "Qwen3", **changes: Any) -> Any:
     """A random model whose outputs do not repeat themselves."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    attention = changes.get("attn_implementation", "sdpa")
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 def prompt(seed: int, size: int) -> Ids:
@@ -80,8 +84,8 @@ class Output:
     chunks: int = 0
 
 
-async def collect(engine: Engine, ids: Ids, params: SamplingParams, into: Output | None = None) -> Output:
-    output = into or Output()
+async def collect(engine: Engine, ids: Ids, params: SamplingParams) -> Output:
+    output = Output()
     async for chunk in engine.generate(ids, params):
         assert output.finish is None
         assert chunk.logprobs is not None
@@ -124,7 +128,7 @@ def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate
                 ids: list[int] = []
                 async for chunk in engine.generate(prompts[n], greedy(sizes[n])):
                     ids += chunk.ids.tolist()
-                    if len(ids) == 1 + n % 4 and n + 3 < len(prompts):
+                    if len(ids) > n % 4 and n + 3 < len(prompts):
                         may_start[n + 3].set()
                 return ids
 
@@ -143,7 +147,7 @@ def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate
         ("Qwen3", {"num_key_value_heads": 1, "attn_implementation": "eager"}),
         ("Mistral", {"sliding_window": 24}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
-        ("Gemma3", {"sliding_window": 24, "sliding_window_pattern": 2}),
+        ("Gemma3Text", {"sliding_window": 24, "sliding_window_pattern": 2}),
         ("GPT2", {"n_positions": 2048}),
     ],
     ids=["llama", "one head a group", "eager", "sliding", "mixed", "gemma3", "learned positions"],
@@ -153,19 +157,12 @@ def test_other_attention_gives_what_plain_generate_gives(kind: str, changes: dic
 
     async def body() -> None:
         config = hf.HfConfig(prefill_tokens=48)
-        async with running(_model(), config) as engine:
+        async with running(tiny(kind=kind, **changes), config) as engine:
             outputs = await asyncio.gather(*(collect(engine, ids, greedy(12)) for ids in prompts))
             again = await asyncio.gather(*(collect(engine, ids, greedy(12)) for ids in prompts))
-        model = _model()
+        model = tiny(kind=kind, **changes)
         assert [output.ids for output in outputs] == [plain(model, ids, 12) for ids in prompts]
         assert [output.ids for output in again] == [output.ids for output in outputs]
-
-    def _model() -> Any:
-        if kind == "Gemma3":
-            config = transformers.Gemma3TextConfig(**{**SHAPE, **changes})
-            torch.manual_seed(0)
-            return transformers.Gemma3ForCausalLM(config).eval()
-        return tiny(kind=kind, **changes)
 
     run(body())
 
@@ -295,7 +292,9 @@ def test_a_stop_text_ends_a_generation_at_the_id_that_completes_it() -> None:
         ([1], SamplingParams(grammar={"type": "json_object"}), "grammar"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_words(ids: list[int], params: SamplingParams, message: str) -> None:
+def test_what_cannot_be_done_is_refused_in_words(
+    ids: list[int], params: SamplingParams, message: str
+) -> None:
     async def body() -> None:
         async with running(tiny()) as engine:
             assert engine.max_context == 2048

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import Codec
 from branchline.core.errors import InputError
+from branchline.core.runs import as_ids
 
 if TYPE_CHECKING:
     from branchline.engines.base import Engine
     from branchline.gateway.server import Gateway
 
-ENGINES = ("scripted", "vllm", "sglang")
+ENGINES = ("scripted", "hf", "vllm", "sglang")
 
 _EPILOG = """\
 examples:
@@ -24,8 +25,8 @@ examples:
       no model at all: replies by rule, to try a client or a protocol
   branchline serve --engine vllm --engine-url http://127.0.0.1:8000 --tokenizer ~/models/Qwen3-8B
       in front of a vLLM server that has the same model; give --engine-url again for each replica
-  branchline serve --engine vllm --engine-url http://127.0.0.1:8000 --tokenizer DIR --journal run.journal
-      the same, and sessions survive a restart
+  branchline serve --engine hf --model ~/models/Qwen3-0.6B --journal run.journal
+      the embedded engine; sessions survive a restart
 
 Open a session, point an agent at it:
   curl -X POST $URL/sessions -H "authorization: Bearer $ADMIN_KEY"
@@ -43,11 +44,10 @@ def add_serve(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--engine", choices=ENGINES, default="hf", help="what samples (default: %(default)s)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a model's folder, for the embedded engine")
     parser.add_argument(
-        "--engine", choices=ENGINES, default="vllm", help="what samples (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="a folder with the model's tokenizer.json"
+        "--tokenizer", type=Path, metavar="DIR", help="a tokenizer's folder (default: the model's)"
     )
     parser.add_argument(
         "--engine-url", action="append", default=[], metavar="URL", help="a server; may be repeated"
@@ -143,13 +143,23 @@ def _build(options: argparse.Namespace) -> tuple[Codec, Engine]:
         return toy, ScriptedEngine(toy, lambda ask: f"You said: {ask.last_line}")
     from branchline.chat.generic.codec import GenericCodec
 
-    folder = options.tokenizer
+    folder = options.tokenizer or options.model
     if folder is None:
-        wanted = "expected --tokenizer DIR; --engine scripted needs none"
+        wanted = "expected --tokenizer DIR or --model DIR; --engine scripted needs neither"
         raise InputError(f"--engine {options.engine}: {wanted}")
     codec = GenericCodec.open(
         folder, tool_parser=options.tool_parser, reasoning_parser=options.reasoning_parser
     )
+    if options.engine == "hf":
+        if options.model is None:
+            raise InputError("--engine hf: expected --model DIR, a folder with weights")
+        try:
+            from branchline.engines.hf.engine import HfEngine
+        except ImportError as error:
+            raise InputError(
+                "--engine hf needs torch and transformers: pip install 'branchline[hf]'"
+            ) from error
+        return codec, HfEngine.load(options.model, decode=lambda ids: codec.decode(as_ids(ids)))
     return codec, _servers(options)
 
 

@@ -1,0 +1,155 @@
+"""From logits to ids: each row by its own request's rules and its own random numbers.
+
+Its invariant: what a row samples depends on its logits, its params, its seed and its position, and on
+nothing else. The random number of a position is a hash of seed and position, so neighbours in the batch,
+being held, or going on elsewhere behind the same ids change nothing.
+
+The order is that of transformers: penalties, temperature, top-k, top-p, min-p. `raw` logprobs are of the
+logits as they come; `processed` ones of the distribution that was drawn from, which at temperature 0 is one
+id with probability 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from branchline.core.runs import Ids
+from branchline.engines.base import LogprobKind, SamplingParams
+from branchline.engines.hf.job import Job
+
+_MASK_64 = 2**64 - 1
+_NEVER = float("-inf")
+# Below this a division by the temperature could leave the range of float32.
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True)
+class Draws:
+    """One id for each row."""
+
+    ids: list[int]
+    logprobs: list[float]
+    raw: list[float]
+    """Not finite where the model gave no numbers to sample from."""
+
+
+class Tally:
+    """What penalties count: output ids for presence and frequency, prompt ids too for repetition."""
+
+    def __init__(self, prompt_ids: Ids, output_ids: Ids, vocab: int, device: torch.device) -> None:
+        counts = np.bincount(output_ids, minlength=vocab)[:vocab]
+        seen = (counts > 0) | (np.bincount(prompt_ids, minlength=vocab)[:vocab] > 0)
+        self._counts = torch.from_numpy(counts.astype(np.float32)).to(device)
+        self._seen = torch.from_numpy(seen).to(device)
+
+    def add(self, token: int) -> None:
+        self._counts[token] += 1
+        self._seen[token] = True
+
+    def penalise(self, logits_v: Tensor, params: SamplingParams) -> Tensor:
+        factor = torch.where(logits_v > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+        scores_v = torch.where(self._seen, logits_v * factor, logits_v)
+        scores_v = scores_v - params.frequency_penalty * self._counts
+        return scores_v - params.presence_penalty * (self._counts > 0)
+
+
+def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> Draws:
+    """The next id of each job."""
+    logits_b_v = logits_b_v.float()
+    scores_b_v = _penalised(logits_b_v, jobs)
+    ids_b = scores_b_v.argmax(-1)
+    drawn = [row for row, job in enumerate(jobs) if job.params.temperature >= _GREEDY_BELOW]
+    processed = [0.0] * len(jobs)
+    if drawn:
+        is_all = len(drawn) == len(jobs)
+        ids, logprobs = _draw(
+            scores_b_v if is_all else scores_b_v[drawn], jobs if is_all else [jobs[row] for row in drawn]
+        )
+        ids_b[drawn] = ids
+        for row, logprob in zip(drawn, logprobs.tolist(), strict=True):
+            processed[row] = logprob
+    raw = logits_b_v.log_softmax(-1).gather(-1, ids_b[:, None])[:, 0].tolist()
+    draws = Draws(ids_b.tolist(), raw if kind == "raw" else processed, raw)
+    for job, token in zip(jobs, draws.ids, strict=True):
+        if job.tally is not None:
+            job.tally.add(token)
+    return draws
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that belongs to this seed and position (SplitMix64).
+
+    >>> uniform(7, 3) == uniform(7, 3) != uniform(7, 4)
+    True
+    """
+    return (_mixed(_mixed(seed & _MASK_64) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mixed(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def _penalised(logits_b_v: Tensor, jobs: Sequence[Job]) -> Tensor:
+    scores_b_v = logits_b_v
+    for row, job in enumerate(jobs):
+        params = job.params
+        if not (params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1):
+            continue
+        if job.tally is None:
+            vocab, device = logits_b_v.shape[-1], logits_b_v.device
+            job.tally = Tally(job.prompt_ids, job.output_ids, vocab, device)
+        if scores_b_v is logits_b_v:
+            scores_b_v = logits_b_v.clone()
+        scores_b_v[row] = job.tally.penalise(logits_b_v[row], params)
+    return scores_b_v
+
+
+def _draw(scores_b_v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
+    """Ids drawn from the scores, and their logprobs under the distribution drawn from."""
+    device = scores_b_v.device
+    scores_b_v = scores_b_v / _column([job.params.temperature for job in jobs], device)
+    cut = [row for row, job in enumerate(jobs) if _truncates(job.params)]
+    if cut:
+        scores_b_v[cut] = truncated(scores_b_v[cut], [jobs[row].params for row in cut])
+    logprobs_b_v = scores_b_v.log_softmax(-1)
+    # In float64, so that the rarest id is neither favoured nor lost by rounding a sum near 1. A number
+    # strictly below the total always falls on an id whose probability is not zero.
+    sums_b_v = logprobs_b_v.exp().cumsum(-1, dtype=torch.float64)
+    total_b_1 = sums_b_v[:, -1:]
+    numbers = [uniform(job.seed, job.length) for job in jobs]
+    aim_b_1 = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * total_b_1
+    aim_b_1 = torch.minimum(aim_b_1, torch.nextafter(total_b_1, torch.zeros_like(total_b_1)))
+    ids_b_1 = torch.searchsorted(sums_b_v, aim_b_1, right=True).clamp(max=sums_b_v.shape[-1] - 1)
+    return ids_b_1[:, 0], logprobs_b_v.gather(-1, ids_b_1)[:, 0]
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def truncated(scores_b_v: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The scores with what top-k, then top-p, then min-p drop at minus infinity."""
+    device, vocab = scores_b_v.device, scores_b_v.shape[-1]
+    ranked_b_v, order_b_v = scores_b_v.sort(dim=-1, descending=True)
+    last = torch.tensor([min(p.top_k or vocab, vocab) - 1 for p in params], device=device)[:, None]
+    ranked_b_v = ranked_b_v.masked_fill(ranked_b_v < ranked_b_v.gather(-1, last), _NEVER)
+    probs_b_v = ranked_b_v.softmax(-1)
+    above_b_v = probs_b_v.cumsum(-1) - probs_b_v
+    top_p = _column([p.top_p for p in params], device)
+    drop_b_v = (above_b_v >= top_p) & (top_p < 1)
+    drop_b_v |= probs_b_v < probs_b_v[:, :1] * _column([p.min_p for p in params], device)
+    drop_b_v[:, 0] = False
+    kept_b_v = ranked_b_v.masked_fill(drop_b_v, _NEVER)
+    return torch.full_like(scores_b_v, _NEVER).scatter(-1, order_b_v, kept_b_v)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

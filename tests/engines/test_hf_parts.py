@@ -1,0 +1,268 @@
+"""The parts of the embedded engine by themselves: sampling, kept prefixes, who computes next, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline.core.runs import as_ids
+from branchline.engines.base import SamplingParams
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+
+from branchline.engines.hf import attention, prefixes, sampling, scheduler
+from branchline.engines.hf.job import Job
+from tests.engines.test_hf import greedy, hf, plain, prompt, tiny, torch, transformers
+
+properties = settings(max_examples=50, deadline=None)
+
+
+def job(seed: int = 0, ids: Any = (1, 2), **params: Any) -> Any:
+    return Job(as_ids(list(ids)), SamplingParams(**{"max_tokens": 50, **params}), seed)
+
+
+# Sampling
+
+
+@properties
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 60),
+    st.floats(0.05, 0.999),
+    st.floats(0.001, 0.9),
+)
+def test_truncation_is_that_of_transformers(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+    torch.manual_seed(seed)
+    scores = torch.randn(4, 50) * 3
+    params = [
+        SamplingParams(top_k=top_k),
+        SamplingParams(top_p=top_p),
+        SamplingParams(min_p=min_p),
+        SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p),
+    ]
+    by_k = transformers.TopKLogitsWarper(top_k)
+    by_p = transformers.TopPLogitsWarper(top_p)
+    by_min = transformers.MinPLogitsWarper(min_p)
+    rows = [scores[n : n + 1] for n in range(4)]
+    expected = [
+        by_k(None, rows[0]),
+        by_p(None, rows[1]),
+        by_min(None, rows[2]),
+        by_min(None, by_p(None, by_k(None, rows[3]))),
+    ]
+    assert torch.equal(sampling.truncated(scores, params), torch.cat(expected))
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
+    jobs = [job(seed, temperature=1.5) for seed in range(20_000)]
+    draws = sampling.sample(logits.expand(len(jobs), -1), jobs, "processed")
+    expected = (logits / 1.5).softmax(-1)
+    counts = np.bincount(draws.ids, minlength=5)
+    assert np.allclose(counts / len(jobs), expected, atol=0.012)
+    assert counts[4] == 0
+    assert np.allclose(draws.logprobs, expected.log()[draws.ids], atol=1e-5)
+
+
+def test_random_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
+    numbers = [sampling.uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert np.allclose(np.histogram(numbers, bins=10, range=(0, 1))[0], 1000, atol=150)
+    assert len(set(numbers)) == len(numbers)
+    assert sampling.uniform(-1, 0) == sampling.uniform(2**64 - 1, 0)
+
+
+def test_an_id_of_probability_zero_is_never_drawn_even_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]])
+    for number, expected in ((0.0, 1), (1.0, 2)):
+        monkeypatch.setattr(sampling, "uniform", lambda seed, position, number=number: number)
+        assert sampling.sample(logits, [job()], "raw").ids == [expected]
+
+
+def test_penalties_count_what_they_should() -> None:
+    logits = torch.tensor([[3.0, 2.9, -1.0, 2.8, 0.0]])
+    # Prompt ids 0 and 2, output ids 1, 1: repetition touches 0, 1, 2; presence and frequency touch 1.
+    one = job(
+        ids=(0, 2),
+        temperature=1.0,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        top_k=1,
+    )
+    one.append(1)
+    one.append(1)
+    expected = torch.tensor([[1.5, 2.9 / 2 - 0.5 - 2 * 0.25, -2.0, 2.8, 0.0]])
+    draws = sampling.sample(logits, [one], "raw")
+    assert torch.allclose(sampling._penalised(logits, [job_without(one)]), expected)
+    assert draws.ids == [3]
+    assert draws.logprobs == pytest.approx([logits.log_softmax(-1)[0, 3].item()])
+    # The id just drawn counts from now on, once.
+    again = sampling._penalised(logits, [one])[0, 3].item()
+    assert again == pytest.approx(2.8 / 2 - 0.5 - 0.25)
+
+
+def job_without(one: Any) -> Any:
+    """The same job, counting from nothing."""
+    other = Job(one.prompt_ids, one.params, one.seed)
+    for token in one.output_ids:
+        other.append(token)
+    return other
+
+
+def test_rows_of_every_kind_share_a_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 40)
+    jobs = [
+        job(1, temperature=0),
+        job(2, temperature=0.7),
+        job(3, top_p=0.3),
+        job(4, temperature=0, repetition_penalty=1.5),
+        job(5, temperature=1e-30),
+    ]
+    together = sampling.sample(logits, jobs, "processed")
+    apart = [
+        sampling.sample(logits[n : n + 1], [job_without(one)], "processed") for n, one in enumerate(jobs)
+    ]
+    assert together.ids == [draws.ids[0] for draws in apart]
+    assert together.logprobs == pytest.approx([draws.logprobs[0] for draws in apart])
+    assert together.ids[4] == logits[4].argmax().item(), "too cold to divide by is greedy"
+
+
+# Kept prefixes
+
+
+@properties
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20), st.integers(1, 20))
+def test_kept_prefixes_stay_within_the_limit_and_answer_the_longest(
+    added: list[list[int]], limit: int
+) -> None:
+    kept = prefixes.Prefixes(limit, 1)
+    for ids in added:
+        kept.add(as_ids(ids), list)
+        assert kept.tokens <= limit
+        if len(ids) <= limit:
+            assert kept.longest(as_ids([*ids, 9]))[0] == len(ids), "what was just added is there"
+        entries = [entry.ids.tolist() for entry in kept._entries]
+        assert not any(a == b[: len(a)] for a in entries for b in entries if a is not b)
+        for probe in added:
+            best = max((prefixes.shared(as_ids(probe), as_ids(entry)) for entry in entries), default=0)
+            assert kept.longest(as_ids(probe))[0] == best
+
+
+def test_keys_and_values_are_not_copied_for_what_is_kept_already() -> None:
+    kept = prefixes.Prefixes(10, 1)
+    kept.add(as_ids([1, 2, 3]), list)
+    for ids in ([1, 2], [1, 2, 3], list(range(11))):
+        kept.add(as_ids(ids), lambda: pytest.fail("copied"))
+
+
+# Who computes next
+
+
+def test_a_long_prompt_does_not_hold_up_those_that_are_decoding() -> None:
+    work = scheduler.Scheduler(tiny(), hf.HfConfig(prefill_tokens=32), None)
+    short, long = Job(prompt(1, 10), greedy(40), 0), Job(prompt(2, 320), greedy(3), 0)
+    with torch.inference_mode():
+        work.add(short)
+        work.step()
+        work.add(long)
+        while not long.output_ids.size:
+            before = short.length
+            work.step()
+            assert short.length == before + 1
+        assert short.length == 10 + 1 + 10, "320 ids in portions of 32"
+        while work.is_busy:
+            work.step()
+    assert short.output_ids.tolist() == plain(tiny(), prompt(1, 10), 40)
+    assert long.output_ids.tolist() == plain(tiny(), prompt(2, 320), 3)
+
+
+def test_memory_of_the_batch_is_given_back_when_nothing_runs() -> None:
+    work = scheduler.Scheduler(tiny(), hf.HfConfig(), None)
+    with torch.inference_mode():
+        work.add(Job(prompt(1, 10), greedy(2), 0))
+        work.step()
+        assert work._rows.capacity == (1, 256)
+        work.step()
+    assert work._rows.capacity == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: int) -> None:
+    """Small limits, shared prefixes, removals and forgetting at random: the ids are what `generate` gives."""
+    random = np.random.default_rng(seed)
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    config = hf.HfConfig(
+        max_batch=int(random.integers(1, 6)),
+        batch_bytes=int(random.integers(1, 5)) * 512 * token_bytes,
+        cache_bytes=int(random.integers(0, 800)) * token_bytes,
+        prefill_tokens=int(random.integers(8, 200)),
+    )
+    work = scheduler.Scheduler(tiny(), config, None)
+    trunk, model = prompt(99, 240).tolist(), tiny()
+    jobs, dropped = [], set()
+    with torch.inference_mode():
+        for n in range(14):
+            ids = as_ids(
+                [*trunk[: random.integers(0, 240)], *prompt(n, int(random.integers(1, 60))).tolist()]
+            )
+            jobs.append(Job(ids, greedy(int(random.integers(1, 40))), 0))
+            work.add(jobs[-1])
+            for _ in range(random.integers(0, 6)):
+                if work.is_busy:
+                    work.step()
+            if random.random() < 0.2:
+                gone = jobs[random.integers(0, len(jobs))]
+                work.remove(gone)
+                dropped.add(gone)
+            if random.random() < 0.15:
+                work.forget()
+            stats = work.stats
+            assert stats.running <= config.max_batch
+            assert stats.cached_tokens * token_bytes <= config.cache_bytes
+            rows, length = work._rows.capacity
+            assert rows <= 1 or rows * length * token_bytes <= config.batch_bytes
+        while work.is_busy:
+            work.step()
+    for one in jobs:
+        size = len(one.output_ids)
+        assert one in dropped or size == one.params.max_tokens
+        assert one.output_ids.tolist() == (plain(model, one.prompt_ids, size) if size else [])
+
+
+# Attention
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_grouped_attention_is_that_of_transformers(width: int, has_mask: bool) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True
+    query, key, value = torch.randn(2, 6, width, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
+    if not has_mask and width > 1:
+        key, value = key[:, :, :width], value[:, :, :width]
+    mask = torch.randn(2, 1, width, 11) if has_mask else None
+    expected, _ = attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    output, _ = attention.attend(module, query, key, value, mask, scaling=0.3)
+    assert output.shape == (2, width, 6, 8)
+    assert torch.allclose(output, expected, atol=1e-6)
+
+
+def test_a_model_beside_the_engine_computes_and_learns_as_before() -> None:
+    ids = torch.from_numpy(prompt(1, 40).astype(np.int64))[None]
+    models = [tiny(), tiny()]
+    attention.install(models[0])
+    assert models[0].config._attn_implementation == attention.NAME
+    losses = [model(ids, labels=ids).loss for model in models]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-4)
+    assert plain(models[0], prompt(1, 40), 8) == plain(models[1], prompt(1, 40), 8)
