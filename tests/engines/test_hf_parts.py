@@ -192,6 +192,27 @@ def test_memory_of_the_batch_is_given_back_when_nothing_runs() -> None:
     assert work._rows.capacity == (0, 0)
 
 
+def test_a_prompt_dropped_half_way_leaves_nothing_behind_that_is_no_number() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[999] = float("nan")
+    work = scheduler.Scheduler(model, hf.HfConfig(prefill_tokens=16), None)
+    staying, poisoned = Job(prompt(1, 10), greedy(30), 0), Job(as_ids([999] * 100), greedy(5), 0)
+    next_in_row = Job(prompt(2, 12), greedy(30), 0)
+    with torch.inference_mode():
+        work.add(staying)
+        work.add(poisoned)
+        for _ in range(4):
+            work.step()
+        assert 0 < poisoned.filled < 100
+        work.remove(poisoned)
+        work.add(next_in_row)
+        while work.is_busy:
+            work.step()
+    assert staying.output_ids.tolist() == plain(tiny(), prompt(1, 10), 30)
+    assert next_in_row.output_ids.tolist() == plain(tiny(), prompt(2, 12), 30)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: int) -> None:
     """Small limits, shared prefixes, removals and forgetting at random: the ids are what `generate` gives."""

@@ -179,6 +179,8 @@ class Scheduler:
         row = self._running.index(job)
         if keep:
             self._prefixes.add(job.ids[: job.filled], lambda: self._rows.read(row, job.filled))
+        if job.pending > 1 or not keep:  # no logits have shown yet that these are numbers, or they are not
+            self._rows.clear(row)
         last = self._running.pop()
         if last is not job:
             self._rows.write(row, self._rows.view(len(self._running), last.filled), last.filled)
@@ -241,7 +243,6 @@ class Scheduler:
             if isfinite(raw):
                 self._advance(job, token, logprob)
             else:
-                self._rows.clear(self._running.index(job))
                 self._leave(job, keep=False)
                 error = EngineError(f"logits behind {job.length} ids: got NaN or infinity, expected numbers")
                 self.outbox.append(Sampled(job, error=error))
