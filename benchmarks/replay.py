@@ -73,3 +73,12 @@ class ReplayCodec:
 
     def decode(self, ids: Ids) -> str:
         return " ".join(map(str, ids.tolist()))
+
+    def encode(self, text: str) -> Ids:
+        raise CodecError("replay: got a text to encode, expected messages whose ids were made beforehand")
+
+    def plain_parser(self) -> IncrementalParser:
+        return self.parser()
+
+    def spell(self, message: Message) -> Ids:
+        return self.pieces[message.key].ids

@@ -21,8 +21,8 @@ from branchline.chat.generic.dialect import Dialect
 from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
-from branchline.gateway import chat
 from branchline.gateway.live import Sessions
+from branchline.gateway.model import ModelApi
 from branchline.tree.match import Matcher
 from branchline.tree.session import Session
 
@@ -101,7 +101,7 @@ def watched(engine: type) -> Iterator[Marks]:
         (AutoHTTPProtocol, "data_received", lambda run: _before(run, marks.begin)),
         (Sessions, "get", lambda run: _around(marks, run, None, _ROUTING)),
         (msgspec.json, "decode", lambda run: _around(marks, run, "body read", "JSON decode", _ROUTING)),
-        (chat, "read", lambda run: _around(marks, run, None, "read_messages, parameters")),
+        (ModelApi, "_read", lambda run: _around(marks, run, None, "read_messages, parameters")),
         (Session, "prepare", lambda run: _around(marks, run, "thread hop, parser", "prepare")),
         (engine, "generate", lambda run: _generating(marks, run)),
         (Session, "commit", lambda run: _around(marks, run, "generate: parse the output", _COMMIT)),

@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from branchline.core.message import Message
 from branchline.core.runs import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine
-from branchline.gateway import calls, chat
-from branchline.gateway.app import GatewayConfig
+from branchline.gateway import calls
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.exchange import Exchange
+from branchline.gateway.protocols import chat
 from branchline.gateway.server import Gateway
 from branchline.tree import journal
 from branchline.tree.journal import Journal
@@ -184,16 +187,17 @@ class _Connection:
 
 def _install(failpoint: Failpoint, board: Board) -> None:
     """Puts the failpoint at its places."""
-    commit_and_wait, commit, deliver = calls._commit, Session.commit, Session.deliver
-    said, end = chat.Stream.said, chat.Stream.end
+    commit_and_wait, commit, deliver = calls.commit, Session.commit, Session.deliver
+    said, end, send = chat.Stream.said, chat.Stream.end, Exchange.stream
+    ending: ContextVar[str] = ContextVar("ending")
     write, replay = Journal._commit, Journal.replay
 
-    async def commit_and_journal(live: Any, turn: Any, choices: Any, call_id: str) -> Any:
+    async def commit_and_journal(live: Any, turn: Any, generations: Any, record: Any) -> Any:
         with board.during(Phase.COMMITTING):
-            failpoint.reach(Place.ENGINE_END, call_id)
-            call = await commit_and_wait(live, turn, choices, call_id)
+            failpoint.reach(Place.ENGINE_END, record.call_id)
+            call = await commit_and_wait(live, turn, generations, record)
         board.add(Phase.JOURNALED, 1)
-        failpoint.reach(Place.JOURNALED, call_id)
+        failpoint.reach(Place.JOURNALED, record.call_id)
         return call
 
     def commit_call(session: Any, *args: Any, **options: Any) -> Any:
@@ -209,12 +213,17 @@ def _install(failpoint: Failpoint, board: Board) -> None:
         return deliver(session, call, delivery)
 
     def say(stream: Any, event: Any) -> Any:
-        yield from said(stream, event)
         failpoint.reach(Place.STREAMING, stream.call_id)
+        return said(stream, event)
 
     def say_end(stream: Any, event: Any) -> Any:
-        yield from end(stream, event)
-        failpoint.reach(Place.FINISHED, stream.call_id)
+        ending.set(stream.call_id)
+        return end(stream, event)
+
+    async def send_bytes(exchange: Any, data: bytes, *, last: bool = False) -> None:
+        await send(exchange, data, last=last)
+        if last:
+            failpoint.reach(Place.FINISHED, ending.get())
 
     def write_batch(own: Any, db: Any, batch: Any) -> None:
         records = [msgspec.msgpack.decode(record) for _, record, _ in batch]
@@ -229,7 +238,8 @@ def _install(failpoint: Failpoint, board: Board) -> None:
             yield record
         failpoint.reach(Place.REPLAY, at_last=True)
 
-    calls._commit = commit_and_journal
+    calls.commit = commit_and_journal
+    Exchange.stream = send_bytes  # type: ignore[method-assign]
     Session.commit, Session.deliver = commit_call, deliver_call  # type: ignore[method-assign]
     chat.Stream.said, chat.Stream.end = say, say_end  # type: ignore[method-assign]
     Journal._commit, Journal.replay = write_batch, replay_all  # type: ignore[method-assign]

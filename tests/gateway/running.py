@@ -14,7 +14,7 @@ import httpx
 
 from branchline.chat.toy import ToyCodec
 from branchline.engines.scripted import Rule, ScriptedEngine, replies
-from branchline.gateway.app import GatewayConfig
+from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway, GatewaySession
 
 Test = Callable[[], Coroutine[Any, Any, None]]

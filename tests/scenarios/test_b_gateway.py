@@ -14,7 +14,7 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.runs import as_ids
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.app import GatewayConfig
+from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from tests.gateway.running import Agent, agent, run
 
@@ -423,7 +423,7 @@ def test_a_restarted_gateway_goes_on_token_exact_with_the_same_keys(tmp_path: Pa
         ) as first:
             session = await first.session(id="s", metadata={"task": 7})
             async with httpx.AsyncClient() as http:
-                a = Agent(first, session, http, first.app.engine)  # type: ignore[arg-type]
+                a = Agent(first, session, http, first.app.fleet.main)  # type: ignore[arg-type]
                 await a.say("p")
             await session.reward(0.5, why="good")
         async with Gateway(

@@ -131,3 +131,17 @@ class Codec(Protocol):
     def decode(self, ids: Ids) -> str:
         """Text for people to read."""
         ...
+
+    # What no template frames: bare prompts, and replies of which only the text is known.
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text."""
+        ...
+
+    def plain_parser(self) -> IncrementalParser:
+        """A parser that reads an output as text and nothing else."""
+        ...
+
+    def spell(self, message: Message) -> Ids:
+        """Ids that say an assistant message; where they were sampled, they need not be the same."""
+        ...

@@ -133,6 +133,12 @@ class ToyCodec:
     def decode(self, ids: Ids) -> str:
         return _text(ids.tolist())
 
+    def encode(self, text: str) -> Ids:
+        return as_ids(list(text.encode()))
+
+    def plain_parser(self) -> ToyParser:
+        return ToyParser(self.stop_ids)
+
     def spell(self, message: Message, *, stop: bool = True) -> Ids:
         """The ids a model would sample to say this message; what scripted outputs are made of."""
         return as_ids([*_message_body(message, strip=False), *(self.terminator if stop else ())])

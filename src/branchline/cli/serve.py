@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 async def _serve(options: argparse.Namespace, codec: Codec, engine: Engine) -> None:
-    from branchline.gateway.app import GatewayConfig
+    from branchline.gateway.config import GatewayConfig
     from branchline.gateway.server import Gateway
 
     for one in getattr(engine, "engines", [engine]):
@@ -127,7 +127,7 @@ def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:
         else "no keys are asked for (--no-auth)\n"
     )
     return (
-        f"branchline serves {gateway.app.engine.name} on {gateway.url}\n{key}"
+        f"branchline serves {gateway.app.fleet.name} on {gateway.url}\n{key}"
         f"a session      {base_url}\nits api key    {api_key}\ntry it:\n"
         f"  curl {base_url}/chat/completions -H 'authorization: Bearer {api_key}' "
         '-H \'content-type: application/json\' -d \'{"messages": [{"role": "user", "content": "hello"}]}\''

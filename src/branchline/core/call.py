@@ -23,6 +23,8 @@ from branchline.core.reader import digest_of, read_messages, read_tools
 from branchline.core.runs import Floats, Ids, Runs
 
 DEFAULT_AGENT = ""
+RAW_FRAME = b"raw prompt"
+"""Keeps bare prompts apart from conversations that say the same."""
 
 
 class Delivery(StrEnum):
@@ -53,6 +55,10 @@ class Request:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     equivalences: tuple[Equivalence, ...] = ()
     """What reading the request already had to tolerate."""
+    trained: bool = True
+    """Whether its outputs are for training; a judge's or a title's may not be."""
+    raw: bool = False
+    """A bare prompt that no template frames: its one message is the whole of it."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any], *, agent: str = DEFAULT_AGENT) -> Request:
@@ -78,6 +84,8 @@ class Request:
     @cached_property
     def frame(self) -> bytes:
         """What decides a prompt beside its messages: the tools and the template's arguments."""
+        if self.raw:
+            return RAW_FRAME
         return digest_of([dict(tool) for tool in self.tools], dict(self.template))
 
 
@@ -94,6 +102,8 @@ class Generation:
     """The output as parsed; None lets the codec parse it."""
     routed_experts: NDArray[np.integer] | None = None
     """One row per sampled token, for mixture models that replay their routing."""
+    inexact: bool = False
+    """The ids were encoded from text, because what was sampled is not known."""
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +123,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     versions: Runs = ()
     routed_experts: NDArray[np.integer] | None = None
     behind_other_ids: bool = False
-    """Sampled behind other ids than those on its path; only merged foreign logs can say so."""
+    """Sampled behind other ids than those on its path, or as other ids (foreign logs, upstreams)."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -144,3 +154,5 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """Nodes sampled elsewhere that this prompt shows as context."""
     clock: float = 0.0
     """The moment that the session's templates show as now, in seconds since 1970."""
+    trained: bool = True
+    """Whether its outputs are for training."""

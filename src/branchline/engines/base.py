@@ -39,6 +39,8 @@ class SamplingParams:
     """A `response_format`, handed to engines that can keep to it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Handed to an HTTP engine as it is."""
+    whole: bool = False
+    """Nobody reads this as it arrives: an engine may hand out larger chunks, later. Ids stay the same."""
 
     def continued(self, produced: int) -> SamplingParams:
         """What is left to ask for behind ids that were produced already."""

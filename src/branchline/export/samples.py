@@ -115,6 +115,8 @@ def _pruned(tree: Tree, policy: ExportPolicy, judgement: Judgement) -> dict[int,
             pruned[node.id] = inherited
         elif node.output.behind_other_ids and not policy.inexact:
             pruned[node.id] = "inexact"
+        elif not tree.call_of(node).trained:
+            pruned[node.id] = "untrained"
     return pruned
 
 

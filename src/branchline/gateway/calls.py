@@ -8,22 +8,19 @@ whose client goes away is aborted and kept, as far as it came, as a cancelled ca
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from branchline.chat.base import IncrementalParser
-from branchline.chat.parsing.base import Delta
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.errors import SessionError
-from branchline.core.message import Message, ToolCall
-from branchline.core.runs import NO_IDS, Floats, Ids, as_ids
-from branchline.engines.base import Chunk, Engine, SamplingParams
+from branchline.core.errors import MessageError, SessionError
+from branchline.core.runs import Ids
+from branchline.engines.base import Engine, SamplingParams
+from branchline.gateway.answers import Answer, Choice, Said
 from branchline.gateway.live import LiveSession
+from branchline.gateway.record import CallRecord
 from branchline.tree.tree import Turn
 
 _THREAD_LETTERS = 50_000
@@ -37,27 +34,10 @@ class Asked:
     request: Request
     params: SamplingParams
     choices: int = 1
-
-
-@dataclass(frozen=True)
-class Said:
-    """The next bit of an answer, and the tokens it came with."""
-
-    choice: int
-    deltas: Sequence[Delta]
-    ids: Ids
-    logprobs: Floats | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One whole answer."""
-
-    message: Message
-    finish: str
-    """`stop`, `length` or `tool_calls`."""
-    ids: Ids
-    logprobs: Floats | None
+    single_call: bool = False
+    """At most one tool call an answer."""
+    prompt_ids: Ids | None = None
+    """A bare prompt's ids; None for a conversation."""
 
 
 @dataclass(frozen=True)
@@ -66,123 +46,121 @@ class Done:
 
     call: Call
     answers: Sequence[Answer]
+    prompt_tokens: int
     prompt_ids: Ids
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(answer.ids) for answer in self.answers)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of the prompt that did not have to be encoded."""
+        return max(0, self.prompt_tokens - self.call.encoded_tokens)
 
 
 Event = Said | Done
 
 
-@dataclass
-class _Choice:
-    """One answer while it is being sampled."""
-
-    index: int
-    parser: IncrementalParser
-    chunks: list[Chunk] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    finish: str = "length"
-
-    def take(self, chunk: Chunk) -> Said:
-        self.chunks.append(chunk)
-        deltas = self.parser.feed(chunk.ids.tolist())
-        if chunk.finish is not None:
-            self.finish = chunk.finish
-            deltas = [*deltas, *self.parser.finish(chunk.finish)]
-        return Said(self.index, [self._named(delta) for delta in deltas], chunk.ids, chunk.logprobs)
-
-    def _named(self, delta: Delta) -> Delta:
-        """Ids on the wire are ours, unless the model's format has its own."""
-        if delta.call is None:
-            return delta
-        call = delta.call
-        if not call.id:
-            call = ToolCall(call.name, call.arguments, "call_" + secrets.token_hex(12), call.kind)
-        self.calls.append(call)
-        return replace(delta, call=call)
-
-    @property
-    def ids(self) -> Ids:
-        return as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in self.chunks)]))
-
-    @property
-    def logprobs(self) -> Floats | None:
-        if all(chunk.logprobs is None for chunk in self.chunks):
-            return None
-        parts = [
-            np.full(len(chunk.ids), np.nan, np.float32) if chunk.logprobs is None else chunk.logprobs
-            for chunk in self.chunks
-        ]
-        return np.concatenate(parts)
-
-    @property
-    def message(self) -> Message:
-        said = self.parser.message
-        return Message("assistant", said.text, reasoning=said.reasoning, calls=tuple(self.calls))
-
-    def generation(self, finish: str) -> Generation:
-        versions = np.repeat(
-            np.array([chunk.version for chunk in self.chunks], np.int64),
-            [len(chunk.ids) for chunk in self.chunks],
-        )
-        return Generation(self.ids, self.logprobs, versions, finish, self.message)
-
-    @property
-    def answer(self) -> Answer:
-        finish = "tool_calls" if self.calls and self.finish == "stop" else self.finish
-        return Answer(self.message, finish, self.ids, self.logprobs)
-
-
-@dataclass
-class Times:
-    """Where a call's time went, in seconds."""
-
-    prepare: float = 0.0
-    generate: float = 0.0
-    commit: float = 0.0
-
-
 async def run_call(
-    live: LiveSession, engine: Engine, asked: Asked, call_id: str, times: Times | None = None
+    live: LiveSession, engine: Engine, asked: Asked, record: CallRecord, max_prompt_tokens: int | None = None
 ) -> AsyncGenerator[Event, None]:
     """Runs one call to its end. Closing the iterator early is the client going away."""
-    times = times or Times()
-    live.require_open()
-    _within_limits(live)
-    started = time.perf_counter()
-    turn = await _prepare(live, asked.request)
-    times.prepare = time.perf_counter() - started
-    codec = live.session.codec
-    choices = [
-        _Choice(index, codec.parser(asked.request.tools, asked.request.template))
-        for index in range(asked.choices)
-    ]
-    params = _within_room(engine, turn, replace(asked.params, stop_ids=tuple(sorted(codec.stop_ids))))
-    started = time.perf_counter()
+    asked = replace(asked, request=replace(asked.request, sampling=_sampling(engine, asked.params)))
+    turn = await begin(live, asked, record, max_prompt_tokens)
+    choices = _choices(live, asked)
+    params = _params(engine, turn, asked, live, streamed=record.streamed)
     live.in_flight += 1
     try:
         if params.max_tokens > 0:
             async with aclosing(_generate(engine, turn.prompt_ids, params, choices, live.id)) as said:
                 async for event in said:
+                    record.close_phase("queue")
                     yield event
     except (GeneratorExit, asyncio.CancelledError):
-        _keep_cancelled(live, turn, choices, call_id)
+        _keep_cancelled(live, turn, choices, record.call_id)
         raise
     finally:
         live.in_flight -= 1
-    times.generate = time.perf_counter() - started
-    started = time.perf_counter()
-    call = await _commit(live, turn, choices, call_id)
-    times.commit = time.perf_counter() - started
+    record.close_phase("generate")
+    generations = [choice.generation(choice.finish) for choice in choices]
+    call = await commit(live, turn, generations, record)
+    answers = [choice.answer for choice in choices]
+    with delivery(live, call):
+        yield Done(call, answers, len(turn.prompt_ids), turn.prompt_ids)
+
+
+async def begin(live: LiveSession, asked: Asked, record: CallRecord, max_prompt_tokens: int | None) -> Turn:
+    """The prompt, if the session takes another call."""
+    live.require_open()
+    _within_limits(live)
+    turn = await _prepare(live, asked)
+    if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
+        raise MessageError("prompt", f"{len(turn.prompt_ids)} tokens", f"at most {max_prompt_tokens} tokens")
+    record.close_phase("prepare")
+    return turn
+
+
+@contextmanager
+def delivery(live: LiveSession, call: Call) -> Iterator[None]:
+    """Around the last event: notes whether it was taken."""
     try:
-        yield Done(call, [choice.answer for choice in choices], turn.prompt_ids)
+        yield
     except (GeneratorExit, asyncio.CancelledError):
         live.session.deliver(call, Delivery.LOST)
         raise
     live.session.deliver(call)
 
 
-async def _prepare(live: LiveSession, request: Request) -> Turn:
-    letters = sum(len(message.text) for message in request.messages)
+def _sampling(engine: Engine, params: SamplingParams) -> dict[str, Any]:
+    """How a call was sampled, for the record: without it its logprobs cannot be read."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "seed": params.seed,
+        "max_tokens": params.max_tokens,
+        "logprobs": engine.logprob_kind,
+        "engine": engine.name,
+    }
+
+
+def _choices(live: LiveSession, asked: Asked) -> list[Choice]:
+    codec, request = live.session.codec, asked.request
+    return [
+        Choice(
+            index,
+            codec.plain_parser() if request.raw else codec.parser(request.tools, request.template),
+            asked.params.stop,
+            asked.single_call,
+        )
+        for index in range(asked.choices)
+    ]
+
+
+def _params(engine: Engine, turn: Turn, asked: Asked, live: LiveSession, *, streamed: bool) -> SamplingParams:
+    """What the engine is asked for. A prompt at the limit leaves room for no token, which is an answer."""
+    room = asked.params.max_tokens
+    if engine.max_context is not None:
+        room = max(0, min(room, engine.max_context - len(turn.prompt_ids)))
+    return replace(
+        asked.params,
+        max_tokens=room,
+        stop=(),
+        stop_ids=tuple(sorted(live.session.codec.stop_ids)),
+        whole=not (streamed or asked.params.stop or asked.single_call),
+    )
+
+
+async def _prepare(live: LiveSession, asked: Asked) -> Turn:
+    request = asked.request
+    if asked.prompt_ids is not None:
+        return live.session.prepare_ids(request, asked.prompt_ids)
+    letters = sum([len(message.text) for message in request.messages])
     if letters < _THREAD_LETTERS:
         return live.session.prepare(request)
     return await asyncio.to_thread(live.session.prepare, request)
@@ -198,32 +176,25 @@ def _within_limits(live: LiveSession) -> None:
         raise SessionError("closed", f"session {live.id} may sample {tokens} tokens and has sampled them")
 
 
-def _within_room(engine: Engine, turn: Turn, params: SamplingParams) -> SamplingParams:
-    """A prompt at the limit leaves room for no token, and an empty answer is an answer."""
-    if engine.max_context is None:
-        return params
-    room = max(0, engine.max_context - len(turn.prompt_ids))
-    return replace(params, max_tokens=min(params.max_tokens, room))
-
-
 async def _generate(
-    engine: Engine, prompt_ids: Ids, params: SamplingParams, choices: Sequence[_Choice], session: str
+    engine: Engine, prompt_ids: Ids, params: SamplingParams, choices: Sequence[Choice], session: str
 ) -> AsyncGenerator[Said, None]:
     """All choices side by side, their bits in the order they arrive."""
     if len(choices) == 1:
-        async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield choices[0].take(chunk)
+        async with aclosing(_one(engine, prompt_ids, params, choices[0], session)) as said:
+            async for bit in said:
+                yield bit
         return
     queue: asyncio.Queue[Said | Exception | None] = asyncio.Queue()
 
-    async def one(choice: _Choice) -> None:
+    async def one(choice: Choice) -> None:
         seed = None if params.seed is None else params.seed + choice.index
-        own = replace(params, seed=seed)
         try:
-            async with aclosing(engine.generate(prompt_ids, own, session=session)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    queue.put_nowait(choice.take(chunk))
+            async with aclosing(
+                _one(engine, prompt_ids, replace(params, seed=seed), choice, session)
+            ) as said:
+                async for event in said:
+                    queue.put_nowait(event)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
@@ -245,12 +216,23 @@ async def _generate(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _commit(live: LiveSession, turn: Turn, choices: Sequence[_Choice], call_id: str) -> Call:
+async def _one(
+    engine: Engine, prompt_ids: Ids, params: SamplingParams, choice: Choice, session: str
+) -> AsyncGenerator[Said, None]:
+    async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            yield choice.take(chunk)
+            if choice.ended:
+                return
+
+
+async def commit(
+    live: LiveSession, turn: Turn, generations: Sequence[Generation], record: CallRecord
+) -> Call:
+    """The call in the tree, once it is safe."""
     # Finalized or aborted while it was being sampled: the answer comes too late and changes nothing.
     live.require_open()
-    committed = live.session.commit(
-        turn, *(choice.generation(choice.finish) for choice in choices), call_id=call_id
-    )
+    committed = live.session.commit(turn, *generations, call_id=record.call_id)
     if committed.durable is not None:
         try:
             await asyncio.wrap_future(committed.durable)
@@ -259,10 +241,11 @@ async def _commit(live: LiveSession, turn: Turn, choices: Sequence[_Choice], cal
             live.session.deliver(committed.call, Delivery.LOST)
             raise
     live.last_used = time.monotonic()
+    record.close_phase("commit")
     return committed.call
 
 
-def _keep_cancelled(live: LiveSession, turn: Turn, choices: Sequence[_Choice], call_id: str) -> None:
+def _keep_cancelled(live: LiveSession, turn: Turn, choices: Sequence[Choice], call_id: str) -> None:
     if live.is_closed or not any(len(choice.ids) for choice in choices):
         return
     generations = [choice.generation("cancelled") for choice in choices]

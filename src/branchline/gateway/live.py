@@ -6,6 +6,7 @@ only and compared in constant time. On start the journal is replayed and open se
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from branchline.chat.base import Codec, History
-from branchline.core.errors import SessionError
+from branchline.core.errors import JournalError, SessionError
 from branchline.tree.delta import Delivered, Delta, decode_array, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
@@ -27,6 +28,7 @@ from branchline.tree.tree import Tree
 
 State = Literal["open", "completed", "finalized", "aborted"]
 CLOSED: tuple[State, ...] = ("finalized", "aborted")
+DEFAULT_SESSION = "default"
 
 
 class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,6 +92,8 @@ class LiveSession:
     rewards: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
     last_used: float = field(default_factory=time.monotonic)
+    left_open: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the session is completed, finalized or aborted."""
 
     @property
     def id(self) -> str:
@@ -119,9 +123,12 @@ class LiveSession:
         """Raises where nothing may be added any more."""
         if self.is_closed:
             raise SessionError("closed", f"session {self.id} is {self.state} and takes no more calls")
+        if self.journal is not None and self.journal.failed is not None:
+            raise JournalError(f"session {self.id} can only be read: {self.journal.failed}")
 
     def post_reward(self, reward: Mapping[str, Any]) -> Future[int] | None:
         self.require_open()
+        self.last_used = time.monotonic()
         self.rewards.append(dict(reward))
         return self._write(Rewarded(dict(reward)))
 
@@ -131,6 +138,8 @@ class LiveSession:
             return None
         self.require_open()
         self.state, self.reason = state, reason
+        self.last_used = time.monotonic()
+        self.left_open.set()
         return self._write(Ended(state, reason))
 
     def _write(self, record: Rewarded | Ended) -> Future[int] | None:
@@ -177,6 +186,21 @@ class Sessions:
             self._journal.append(session_id, encode_record(opened)).result()
         return live, api_key, control_key
 
+    def default(self) -> LiveSession:
+        """The session of those who name none, where no keys are asked for."""
+        if DEFAULT_SESSION not in self._by_id:
+            self.open(SessionOptions(id=DEFAULT_SESSION))
+        return self._by_id[DEFAULT_SESSION]
+
+    def idle(self, idle_s: float) -> list[LiveSession]:
+        """Sessions that take calls and have not been used for so long; 0 stands for ever."""
+        before = time.monotonic() - idle_s
+        return [
+            live
+            for live in self
+            if idle_s and not live.is_closed and not live.in_flight and live.last_used < before
+        ]
+
     def get(self, session_id: str) -> LiveSession:
         live = self._by_id.get(session_id)
         if live is None:
@@ -210,6 +234,7 @@ class Sessions:
                 live.rewards.append(record.reward)
             elif isinstance(record, Ended):
                 live.state, live.reason = record.state, record.reason
+                live.left_open.set()
             else:
                 live.session.tree.apply(record)
 

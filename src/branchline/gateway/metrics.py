@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from branchline.gateway.calls import Done, Times
 from branchline.gateway.live import LiveSession
+from branchline.gateway.record import CallRecord
 from branchline.timelines.causes import judge
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 120)
@@ -49,27 +49,21 @@ class Metrics:
         )
         self.sessions = Gauge("branchline_sessions", "Sessions the gateway holds.", registry=self._registry)
 
-    def note_call(self, done: Done, times: Times) -> None:
-        """A call that is in the tree."""
-        call = done.call
-        self._calls.labels("ok").inc()
-        self._tokens.labels("prompt").inc(call.prompt_tokens)
-        self._tokens.labels("sampled").inc(sum(len(answer.ids) for answer in done.answers))
+    def note_call(self, record: CallRecord) -> None:
+        """A call that is over, however it ended."""
+        self._calls.labels(record.outcome).inc()
+        if record.done is None:
+            return
+        call = record.done.call
+        self._tokens.labels("prompt").inc(record.done.prompt_tokens)
+        self._tokens.labels("sampled").inc(record.done.sampled_tokens)
         self._tokens.labels("encoded").inc(call.encoded_tokens)
-        self._tokens.labels("reused").inc(max(0, call.prompt_tokens - call.encoded_tokens))
-        for phase, spent in (
-            ("prepare", times.prepare),
-            ("generate", times.generate),
-            ("commit", times.commit),
-        ):
+        self._tokens.labels("reused").inc(record.done.reused_tokens)
+        for phase, spent in record.seconds.items():
             self._seconds.labels(phase).observe(spent)
         for echo in call.echoes:
             self._echoes.labels(echo.equivalence).inc()
         self._ambiguous.inc(call.ambiguous_echo)
-
-    def note_failure(self, outcome: str) -> None:
-        """A call that is not: `refused`, `failed`, `cancelled`."""
-        self._calls.labels(outcome).inc()
 
     def note_end(self, live: LiveSession) -> None:
         """A session that ended: its forks are judged once, when nothing can change them any more."""

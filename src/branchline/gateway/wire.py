@@ -1,11 +1,10 @@
-"""HTTP in and out: keys, bodies, errors as statuses. The only file that knows which error is which status."""
+"""HTTP in and out: bodies, errors as statuses. The only file that knows which error is which status."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from branchline.core.errors import (
@@ -18,27 +17,15 @@ from branchline.core.errors import (
     MessageError,
     SessionError,
 )
-from branchline.gateway import chat
 
-_STATUS = {"unknown": 404, "closed": 409, "exists": 409, "forbidden": 403, "no_key": 401, "busy": 429}
-
-
-async def gone(http: HttpRequest) -> None:
-    while True:
-        message = await http.receive()
-        if message["type"] == "http.disconnect":
-            return
-
-
-def key_of(http: HttpRequest) -> str:
-    given = http.headers.get("authorization", "")
-    scheme, _, token = given.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
-
-
-def user_of(body: object) -> str:
-    user = body.get("user") if isinstance(body, dict) else None
-    return user if isinstance(user, str) else ""
+_STATUS = {
+    "unknown": 404,
+    "closed": 409,
+    "exists": 409,
+    "forbidden": 403,
+    "no_key": 401,
+    "busy": 429,
+}
 
 
 def read_reward(body: object) -> dict[str, Any]:
@@ -51,7 +38,8 @@ def read_reward(body: object) -> dict[str, Any]:
     return reward
 
 
-def error_of(error: BranchlineError) -> tuple[int, dict[str, Any], dict[str, str]]:
+def error_of(error: BranchlineError) -> tuple[int, str, str | None, dict[str, str]]:
+    """An error as a status, its words, the field it names, and headers."""
     headers: dict[str, str] = {}
     if isinstance(error, SessionError):
         status = _STATUS[error.kind]
@@ -63,12 +51,7 @@ def error_of(error: BranchlineError) -> tuple[int, dict[str, Any], dict[str, str
     else:
         status = 502 if isinstance(error, EngineError) else 500
     name = error.field if isinstance(error, MessageError) else None
-    return status, chat.error(status, str(error), name), headers
-
-
-def refusal(error: BranchlineError) -> Response:
-    status, body, headers = error_of(error)
-    return json_response(body, status, headers)
+    return status, str(error), name, headers
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

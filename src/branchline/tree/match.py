@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from branchline.core.call import Delivery, Echo, Request
+from branchline.core.call import RAW_FRAME, Delivery, Echo, Request
 from branchline.core.echo import Equivalence, echo, order_results
 from branchline.core.message import Message, same_meaning
+from branchline.core.runs import Ids
 from branchline.tree.node import NOWHERE, Node
 
 
@@ -174,6 +175,26 @@ class Matcher:
 
 
 UNSEEN = (Delivery.LOST, Delivery.CANCELLED)
+
+
+def longest_path(root: Node, ids: Ids) -> list[Node]:
+    """The nodes of bare prompts whose ids these ids begin with; of equal ones the oldest.
+
+    Only bare prompts: a conversation's ids may be repeated by one, but its messages are not on offer.
+    """
+    best: list[Node] = []
+    reached = 0
+    under = [node for node in root.all_children() if node.frame == RAW_FRAME]
+    # Depth first, older siblings first: a later path wins only by being longer.
+    waiting = under[::-1]
+    while waiting:
+        node = waiting.pop()
+        if node.end > len(ids) or not np.array_equal(ids[node.end - len(node.ids) : node.end], node.ids):
+            continue
+        if node.end > reached:
+            best, reached = node.path(), node.end
+        waiting += node.all_children()[::-1]
+    return best
 
 
 def reorder(

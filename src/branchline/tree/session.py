@@ -20,6 +20,7 @@ from datetime import datetime
 from branchline.chat.base import Codec, History
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import TreeError
+from branchline.core.runs import Ids
 from branchline.tree.delta import Delivered, Record, decode_record, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.tree import Tree, Turn
@@ -84,6 +85,10 @@ class Session:
 
     def prepare(self, request: Request) -> Turn:
         return self.tree.prepare(request, self.codec, self.history)
+
+    def prepare_ids(self, request: Request, prompt_ids: Ids) -> Turn:
+        """The same for a bare prompt, whose ids are given."""
+        return self.tree.prepare_ids(request, prompt_ids, self.codec)
 
     def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> Committed:
         """Adds the outputs of a turn, one generation for each choice."""

@@ -21,9 +21,9 @@ from branchline.core.call import Call, Delivery, Echo, Generation, Output, Reque
 from branchline.core.echo import Equivalence, echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message
-from branchline.core.runs import Ids, Origin, Runs, as_ids, compress, runs_of
+from branchline.core.runs import NO_IDS, Ids, Origin, Runs, as_ids, compress, runs_of
 from branchline.tree.delta import Delivered, Delta, NewNode, Record
-from branchline.tree.match import UNSEEN, Matcher, reorder
+from branchline.tree.match import UNSEEN, Matcher, longest_path, reorder
 from branchline.tree.node import NOWHERE, Node, root_node
 
 
@@ -109,6 +109,25 @@ class Tree:
             ambiguous=match.ambiguous,
             encoded=extension.encoded,
             rewritten=extension.rewritten,
+        )
+
+    def prepare_ids(self, request: Request, prompt_ids: Ids, codec: Codec) -> Turn:
+        """A turn for a bare prompt: it goes on from the longest path whose ids it repeats."""
+        path = longest_path(self.root, prompt_ids)
+        rest = as_ids(prompt_ids[path[-1].end if path else 0 :])
+        piece = Piece(rest, runs_of(((len(rest), Origin.CONTEXT),)))
+        return Turn(
+            request=request,
+            parent=path[-1] if path else self.root,
+            messages=(Message("user", codec.decode(rest)),) if len(rest) else (),
+            pieces=(piece,) if len(rest) else (),
+            sources=(NOWHERE,) if len(rest) else (),
+            opening=NO_IDS,
+            prompt_ids=prompt_ids,
+            echoes=(),
+            ambiguous=False,
+            encoded=len(rest),
+            rewritten="",
         )
 
     def _new_messages(
@@ -216,6 +235,7 @@ class Tree:
             sampling=turn.request.sampling,
             shown=tuple(source for source in turn.sources if source != NOWHERE),
             clock=clock,
+            trained=turn.request.trained,
         )
         return Delta(tuple(new), call)
 
@@ -323,4 +343,4 @@ def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Id
                 f"routed_experts: got {len(routed)} rows for {count} sampled ids, expected one for each"
             )
         routed.flags.writeable = False
-    return ids, Output(call, choice, generation.finish, logprobs, versions, routed)
+    return ids, Output(call, choice, generation.finish, logprobs, versions, routed, generation.inexact)

@@ -124,8 +124,17 @@ class GenericCodec:
         """The message some ids spell, and what was wrong with it."""
         return self.parser(tools, template).parse(ids.tolist(), finish)
 
+    def plain_parser(self) -> OutputParser:
+        return OutputParser(parser_for("plain"), self.tokenizer.token_bytes, self.stop_ids)
+
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)
+
+    def encode(self, text: str) -> Ids:
+        return self.tokenizer.encode(text)
+
+    def spell(self, message: Message) -> Ids:
+        return self.tokenizer.encode_output(message)
 
     # -- messages to ids -----------------------------------------------------------------------------
 

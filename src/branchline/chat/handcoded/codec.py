@@ -104,8 +104,17 @@ class RenderersCodec:
         """The message some ids spell, and what was wrong with it."""
         return self.parser(tools, template).parse(ids.tolist(), finish)
 
+    def plain_parser(self) -> OutputParser:
+        return OutputParser(parser_for("plain"), self.tokenizer.token_bytes, self._stops)
+
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)
+
+    def encode(self, text: str) -> Ids:
+        return self.tokenizer.encode(text)
+
+    def spell(self, message: Message) -> Ids:
+        return self.tokenizer.encode_output(message)
 
     def _parser(self, spell: Any, stops: frozenset[int], tools: Tools, values: Values) -> OutputParser:
         family = self._family

@@ -1,0 +1,237 @@
+"""The control API: sessions are opened, read, paid and ended here; the policy is paused; engines come and go.
+
+POST /sessions                            GET /sessions/{id} (+ /tree /timelines /samples /report /wait)
+POST /sessions/{id}/reward|complete|finalize|abort
+POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
+GET /healthz · /metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from branchline.core.errors import BranchlineError, InputError, MessageError
+from branchline.gateway.access import Access
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.exchange import Exchange
+from branchline.gateway.fleet import Fleet
+from branchline.gateway.live import LiveSession, SessionOptions, Sessions, State
+from branchline.gateway.metrics import Metrics
+from branchline.gateway.protocols.chat import error
+from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
+from branchline.gateway.wire import error_of, json_response, read_reward
+
+log = logging.getLogger("branchline.gateway")
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+View = Callable[[LiveSession], dict[str, Any]]
+
+_VIEWS: dict[str, View] = {
+    "": session_view,
+    "/tree": tree_view,
+    "/timelines": timelines_view,
+    "/samples": samples_view,
+    "/report": report_view,
+}
+_ENDS: dict[str, State] = {"complete": "completed", "finalize": "finalized", "abort": "aborted"}
+_LONGEST_WAIT_S = 3600.0
+
+
+class ControlApi:
+    """Answers those who run agents and trainers."""
+
+    def __init__(
+        self, fleet: Fleet, sessions: Sessions, access: Access, metrics: Metrics, config: GatewayConfig
+    ) -> None:
+        self._fleet = fleet
+        self._sessions = sessions
+        self._access = access
+        self._metrics = metrics
+        self._config = config
+        self.base_url = ""
+        self.asgi = Starlette(routes=self._routes())
+
+    def _routes(self) -> list[Route]:
+        one = "/sessions/{id}"
+
+        def route(path: str, handler: Handler, method: str) -> Route:
+            return Route(path, _guarded(handler), methods=[method])
+
+        return [
+            Route("/healthz", self._health, methods=["GET"]),
+            route("/metrics", self._metrics_text, "GET"),
+            route("/sessions", self._open, "POST"),
+            *(route(one + path, self._view(view), "GET") for path, view in _VIEWS.items()),
+            route(one + "/wait", self._wait, "GET"),
+            route(one + "/reward", self._reward, "POST"),
+            *(route(f"{one}/{verb}", self._end(state), "POST") for verb, state in _ENDS.items()),
+            route("/policy/pause", self._pause, "POST"),
+            route("/policy/resume", self._resume, "POST"),
+            route("/engines", self._engines, "GET"),
+            route("/engines", self._add_engine, "POST"),
+            route("/engines", self._remove_engine, "DELETE"),
+        ]
+
+    # -- sessions ------------------------------------------------------------------------------------
+
+    async def _open(self, http: HttpRequest) -> Response:
+        self._access.require_admin(_key(http))
+        body = await self._body(http)
+        try:
+            options = msgspec.convert(body or {}, SessionOptions)
+        except msgspec.ValidationError as problem:
+            raise InputError(str(problem)) from problem
+        live, api_key, control_key = await asyncio.to_thread(self._sessions.open, options)
+        root = (self.base_url or str(http.base_url)).rstrip("/") + f"/sessions/{live.id}"
+        urls = {"base_url": root + "/v1", "openai_base_url": root + "/v1", "anthropic_base_url": root}
+        return json_response({"id": live.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
+
+    def _view(self, view: View) -> Handler:
+        async def show(http: HttpRequest) -> Response:
+            live = self._access.control(http.path_params["id"], _key(http))
+
+            def read() -> dict[str, Any]:
+                with live.session.reading():
+                    return view(live)
+
+            return json_response(await asyncio.to_thread(read))
+
+        return show
+
+    async def _wait(self, http: HttpRequest) -> Response:
+        """Answers when the session is no longer open, or after `timeout_s`, whatever its state is then."""
+        live = self._access.control(http.path_params["id"], _key(http))
+        given = http.query_params.get("timeout_s", "60")
+        try:
+            timeout_s = float(given)
+        except ValueError:
+            timeout_s = -1.0
+        if not 0 <= timeout_s <= _LONGEST_WAIT_S:
+            raise MessageError("timeout_s", given, f"a number of seconds from 0 to {_LONGEST_WAIT_S:g}")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(live.left_open.wait(), timeout_s)
+        return json_response(session_view(live))
+
+    async def _reward(self, http: HttpRequest) -> Response:
+        live = self._access.control(http.path_params["id"], _key(http), is_reward=True)
+        durable = live.post_reward(read_reward(await self._body(http)))
+        if durable is not None:
+            await asyncio.wrap_future(durable)
+        return json_response(session_view(live))
+
+    def _end(self, state: State) -> Handler:
+        async def end(http: HttpRequest) -> Response:
+            live = self._access.control(http.path_params["id"], _key(http))
+            body = await self._body(http)
+            reason = body.get("reason", "") if isinstance(body, dict) else ""
+            await self.end(live, state, str(reason))
+            return json_response(session_view(live))
+
+        return end
+
+    async def end(self, live: LiveSession, state: State, reason: str = "") -> None:
+        """Moves a session on; one that is closed for good is let go of by its engine and counted."""
+        was_closed = live.is_closed
+        durable = live.end(state, reason)
+        if durable is not None:
+            await asyncio.wrap_future(durable)
+        if live.is_closed and not was_closed:
+            self._fleet.forget(live.id)
+            await asyncio.to_thread(self._metrics.note_end, live)
+
+    async def expire(self) -> None:
+        """Finalizes the sessions that nobody has used for too long."""
+        for live in self._sessions.idle(self._config.idle_s):
+            log.info("session expired", extra={"session": live.id, "idle_s": self._config.idle_s})
+            await self.end(live, "finalized", f"idle for {self._config.idle_s:g} s")
+
+    # -- policy and engines --------------------------------------------------------------------------
+
+    async def _pause(self, http: HttpRequest) -> Response:
+        self._access.require_admin(_key(http))
+        await self._fleet.pause()
+        return json_response({"paused": True, "version": self._fleet.version})
+
+    async def _resume(self, http: HttpRequest) -> Response:
+        self._access.require_admin(_key(http))
+        body = await self._body(http)
+        version = body.get("version") if isinstance(body, dict) else None
+        if version is not None and (
+            isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**31
+        ):
+            raise MessageError("version", version, "a whole number from 0 to 2147483647")
+        await self._fleet.resume(version)
+        return json_response({"paused": False, "version": self._fleet.version})
+
+    async def _engines(self, http: HttpRequest) -> Response:
+        self._access.require_admin(_key(http))
+        return json_response({"engines": self._fleet.replicas()})
+
+    async def _add_engine(self, http: HttpRequest) -> Response:
+        self._access.require_admin(_key(http))
+        await self._fleet.add(_text(await self._body(http), "url"))
+        return json_response({"engines": self._fleet.replicas()}, 201)
+
+    async def _remove_engine(self, http: HttpRequest) -> Response:
+        self._access.require_admin(_key(http))
+        await self._fleet.remove(_text(await self._body(http), "name"))
+        return json_response({"engines": self._fleet.replicas()})
+
+    # -- the gateway itself --------------------------------------------------------------------------
+
+    async def _health(self, http: HttpRequest) -> Response:
+        return json_response(
+            {
+                "status": "ok",
+                "engine": self._fleet.name,
+                "version": self._fleet.version,
+                "sessions": len(self._sessions),
+            }
+        )
+
+    async def _metrics_text(self, http: HttpRequest) -> Response:
+        self._metrics.sessions.set(len(self._sessions))
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _body(self, http: HttpRequest) -> Any:
+        """The body, if there is one: most of these requests can do without."""
+        if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
+            return None
+        return await Exchange(http.scope, http.receive, http._send).json(self._config.max_body_bytes)
+
+
+def _guarded(handler: Handler) -> Handler:
+    """Every refusal in one envelope; nothing else is ever sent."""
+
+    async def guarded(http: HttpRequest) -> Response:
+        try:
+            return await handler(http)
+        except BranchlineError as refused:
+            status, message, field, headers = error_of(refused)
+            return json_response(error(status, message, field), status, headers)
+        except Exception:
+            log.exception("request failed")
+            return json_response(error(500, "internal error"), 500)
+
+    return guarded
+
+
+def _key(http: HttpRequest) -> str:
+    return Exchange(http.scope, http.receive, http._send).key
+
+
+def _text(body: object, name: str) -> str:
+    value = body.get(name) if isinstance(body, dict) else None
+    if not isinstance(value, str) or not value:
+        raise MessageError(name, value, "a text that is not empty")
+    return value

@@ -1,0 +1,103 @@
+"""One HTTP request and its answer, on plain ASGI: the model API's hot path needs no more than this."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+import msgspec
+
+from branchline.core.errors import MessageError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+T = TypeVar("T")
+
+_JSON = (b"content-type", b"application/json")
+_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class ClientGoneError(Exception):
+    """Nobody is there to be answered."""
+
+
+class Exchange:
+    """A request as it came in, and the ways to answer it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self._raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.is_streaming = False
+        """Whether an answer is under way, so that an error can only be told inside it."""
+
+    @cached_property
+    def headers(self) -> Mapping[str, str]:
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self._raw_headers}
+
+    @property
+    def key(self) -> str:
+        """The key that came with it: a bearer token, or the header Anthropic's clients use."""
+        scheme, _, token = self.headers.get("authorization", "").partition(" ")
+        return token.strip() if scheme.lower() == "bearer" else self.headers.get("x-api-key", "")
+
+    async def json(self, max_bytes: int) -> Any:
+        """The body, read and decoded."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if size > max_bytes:
+                raise MessageError("body", f"more than {size} bytes", f"at most {max_bytes} bytes")
+            if not message.get("more_body", False):
+                break
+        data = b"".join(parts) if len(parts) > 1 else parts[0]
+        try:
+            return msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageError("body", data[:60], f"JSON ({error})") from error
+
+    async def respond(
+        self, body: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answers with JSON, all at once."""
+        data = msgspec.json.encode(body)
+        more = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        length = (b"content-length", str(len(data)).encode())
+        await self._send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *more]})
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def stream(self, data: bytes, *, last: bool = False) -> None:
+        """Sends the next bytes of a stream of events."""
+        if not self.is_streaming:
+            self.is_streaming = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def until_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result; a client that hangs up before cancels it."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGoneError
+            return task.result()
+        finally:
+            watch.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,239 @@
+"""The model API: which session, which protocol, which engine; then the call, whole or streamed.
+
+/v1/chat/completions                                the key names the session
+/sessions/{id}/v1/chat/completions                  the URL does
+/sessions/{id}/agents/{agent}/v1/chat/completions   and the agent too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import unquote
+
+from branchline.core.call import DEFAULT_AGENT
+from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
+from branchline.engines.openai import UpstreamChat
+from branchline.gateway.access import Access
+from branchline.gateway.calls import Done, Event, run_call
+from branchline.gateway.capture import run_capture
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.exchange import ClientGoneError, Exchange
+from branchline.gateway.fleet import Fleet
+from branchline.gateway.live import LiveSession
+from branchline.gateway.protocols.base import Ask, Caller, Wire
+from branchline.gateway.protocols.chat import CHAT
+from branchline.gateway.protocols.completions import COMPLETIONS
+from branchline.gateway.record import CallRecord, Observer
+from branchline.gateway.wire import error_of
+
+log = logging.getLogger("branchline.gateway")
+
+WIRES: dict[str, Wire[Any]] = {"chat/completions": CHAT, "completions": COMPLETIONS}
+AGENT_HEADERS = ("x-branchline-agent", "x-claude-code-agent-id")
+PARENT_HEADERS = ("x-branchline-parent-agent", "x-claude-code-parent-agent-id")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a path of the model API says."""
+
+    verb: str
+    """What stands behind `/v1/`."""
+    session: str | None = None
+    agent: str = ""
+
+    @classmethod
+    def find(cls, path: str) -> Place | None:
+        """None for a path of another API.
+
+        >>> Place.find("/sessions/s1/agents/critic/v1/models")
+        Place(verb='models', session='s1', agent='critic')
+        """
+        before, found, verb = path.partition("/v1/")
+        if not found:
+            return None
+        parts = before.split("/")[1:] if before else []
+        names = dict(zip(parts[::2], parts[1::2], strict=False))
+        if len(parts) % 2 or list(names) not in ([], ["sessions"], ["agents"], ["sessions", "agents"]):
+            return None
+        return cls(verb.rstrip("/"), names.get("sessions"), unquote(names.get("agents", "")))
+
+
+class ModelApi:
+    """Answers agents."""
+
+    def __init__(
+        self, fleet: Fleet, access: Access, config: GatewayConfig, observers: Sequence[Observer]
+    ) -> None:
+        self._fleet = fleet
+        self._access = access
+        self._config = config
+        self._observers = observers
+        self.in_flight = 0
+
+    async def answer(self, place: Place, exchange: Exchange) -> None:
+        """Answers one request, whatever happens, in the envelope of its protocol."""
+        wire = WIRES.get(place.verb)
+        error = (wire or CHAT).error
+        try:
+            if wire is not None and exchange.method == "POST":
+                await self._call(wire, place, exchange)
+            elif wire is not None or (place.verb.startswith("models") and exchange.method != "GET"):
+                await exchange.respond(error(405, f"{exchange.method}: not for this path", None), 405)
+            elif place.verb.split("/")[0] == "models":
+                await self._models(place, exchange)
+            else:
+                await exchange.respond(error(404, f"/v1/{place.verb}: no such path", None), 404)
+        except BranchlineError as refused:
+            status, message, field, headers = error_of(refused)
+            await exchange.respond(error(status, message, field), status, headers)
+        except ClientGoneError:
+            pass
+        except Exception:
+            log.exception("request failed")
+            if not exchange.is_streaming:
+                await exchange.respond(error(500, "internal error", None), 500)
+
+    async def _models(self, place: Place, exchange: Exchange) -> None:
+        self._access.model(place.session, exchange.key)
+        _, _, wanted = place.verb.partition("/")
+        cards = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "branchline"}
+            for name in ([wanted] if wanted else [*self._fleet.names, "branchline"])
+        ]
+        # Any name is accepted, so any name is there.
+        await exchange.respond(cards[0] if wanted else {"object": "list", "data": cards})
+
+    async def _call(self, wire: Wire[Any], place: Place, exchange: Exchange) -> None:
+        live = self._access.model(place.session, exchange.key)
+        record = CallRecord(live.id, wire.name, wire.id_prefix + secrets.token_hex(12))
+        try:
+            body = await exchange.json(self._config.max_body_bytes)
+            ask = self._read(wire, live, place, exchange, body, record)
+            if self.in_flight >= self._config.max_in_flight:
+                raise SessionError(
+                    "busy", f"{self.in_flight} generations are under way, try again in a moment"
+                )
+            self.in_flight += 1
+            try:
+                events = self._events(live, ask, record)
+                work = self._streamed if ask.stream else self._whole
+                await exchange.until_gone(work(wire, live, ask, record, exchange, events))
+            finally:
+                self.in_flight -= 1
+        except BranchlineError as error:
+            failed = isinstance(error, EngineError | JournalError)
+            record.outcome, record.error = "failed" if failed else "refused", str(error)
+            record.status = error_of(error)[0]
+            raise
+        except (ClientGoneError, asyncio.CancelledError):
+            record.outcome, record.status = "cancelled", 499
+            raise
+        finally:
+            record.close()
+            for observe in self._observers:
+                observe(record)
+
+    def _read(
+        self,
+        wire: Wire[Any],
+        live: LiveSession,
+        place: Place,
+        exchange: Exchange,
+        body: object,
+        record: CallRecord,
+    ) -> Ask:
+        headers = exchange.headers
+        user = body.get("user") if isinstance(body, dict) else None
+        agent = (
+            _first(headers, AGENT_HEADERS)
+            or place.agent
+            or (user if isinstance(user, str) else "")
+            or live.options.agent
+            or DEFAULT_AGENT
+        )
+        retry = headers.get("x-stainless-retry-count", "0")
+        caller = Caller(
+            live,
+            agent,
+            int(retry) if retry.isdigit() else 0,
+            _first(headers, PARENT_HEADERS),
+            self._config.default_max_tokens,
+        )
+        ask: Ask = wire.read(body, caller)
+        count = len(ask.asked.request.messages)
+        if count > self._config.max_messages:
+            raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
+        record.model, record.agent, record.group = ask.model, agent, live.options.group
+        record.streamed, record.asked = ask.stream, ask.asked
+        return ask
+
+    async def _events(self, live: LiveSession, ask: Ask, record: CallRecord) -> AsyncGenerator[Event, None]:
+        route = self._fleet.route(ask.model, record.agent)
+        record.engine = route.engine.name
+        asked = ask.asked
+        if not route.train:
+            asked = replace(asked, request=replace(asked.request, trained=False))
+        if isinstance(route.engine, UpstreamChat):
+            events = run_capture(live, route.engine, asked, record)
+        else:
+            events = run_call(live, route.engine, asked, record, self._config.max_prompt_tokens)
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Done):
+                    record.done = event
+                yield event
+
+    async def _whole(
+        self,
+        wire: Wire[Any],
+        live: LiveSession,
+        ask: Ask,
+        record: CallRecord,
+        exchange: Exchange,
+        events: AsyncGenerator[Event, None],
+    ) -> None:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Done):
+                    # The call counts as delivered once this has left, and not before.
+                    await exchange.respond(wire.whole(ask, event, live.session.codec))
+
+    async def _streamed(
+        self,
+        wire: Wire[Any],
+        live: LiveSession,
+        ask: Ask,
+        record: CallRecord,
+        exchange: Exchange,
+        events: AsyncGenerator[Event, None],
+    ) -> None:
+        stream = wire.stream(ask, record.call_id, live.session.codec)
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Done):
+                        await exchange.stream(stream.end(event), last=True)
+                    elif data := stream.said(event):
+                        await exchange.stream(data)
+        except BranchlineError as error:
+            # Before the first event an error has a status of its own; after it, it is an event.
+            if not exchange.is_streaming:
+                raise
+            status, message, field, _ = error_of(error)
+            record.outcome, record.status, record.error = "failed", status, message
+            await exchange.stream(stream.failed(status, message, field), last=True)
+
+
+def _first(headers: Any, names: Sequence[str]) -> str:
+    for name in names:
+        value: str = headers.get(name, "")
+        if value:
+            return value
+    return ""

@@ -1,0 +1,167 @@
+"""Text completions, wire ⇄ canonical: a bare prompt, as text or as ids, that no template frames."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from branchline.chat.base import Codec
+from branchline.core.call import Request
+from branchline.core.errors import MessageError
+from branchline.core.fields import clean
+from branchline.core.message import Message
+from branchline.core.runs import Ids, as_ids
+from branchline.gateway.answers import Answer, Said
+from branchline.gateway.calls import Asked, Done
+from branchline.gateway.protocols.base import (
+    MOST_CHOICES,
+    Ask,
+    Caller,
+    Fields,
+    Wire,
+    flag,
+    given_sampling,
+    model_name,
+    sampling_params,
+    sse,
+    whole_number,
+    wishes,
+)
+from branchline.gateway.protocols.chat import error, usage
+
+_MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class CompletionAsk(Ask):
+    """A completion request, read."""
+
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+
+def read(body: object, caller: Caller) -> CompletionAsk:
+    given = wishes(body, caller)
+    for name, plain in (("echo", False), ("suffix", ""), ("best_of", given.get("n", 1))):
+        if given.get(name, plain) != plain:
+            raise MessageError(name, given[name], f"{plain!r}: nothing else is done here")
+    ids = _prompt(given, caller)
+    logprobs = given.get("logprobs")
+    if logprobs is not None and not isinstance(logprobs, bool):
+        whole_number(given, "logprobs", 0, 0, _MOST_LOGPROBS)
+    request = Request(
+        (Message("user"),),
+        agent=caller.agent,
+        retry=caller.retry,
+        spawned_by=caller.spawned_by,
+        sampling=given_sampling(given, "max_tokens"),
+        raw=True,
+    )
+    stream_options = given.get("stream_options") or {}
+    if not isinstance(stream_options, dict):
+        raise MessageError("stream_options", stream_options, "an object")
+    return CompletionAsk(
+        Asked(
+            request,
+            sampling_params(given, "max_tokens", caller),
+            whole_number(given, "n", 1, 1, MOST_CHOICES),
+            prompt_ids=ids,
+        ),
+        model_name(given),
+        stream=flag(given, "stream"),
+        include_usage=flag(stream_options, "include_usage"),
+        logprobs=logprobs is not None and logprobs is not False,
+        return_token_ids=flag(given, "return_token_ids"),
+    )
+
+
+def _prompt(given: Fields, caller: Caller) -> Ids:
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return caller.live.session.codec.encode(clean(prompt))
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
+    ):
+        return as_ids(prompt)
+    raise MessageError("prompt", prompt, "one text that is not empty, or a list of token ids")
+
+
+def whole(ask: CompletionAsk, done: Done, codec: Codec) -> dict[str, Any]:
+    """The whole response."""
+    choices = []
+    for index, answer in enumerate(done.answers):
+        choice = _choice(index, answer.message.text, answer.finish)
+        if ask.logprobs:
+            choice["logprobs"] = _logprobs(answer, codec)
+        if ask.return_token_ids:
+            choice["token_ids"] = answer.ids.tolist()
+            choice["prompt_token_ids"] = done.prompt_ids.tolist()
+        choices.append(choice)
+    return {**_frame(done.call.id, ask.model), "choices": choices, "usage": usage(done)}
+
+
+def _frame(call_id: str, model: str) -> dict[str, Any]:
+    return {"id": call_id, "object": "text_completion", "created": int(time.time()), "model": model}
+
+
+def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+def _logprobs(answer: Answer | Said, codec: Codec) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    tokens = [codec.decode(np.array([token], np.int32)) for token in answer.ids]
+    ends = np.cumsum([len(text) for text in tokens]).tolist()
+    return {
+        "tokens": tokens,
+        "token_logprobs": answer.logprobs.tolist(),
+        "top_logprobs": None,
+        "text_offset": [0, *ends][: len(tokens)],
+    }
+
+
+@dataclass
+class Stream:
+    """The events of a streamed response."""
+
+    ask: CompletionAsk
+    call_id: str
+    codec: Codec
+    _frame: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._frame = _frame(self.call_id, self.ask.model)
+
+    def said(self, said: Said) -> bytes:
+        choice = _choice(said.choice, "".join(delta.text for delta in said.deltas), None)
+        if self.ask.logprobs:
+            choice["logprobs"] = _logprobs(said, self.codec)
+        if self.ask.return_token_ids:
+            choice["token_ids"] = said.ids.tolist()
+        return sse({**self._frame, "choices": [choice]})
+
+    def end(self, done: Done) -> bytes:
+        events = []
+        for index, answer in enumerate(done.answers):
+            choice = _choice(index, "", answer.finish)
+            if self.ask.return_token_ids:
+                choice["prompt_token_ids"] = done.prompt_ids.tolist()
+            events.append(sse({**self._frame, "choices": [choice]}))
+        if self.ask.include_usage:
+            events.append(sse({**self._frame, "choices": [], "usage": usage(done)}))
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def failed(self, status: int, message: str, field_name: str | None) -> bytes:
+        return sse({**error(status, message, field_name), "status": status})
+
+
+COMPLETIONS = Wire("completions", "cmpl-", read, whole, Stream, error)
