@@ -39,9 +39,14 @@ def test_it_starts_answers_and_says_how_to_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--engine", "vllm"], "expected --tokenizer DIR"),
+        (["--engine", "vllm"], "expected --engine-url URL"),
+        (["--engine", "vllm", "--engine-url", "http://h:1"], "expected --tokenizer DIR or --model DIR"),
+        (["--engine", "sglang", "--engine-url", "h:1", "--tokenizer", "."], "expected http://HOST:PORT"),
+        (["--engine", "openai", *2 * ["--engine-url", "http://h:1"]], "expected one; --upstream adds more"),
+        (["--engine", "scripted", "--rule", "haiku"], "expected model="),
+        (["--engine", "scripted", "--rule", "engine=big"], "expected one of the named ones: none"),
+        (["--engine", "scripted", "--upstream", "big"], "expected NAME=URL"),
         (["--engine", "scripted", "--no-auth", "--host", "0.0.0.0"], "expected loopback"),
-        ([], "expected --tokenizer DIR or --model DIR"),
     ],
 )
 def test_what_is_missing_is_said(

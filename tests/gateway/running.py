@@ -90,13 +90,14 @@ async def agent(
     config: GatewayConfig | None = None,
     journal: Path | None = None,
     engine: ScriptedEngine | None = None,
+    fleet: Any = None,
     **options: Any,
 ) -> AsyncIterator[Agent]:
-    """A gateway with one session and a client for it."""
+    """A gateway with one session and a client for it; `fleet` stands before the scripted engine."""
     codec = codec or (engine.codec if engine else ToyCodec())
     engine = engine or ScriptedEngine(codec, rule or replies(*said))
     async with (
-        Gateway(engine=engine, codec=codec, config=config, journal=journal) as gateway,
+        Gateway(engine=fleet or engine, codec=codec, config=config, journal=journal) as gateway,
         httpx.AsyncClient(timeout=20) as http,
     ):
         yield Agent(gateway, await gateway.session(**options), http, engine)

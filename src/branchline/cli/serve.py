@@ -10,23 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import Codec
+from branchline.cli.engines import ENGINES, build
 from branchline.core.errors import InputError
-from branchline.core.runs import as_ids
+from branchline.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
-    from branchline.engines.base import Engine
+    from branchline.gateway.fleet import Fleet
     from branchline.gateway.server import Gateway
-
-ENGINES = ("scripted", "hf", "vllm", "sglang")
 
 _EPILOG = """\
 examples:
+  branchline serve
+      SmolLM2-135M-Instruct in this process, on a CPU if need be: nothing to configure
   branchline serve --engine scripted
       no model at all: replies by rule, to try a client or a protocol
   branchline serve --engine vllm --engine-url http://127.0.0.1:8000 --tokenizer ~/models/Qwen3-8B
       in front of a vLLM server that has the same model; give --engine-url again for each replica
   branchline serve --engine hf --model ~/models/Qwen3-0.6B --journal run.journal
-      the embedded engine; sessions survive a restart
+      another model in this process; sessions survive a restart
+  branchline serve --engine openai --engine-url https://host/v1
+      capture what any OpenAI-compatible upstream says; its token ids are not known, so samples are inexact
+  branchline serve --rule 'model=*haiku*,train=no' --rule 'agent=judge,engine=big,train=no' \
+      --upstream big=https://host/v1
+      calls for some models or of some agents are not trained, or go elsewhere; the first rule that fits
 
 Open a session, point an agent at it:
   curl -X POST $URL/sessions -H "authorization: Bearer $ADMIN_KEY"
@@ -45,12 +51,32 @@ def add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--engine", choices=ENGINES, default="hf", help="what samples (default: %(default)s)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a model's folder, for the embedded engine")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="a model's folder (default: SmolLM2, unpacked once)"
+    )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="a tokenizer's folder (default: the model's)"
     )
     parser.add_argument(
-        "--engine-url", action="append", default=[], metavar="URL", help="a server; may be repeated"
+        "--engine-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a server of the engine; repeat for replicas. Its key, if it wants one: BRANCHLINE_ENGINE_KEY",
+    )
+    parser.add_argument(
+        "--upstream",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="an OpenAI-compatible upstream that rules may name",
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,…",
+        help="model=PATTERN, agent=PATTERN, engine=NAME, train=yes|no; the first that fits decides",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
@@ -77,6 +103,23 @@ def add_serve(commands: Any) -> None:
     )
     parser.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     parser.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
+    parser.add_argument(
+        "--explain-forks", action="store_true", help="log why a request did not go on where the last ended"
+    )
+    parser.add_argument(
+        "--max-in-flight",
+        type=int,
+        default=GatewayConfig.max_in_flight,
+        metavar="N",
+        help="generations at once; above, clients are told to come back (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        default=GatewayConfig.idle_s,
+        metavar="S",
+        help="finalize sessions that nobody has used for so long, 0: never (default: %(default)g)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -86,28 +129,30 @@ def run(options: argparse.Namespace) -> str:
         raise InputError(
             f"--no-auth: got --host {options.host}, expected loopback: anybody could use the model"
         )
-    codec, engine = _build(options)
-    asyncio.run(_serve(options, codec, engine))
+    codec, fleet = build(options)
+    asyncio.run(_serve(options, codec, fleet))
     return ""
 
 
-async def _serve(options: argparse.Namespace, codec: Codec, engine: Engine) -> None:
-    from branchline.gateway.config import GatewayConfig
+async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet) -> None:
     from branchline.gateway.server import Gateway
 
-    for one in getattr(engine, "engines", [engine]):
-        ready = getattr(one, "ready", None)
-        if ready is not None:
-            await ready()
+    await fleet.ready()
     gateway = Gateway(
-        engine=engine,
+        engine=fleet,
         codec=codec,
         journal=options.journal,
         durability=options.durability,
         history=options.history,
         host=options.host,
         port=options.port,
-        config=GatewayConfig(admin_key=options.admin_key, auth=not options.no_auth),
+        config=GatewayConfig(
+            admin_key=options.admin_key,
+            auth=not options.no_auth,
+            max_in_flight=options.max_in_flight,
+            idle_s=options.idle_s,
+            explain_forks=options.explain_forks,
+        ),
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -132,44 +177,3 @@ def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:
         f"  curl {base_url}/chat/completions -H 'authorization: Bearer {api_key}' "
         '-H \'content-type: application/json\' -d \'{"messages": [{"role": "user", "content": "hello"}]}\''
     )
-
-
-def _build(options: argparse.Namespace) -> tuple[Codec, Engine]:
-    if options.engine == "scripted":
-        from branchline.chat.toy import ToyCodec
-        from branchline.engines.scripted import ScriptedEngine
-
-        toy = ToyCodec.chatml()
-        return toy, ScriptedEngine(toy, lambda ask: f"You said: {ask.last_line}")
-    from branchline.chat.generic.codec import GenericCodec
-
-    folder = options.tokenizer or options.model
-    if folder is None:
-        wanted = "expected --tokenizer DIR or --model DIR; --engine scripted needs neither"
-        raise InputError(f"--engine {options.engine}: {wanted}")
-    codec = GenericCodec.open(
-        folder, tool_parser=options.tool_parser, reasoning_parser=options.reasoning_parser
-    )
-    if options.engine == "hf":
-        if options.model is None:
-            raise InputError("--engine hf: expected --model DIR, a folder with weights")
-        try:
-            from branchline.engines.hf.engine import HfEngine
-        except ImportError as error:
-            raise InputError(
-                "--engine hf needs torch and transformers: pip install 'branchline[hf]'"
-            ) from error
-        return codec, HfEngine.load(options.model, decode=lambda ids: codec.decode(as_ids(ids)))
-    return codec, _servers(options)
-
-
-def _servers(options: argparse.Namespace) -> Engine:
-    from branchline.engines.replicas import Replicas
-    from branchline.engines.sglang import SglangEngine
-    from branchline.engines.vllm import VllmEngine
-
-    if not options.engine_url:
-        raise InputError(f"--engine {options.engine}: expected --engine-url URL, the address of its server")
-    kind = VllmEngine if options.engine == "vllm" else SglangEngine
-    engines = [kind(url) for url in options.engine_url]
-    return engines[0] if len(engines) == 1 else Replicas(engines)

@@ -27,7 +27,7 @@ class GatewayApp:
         observers: tuple[Observer, ...] = (),
     ) -> None:
         self.config = config or GatewayConfig()
-        self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet, rules=self.config.rules)
+        self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
         self.sessions = sessions
         self.metrics = Metrics()
         access = Access(sessions, self.config.admin_key, self.config.auth)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from branchline.gateway.fleet import Rule
-
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Keys, limits, rules."""
+    """Keys and limits. Which engine a call goes to is the fleet's business."""
 
     admin_key: str = ""
     auth: bool = True
@@ -24,6 +22,5 @@ class GatewayConfig:
     """Where neither client nor session says."""
     idle_s: float = 24 * 3600
     """Sessions that nobody has used for this long are finalized; 0: never."""
-    rules: tuple[Rule, ...] = ()
     explain_forks: bool = False
     """Log why a request did not go on where the last one ended, as it happens."""

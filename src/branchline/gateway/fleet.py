@@ -112,6 +112,14 @@ class Fleet:
             if isinstance(engine, Replicas):
                 engine.forget(session)
 
+    async def ready(self) -> None:
+        """Raises EngineError where a server does not answer."""
+        engines = self.main.engines if isinstance(self.main, Replicas) else (self.main,)
+        for engine in engines:
+            ready = getattr(engine, "ready", None)
+            if ready is not None:
+                await ready()
+
     async def pause(self) -> None:
         """Holds the policy for a change of its weights; engines that rules name go on."""
         if not isinstance(self.main, UpstreamChat):

@@ -1,0 +1,115 @@
+"""The codec and the engines that `branchline serve`'s options name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from branchline.chat.base import Codec
+from branchline.core.errors import InputError
+
+if TYPE_CHECKING:
+    from branchline.engines.base import Engine
+    from branchline.engines.openai import UpstreamChat
+    from branchline.gateway.fleet import Fleet
+
+ENGINES = ("hf", "vllm", "sglang", "scripted", "openai")
+KEY_NAMES = ("BRANCHLINE_ENGINE_KEY", "OPENAI_API_KEY")
+"""Where the key of an engine's server is looked for; a command line is for everybody to read."""
+
+
+def build(options: argparse.Namespace) -> tuple[Codec, Fleet]:
+    """What serves, by the options; refuses what is missing before anything is started."""
+    from branchline.gateway.fleet import Fleet, Rule
+
+    codec, engine = _main_engine(options)
+    others = dict(_upstream(text) for text in options.upstream)
+    rules = [Rule.read(text) for text in options.rule]
+    make = _server_maker(options.engine) if options.engine in ("vllm", "sglang") else None
+    return codec, Fleet(engine, others=others, rules=rules, make=make)
+
+
+def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamChat]:
+    if options.engine == "scripted":
+        from branchline.chat.toy import ToyCodec
+        from branchline.engines.scripted import ScriptedEngine
+
+        toy = ToyCodec.chatml()
+        return toy, ScriptedEngine(toy, lambda ask: f"You said: {ask.last_line}")
+    if options.engine == "hf":
+        return _embedded(options)
+    _require_url(options)
+    if options.engine == "openai":
+        if len(options.engine_url) > 1:
+            raise InputError("--engine openai: got several --engine-url, expected one; --upstream adds more")
+        _, upstream = _upstream(f"openai={options.engine_url[0]}")
+        return _codec(options) if options.tokenizer else _bytes(), upstream
+    from branchline.engines.replicas import Replicas
+
+    make = _server_maker(options.engine)
+    replicas = Replicas([make(url) for url in options.engine_url], name=options.engine)
+    return _codec(options), replicas
+
+
+def _bytes() -> Codec:
+    """For capture without a tokenizer: text is kept to the letter, and a byte stands for a token."""
+    from branchline.chat.toy import ToyCodec
+
+    return ToyCodec.chatml()
+
+
+def _require_url(options: argparse.Namespace) -> None:
+    if not options.engine_url:
+        raise InputError(f"--engine {options.engine}: expected --engine-url URL, the address of its server")
+    if options.engine != "openai" and not (options.tokenizer or options.model):
+        raise InputError(
+            f"--engine {options.engine}: expected --tokenizer DIR or --model DIR, the files of the model "
+            "that the server has"
+        )
+
+
+def _codec(options: argparse.Namespace, folder: Path | None = None) -> Codec:
+    from branchline.chat.generic.codec import GenericCodec
+
+    parsers = {"tool_parser": options.tool_parser, "reasoning_parser": options.reasoning_parser}
+    return GenericCodec.open(options.tokenizer or folder or options.model, **parsers)
+
+
+def _embedded(options: argparse.Namespace) -> tuple[Codec, Engine]:
+    try:
+        from branchline.engines.hf.engine import HfEngine
+    except ImportError as error:
+        raise InputError(
+            f"--engine hf needs torch and transformers ({error.name} is missing): "
+            "pip install 'branchline[hf]'; --engine scripted needs neither"
+        ) from error
+    from branchline.engines.smollm2 import smollm2_folder
+
+    folder = options.model or smollm2_folder()
+    return _codec(options, folder), HfEngine.load(folder)
+
+
+def _server_maker(kind: str) -> Callable[[str], Engine]:
+    from branchline.engines.http import Server
+    from branchline.engines.sglang import SglangEngine
+    from branchline.engines.vllm import VllmEngine
+
+    engine = VllmEngine if kind == "vllm" else SglangEngine
+    return lambda url: engine(Server(url, api_key=_key()))
+
+
+def _upstream(text: str) -> tuple[str, UpstreamChat]:
+    from branchline.engines.http import Server
+    from branchline.engines.openai import UpstreamChat
+
+    name, separator, url = text.partition("=")
+    if not separator or not name or not url:
+        raise InputError(f"--upstream: got {text!r}, expected NAME=URL")
+    return name, UpstreamChat(Server(url, api_key=_key()), name=name)
+
+
+def _key() -> str:
+    return next((os.environ[name] for name in KEY_NAMES if os.environ.get(name)), "")

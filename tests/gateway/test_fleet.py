@@ -1,0 +1,109 @@
+"""Rules decide where a call goes and whether it trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from branchline.core.errors import InputError
+from branchline.engines.replicas import Replicas
+from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.engines.vllm import VllmEngine
+from branchline.gateway.fleet import Fleet, Rule
+from tests.engines.fake import FakeVllm
+from tests.gateway.running import agent, run
+
+
+def test_the_first_rule_that_fits_decides() -> None:
+    main, small = ScriptedEngine(name="main"), ScriptedEngine(name="small")
+    fleet = Fleet(
+        main,
+        others={"small": small},
+        rules=[
+            Rule(agent="judge", train=False),
+            Rule(model="*haiku*", engine="small", train=False),
+            Rule("*"),
+        ],
+    )
+    assert fleet.route("claude-haiku-4", "main").engine is small
+    assert fleet.route("claude-haiku-4", "judge").engine is main
+    assert not fleet.route("claude-haiku-4", "judge").train
+    assert fleet.route("gpt-5", "").train
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("haiku", "expected model="),
+        ("models=x", "expected model="),
+        ("train=perhaps", "expected yes or no"),
+    ],
+)
+def test_a_rule_that_cannot_be_read_says_what_is_expected(text: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        Rule.read(text)
+
+
+def test_a_rule_for_an_engine_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match="engine=big, expected one of the named ones: small"):
+        Fleet(ScriptedEngine(), others={"small": ScriptedEngine()}, rules=[Rule(engine="big")])
+
+
+def test_calls_that_do_not_train_stand_in_the_report() -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(rule=replies("answer"))
+        title = ScriptedEngine(engine.codec, replies("a title"), name="side")
+        fleet = Fleet(engine, others={"side": title}, rules=[Rule("mini*", engine="side", train=False)])
+        async with agent(engine=engine, fleet=fleet) as a:
+            assert await a.say("p") == "answer"
+            assert await a.say("name this", model="mini-1") == "a title"
+            told = await a.get("/samples")
+            assert len(told["samples"]) == 1
+            assert [(drop["reason"], drop["tokens"]) for drop in told["report"]["dropped"]] == [
+                ("untrained", len("a title") + 1)
+            ]
+            assert len(title.asked) == 1
+
+    run(test)
+
+
+def test_replicas_come_and_go_while_a_session_goes_on() -> None:
+    async def test() -> None:
+        async with FakeVllm() as one, FakeVllm() as two:
+            for server in (one, two):
+                server.answers = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
+            replicas = Replicas([VllmEngine(one.url)])
+            fleet = Fleet(replicas, make=VllmEngine)
+            async with agent(fleet=fleet, sampling={"max_tokens": 6}) as a:
+                engines = f"{a.gateway.url}/engines"
+                admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
+                await a.say("p")
+                last = await a.http.request(
+                    "DELETE", engines, json={"name": replicas.engines[0].name}, headers=admin
+                )
+                assert last.status_code == 400
+                assert "is the last one" in last.text
+                added = await a.http.post(engines, json={"url": two.url}, headers=admin)
+                assert added.status_code == 201
+                assert [engine["in_flight"] for engine in added.json()["engines"]] == [0, 0]
+                gone = await a.http.request(
+                    "DELETE", engines, json={"name": replicas.engines[0].name}, headers=admin
+                )
+                assert len(gone.json()["engines"]) == 1
+                await a.say("p", "x", "go on")
+                assert [len(server.bodies) for server in (one, two)] == [1, 1]
+                refused = await a.http.post(engines, json={"url": "nowhere"}, headers=admin)
+                assert refused.status_code == 400
+                assert (await a.http.get(engines)).status_code == 401
+
+    run(test)
+
+
+def test_an_engine_in_this_process_takes_no_replicas() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
+            refused = await a.http.post(f"{a.gateway.url}/engines", json={"url": "http://h:1"}, headers=admin)
+            assert refused.status_code == 400
+            assert "takes no replicas" in refused.text
+
+    run(test)
