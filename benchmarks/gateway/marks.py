@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import msgspec
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from branchline.chat.generic.codec import GenericCodec
@@ -21,32 +20,27 @@ from branchline.chat.generic.dialect import Dialect
 from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
+from branchline.gateway import calls
+from branchline.gateway.exchange import Exchange
 from branchline.gateway.live import Sessions
 from branchline.gateway.model import ModelApi
 from branchline.tree.match import Matcher
 from branchline.tree.session import Session
 
 ENGINE = "the engine (not counted)"
-_ROUTING, _COMMIT, _DELIVER = (
-    "headers, routing, key",
-    "commit: plan, encode, apply",
-    "deliver: note it, queue it",
-)
+_ROUTING, _COMMIT = "headers, routing, key", "commit: plan, encode, apply"
 PARTS = (
     _ROUTING,
-    "body read",
-    "JSON decode",
-    "read_messages, parameters",
+    "body: read, decode",
+    "messages, parameters",
     "thread hop, parser",
     "prepare",
     ENGINE,
     "generate: parse the output",
     _COMMIT,
     "journal: until it is safe",
-    _DELIVER,
     "response: build",
-    "response: JSON encode",
-    "response: send",
+    "response: encode, send",
 )
 INSIDE = ("match", "dialect.write", "template.render", "tokenizers", "codec, the rest", "prepare, the rest")
 """Parts of `prepare`."""
@@ -59,8 +53,6 @@ class Marks:
         self._calls: list[dict[str, float]] = []
         self._spent: defaultdict[str, float] | None = None
         self._since = 0.0
-        self.last = ""
-        """The part that ended last."""
 
     def begin(self) -> None:
         if self._spent is None:
@@ -72,7 +64,7 @@ class Marks:
         now = time.perf_counter()
         if self._spent is not None:
             self._spent[part] += now - self._since
-        self._since, self.last = now, part
+        self._since = now
 
     def inside(self, part: str, spent_s: float) -> None:
         if self._spent is not None:
@@ -100,21 +92,13 @@ def watched(engine: type) -> Iterator[Marks]:
     wraps: list[tuple[Any, str, Wrap]] = [
         (AutoHTTPProtocol, "data_received", lambda run: _before(run, marks.begin)),
         (Sessions, "get", lambda run: _around(marks, run, None, _ROUTING)),
-        (msgspec.json, "decode", lambda run: _around(marks, run, "body read", "JSON decode", _ROUTING)),
-        (ModelApi, "_read", lambda run: _around(marks, run, None, "read_messages, parameters")),
+        (Exchange, "json", lambda run: _awaited(marks, run, None, "body: read, decode")),
+        (ModelApi, "_read", lambda run: _around(marks, run, None, "messages, parameters")),
         (Session, "prepare", lambda run: _around(marks, run, "thread hop, parser", "prepare")),
         (engine, "generate", lambda run: _generating(marks, run)),
         (Session, "commit", lambda run: _around(marks, run, "generate: parse the output", _COMMIT)),
-        (
-            Session,
-            "deliver",
-            lambda run: _around(marks, run, "journal: until it is safe", _DELIVER),
-        ),
-        (
-            msgspec.json,
-            "encode",
-            lambda run: _around(marks, run, "response: build", "response: JSON encode", _DELIVER),
-        ),
+        (calls, "commit", lambda run: _awaited(marks, run, None, "journal: until it is safe")),
+        (Exchange, "respond", lambda run: _awaited(marks, run, "response: build", None)),
         (cycle, "send", lambda run: _sending(marks, run)),
         (Matcher, "find", lambda run: _inside(marks, run, "match")),
         (GenericCodec, "extend", lambda run: _inside(marks, run, "codec")),
@@ -148,20 +132,33 @@ def _before(run: Callable[..., Any], mark: Callable[[], None]) -> Callable[..., 
     return wrapped
 
 
-def _around(
-    marks: Marks, run: Callable[..., Any], before: str | None, itself: str, behind: str | None = None
-) -> Callable[..., Any]:
-    """Marks where a function begins and ends; `behind`: only where it follows that part directly."""
+def _around(marks: Marks, run: Callable[..., Any], before: str | None, itself: str) -> Callable[..., Any]:
+    """Marks where a function begins and ends."""
 
     def wrapped(*args: Any, **options: Any) -> Any:
-        if behind is not None and marks.last != behind:
-            return run(*args, **options)
         if before is not None:
             marks.reach(before)
         try:
             return run(*args, **options)
         finally:
             marks.reach(itself)
+
+    return wrapped
+
+
+def _awaited(
+    marks: Marks, run: Callable[..., Any], before: str | None, itself: str | None
+) -> Callable[..., Any]:
+    """The same for a coroutine."""
+
+    async def wrapped(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            marks.reach(before)
+        try:
+            return await run(*args, **options)
+        finally:
+            if itself is not None:
+                marks.reach(itself)
 
     return wrapped
 
@@ -191,7 +188,7 @@ def _sending(marks: Marks, run: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapped(self: Any, message: dict[str, Any]) -> None:
         await run(self, message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            marks.reach("response: send")
+            marks.reach("response: encode, send")
             marks.end()
 
     return wrapped

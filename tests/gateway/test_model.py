@@ -147,10 +147,11 @@ def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
             await a.say("p")
             monkeypatch.setattr(Journal, "_commit", full)
             assert (await a.ask("p", "x", "q")).status_code == 503
+            sampled = len(a.engine.asked)
             refused = await a.ask("p", "x", "q")
             assert refused.status_code == 503
             assert "can only be read" in refused.text
-            assert len(a.engine.asked) == 2, "nothing is sampled that cannot be kept"
+            assert len(a.engine.asked) == sampled, "nothing is sampled that cannot be kept"
             assert (await a.get(""))["state"] == "open"
             assert len(await a.timelines()) == 1
 
@@ -210,6 +211,17 @@ def test_how_a_call_was_sampled_is_recorded_with_it() -> None:
                 "seed": 3,
             }
             assert call.sampling["logprobs"] == "processed"
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_sessions_own_limit_goes_before_the_clients_by_either_name(name: str) -> None:
+    async def test() -> None:
+        async with agent("a long answer", sampling={"max_tokens": 3}) as a:
+            assert await a.say("p", **{name: 9}) == "a l"
+        async with agent("a long answer", sampling_defaults={"max_tokens": 3}) as a:
+            assert await a.say("p", **{name: 6}) == "a long"
 
     run(test)
 

@@ -150,6 +150,21 @@ def test_7_a_prompt_at_the_limit_gets_an_empty_answer_without_an_engine_call() -
     run(test)
 
 
+def test_7_a_prompt_beyond_the_limit_is_refused_in_the_words_that_make_agents_compact() -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(ToyCodec(), replies("yes"), max_context=10)
+        async with agent(engine=engine) as a:
+            refused = await a.ask("p")
+            assert refused.status_code == 400
+            assert refused.json()["error"]["message"] == (
+                "prompt is too long: 17 tokens > 10 maximum context length"
+            )
+            assert not engine.asked
+            assert not a.session.live.session.tree.calls
+
+    run(test)
+
+
 def test_7_a_cut_tool_call_never_reports_tool_calls() -> None:
     async def test() -> None:
         async with agent(CALL, codec=ToyCodec.chatml()) as a:

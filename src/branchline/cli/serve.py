@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import Codec
 from branchline.cli.engines import ENGINES, build
+from branchline.cli.watching import Watch, add_watch_options, watch
 from branchline.core.errors import InputError
 from branchline.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from branchline.gateway.fleet import Fleet
     from branchline.gateway.server import Gateway
+
+log = logging.getLogger("branchline.gateway")
 
 _EPILOG = """\
 examples:
@@ -120,6 +123,7 @@ def add_serve(commands: Any) -> None:
         metavar="S",
         help="finalize sessions that nobody has used for so long, 0: never (default: %(default)g)",
     )
+    add_watch_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -130,11 +134,15 @@ def run(options: argparse.Namespace) -> str:
             f"--no-auth: got --host {options.host}, expected loopback: anybody could use the model"
         )
     codec, fleet = build(options)
-    asyncio.run(_serve(options, codec, fleet))
+    watching = watch(options)
+    try:
+        asyncio.run(_serve(options, codec, fleet, watching))
+    finally:
+        watching.close()
     return ""
 
 
-async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet) -> None:
+async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watching: Watch) -> None:
     from branchline.gateway.server import Gateway
 
     await fleet.ready()
@@ -153,6 +161,8 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet) -> Non
             idle_s=options.idle_s,
             explain_forks=options.explain_forks,
         ),
+        observers=watching.observers,
+        on_end=watching.on_end,
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -162,7 +172,7 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet) -> Non
         session = await gateway.session()
         print(_welcome(gateway, session.base_url, session.api_key), flush=True)
         await stop.wait()
-        print("branchline: letting running calls end", file=sys.stderr, flush=True)
+        log.info("letting running calls end")
 
 
 def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:

@@ -57,19 +57,27 @@ class Request:
     """What reading the request already had to tolerate."""
     trained: bool = True
     """Whether its outputs are for training; a judge's or a title's may not be."""
+    resumes: str = ""
+    """The id of a cancelled call that this one goes on from, behind the ids it had sampled."""
     raw: bool = False
     """A bare prompt that no template frames: its one message is the whole of it."""
 
     @classmethod
-    def read(cls, body: Mapping[str, Any], *, agent: str = DEFAULT_AGENT) -> Request:
-        """A request from the body of a chat completion request."""
+    def read(
+        cls,
+        body: Mapping[str, Any],
+        *,
+        agent: str = DEFAULT_AGENT,
+        messages: tuple[Message, ...] | None = None,
+    ) -> Request:
+        """A request from the body of a chat completion request, its messages if they are not read yet."""
         tools = read_tools(body.get("tools"))
         template = body.get("chat_template_kwargs")
         if template is not None and not isinstance(template, dict):
             raise MessageError("chat_template_kwargs", template, "an object or null")
         tolerated = (Equivalence.EMPTY_TOOLS,) if body.get("tools") == [] else ()
         return cls(
-            read_messages(body.get("messages")),
+            read_messages(body.get("messages")) if messages is None else messages,
             tools,
             template=clean_values(template or {}),
             agent=agent,
@@ -156,3 +164,5 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """The moment that the session's templates show as now, in seconds since 1970."""
     trained: bool = True
     """Whether its outputs are for training."""
+    resumes: int = -1
+    """The cancelled call whose tokens its output begins with; they count here and no longer there."""

@@ -9,7 +9,9 @@
     ├── SessionError            a session that is not there, is closed, or that a key does not open
     ├── TreeError               a commit that does not fit the tree it is meant for
     ├── EngineError             an engine failed; the call can be tried again
-    │   └── EngineInputError    what it was asked cannot be done: too long, not supported
+    │   └── EngineInputError    what it was asked cannot be done: not supported, out of range
+    │       └── ContextLengthError  a prompt beyond what the model can hold
+    ├── ToolError               a tool could not be set up, or the server it lives on is not there
     ├── JournalError            the journal could not be opened, written or read
     └── ExportError             samples that must not be trained on without being asked for
         └── MissingLogprobsError
@@ -71,7 +73,9 @@ class SessionError(BranchlineError):
     """A session that is not there, is closed, or that a key does not open; `kind` says which."""
 
     def __init__(
-        self, kind: Literal["unknown", "closed", "forbidden", "no_key", "exists", "busy"], message: str
+        self,
+        kind: Literal["unknown", "closed", "forbidden", "no_key", "exists", "conflict", "busy"],
+        message: str,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -87,6 +91,24 @@ class EngineError(BranchlineError):
 
 class EngineInputError(EngineError):
     """What an engine was asked for cannot be done by it."""
+
+
+class ToolError(BranchlineError):
+    """A tool that cannot be used; what goes wrong inside a call is told to the model instead.
+
+    >>> str(ToolError("search", "create", "no index"))
+    "tool 'search': create: no index"
+    """
+
+    def __init__(self, tool: str, doing: str, problem: str) -> None:
+        super().__init__(f"tool {tool!r}: {doing}: {problem}")
+        self.tool = tool
+        self.doing = doing
+        self.problem = problem
+
+
+class ContextLengthError(EngineInputError):
+    """A prompt beyond what the model can hold; agents compact their history when they are told so."""
 
 
 class JournalError(BranchlineError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from branchline.core.errors import MessageError
+from branchline.core.errors import InputError, MessageError
 
 
 def inside(where: str, error: MessageError) -> MessageError:
@@ -27,14 +27,21 @@ def text_field(raw: Mapping[str, Any], name: str) -> str:
 
 def clean_values(value: Any) -> Any:
     """A JSON value in which every text is clean."""
+    try:
+        return _clean_values(value)
+    except RecursionError:
+        raise InputError("got a JSON value, expected one that is not nested so deep") from None
+
+
+def _clean_values(value: Any) -> Any:
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):
         return {
-            clean(key) if isinstance(key, str) else key: clean_values(item) for key, item in value.items()
+            clean(key) if isinstance(key, str) else key: _clean_values(item) for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [clean_values(item) for item in value]
+        return [_clean_values(item) for item in value]
     return value
 
 

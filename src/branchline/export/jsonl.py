@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
     """The samples of a file that `write_jsonl` wrote. Media come back as digests without payload."""
     with Path(path).open("rb") as file:
         for line in file:
-            yield _read_sample(msgspec.json.decode(line))
+            yield read_sample(msgspec.json.decode(line))
 
 
-def _read_sample(raw: dict[str, Any]) -> Sample:
+def read_sample(raw: Mapping[str, Any]) -> Sample:
+    """A sample from what `sample_record` made of it; its media are digests without payload."""
     logprobs = [np.nan if value is None else value for value in raw["response_logprobs"]]
     return Sample(
         prompt_ids=np.array(raw["prompt_ids"], np.int32),

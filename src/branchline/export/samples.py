@@ -20,6 +20,8 @@ from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.node import Node
 from branchline.tree.tree import Tree
 
+RESUMED = "resumed"
+"""The tokens of a cancelled call that another went on from are that call's, and counted there."""
 Shares = Literal["split", "first", "all"]
 Keep = Literal["last", "random"]
 
@@ -109,7 +111,9 @@ def _pruned(tree: Tree, policy: ExportPolicy, judgement: Judgement) -> dict[int,
         if node.output is None:
             continue
         unseen = judgement.unseen.get(node.id)
-        if unseen is not None and unseen in policy.drop:
+        if tree.is_resumed(tree.call_of(node)):
+            pruned[node.id] = RESUMED
+        elif unseen is not None and unseen in policy.drop:
             pruned[node.id] = unseen
         elif inherited:
             pruned[node.id] = inherited
@@ -223,7 +227,7 @@ def _report(
     sampled = trained = inexact = missing = 0
     dropped: list[Dropped] = []
     for node in tree.nodes:
-        if node.output is None or node.sampled_ids is None:
+        if node.output is None or node.sampled_ids is None or pruned.get(node.id) == RESUMED:
             continue
         count = len(node.sampled_ids)
         sampled += count

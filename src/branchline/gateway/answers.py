@@ -43,6 +43,8 @@ class Answer:
     logprobs: Floats | None
     stop: str | None = None
     """The stop text that ended it, if one did."""
+    versions: tuple[int, ...] = ()
+    """The policy versions that sampled it, ascending; none where that is not known."""
 
 
 class StopTexts:
@@ -95,6 +97,8 @@ class Choice:
     stops: Sequence[str] = ()
     single_call: bool = False
     """End behind the first tool call (`parallel_tool_calls: false`)."""
+    response_id: str = ""
+    """The response's id on the wire; a client that sends it back says which of equal answers it means."""
     chunks: list[Chunk] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     finish: str = "length"
@@ -184,7 +188,9 @@ class Choice:
     def message(self) -> Message:
         said = self.parser.message
         text = said.text if self._watch is None else "".join(self._texts)
-        return Message("assistant", text, reasoning=said.reasoning, calls=tuple(self.calls))
+        return Message(
+            "assistant", text, reasoning=said.reasoning, calls=tuple(self.calls), id=self.response_id
+        )
 
     def generation(self, finish: str) -> Generation:
         """The answer as the tree keeps it."""
@@ -199,4 +205,5 @@ class Choice:
         """The answer as a client gets it."""
         finish = "tool_calls" if self.calls and self.finish == "stop" else self.finish
         stop = self._watch.found if self._watch is not None else None
-        return Answer(self.message, finish, self.ids, self.logprobs, stop)
+        versions = tuple(sorted({chunk.version for chunk in self.chunks}))
+        return Answer(self.message, finish, self.ids, self.logprobs, stop, versions)

@@ -13,7 +13,7 @@ from branchline.gateway.forks import ForkWatch
 from branchline.gateway.live import Sessions
 from branchline.gateway.metrics import Metrics
 from branchline.gateway.model import ModelApi, Place
-from branchline.gateway.record import Observer
+from branchline.gateway.record import Observer, SessionObserver
 
 
 class GatewayApp:
@@ -25,6 +25,7 @@ class GatewayApp:
         sessions: Sessions,
         config: GatewayConfig | None = None,
         observers: tuple[Observer, ...] = (),
+        on_end: tuple[SessionObserver, ...] = (),
     ) -> None:
         self.config = config or GatewayConfig()
         self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
@@ -34,7 +35,7 @@ class GatewayApp:
         watch = (ForkWatch(sessions).note,) if self.config.explain_forks else ()
         self.model = ModelApi(self.fleet, access, self.config, (self.metrics.note_call, *observers, *watch))
         self.metrics.in_flight.set_function(lambda: self.model.in_flight)
-        self.control = ControlApi(self.fleet, sessions, access, self.metrics, self.config)
+        self.control = ControlApi(self.fleet, sessions, access, self.metrics, self.config, on_end)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place = Place.find(scope["path"]) if scope["type"] == "http" else None

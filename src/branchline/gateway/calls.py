@@ -14,17 +14,20 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.errors import MessageError, SessionError
+from branchline.core.errors import ContextLengthError, MessageError, SessionError
 from branchline.core.runs import Ids
 from branchline.engines.base import Engine, SamplingParams
 from branchline.gateway.answers import Answer, Choice, Said
 from branchline.gateway.live import LiveSession
 from branchline.gateway.record import CallRecord
+from branchline.gateway.resume import left_by, take_up
 from branchline.tree.tree import Turn
 
 _THREAD_LETTERS = 50_000
-"""Requests with more text than this are prepared in a thread, so that the event loop stays free."""
+"""Prompts with more text to be looked at than this are prepared in a thread, for the event loop's sake."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Asked:
     """At most one tool call an answer."""
     prompt_ids: Ids | None = None
     """A bare prompt's ids; None for a conversation."""
+    new_bytes: int | None = None
+    """How much of the conversation the session had not read before; None where nobody has counted."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,12 @@ class Done:
         """Tokens of the prompt that did not have to be encoded."""
         return max(0, self.prompt_tokens - self.call.encoded_tokens)
 
+    @property
+    def version_range(self) -> tuple[int, int] | None:
+        """The oldest and the newest policy that had a part in it; None where that is not known."""
+        versions = [version for answer in self.answers for version in answer.versions]
+        return (min(versions), max(versions)) if versions else None
+
 
 Event = Said | Done
 
@@ -68,12 +79,18 @@ async def run_call(
     """Runs one call to its end. Closing the iterator early is the client going away."""
     asked = replace(asked, request=replace(asked.request, sampling=_sampling(engine, asked.params)))
     turn = await begin(live, asked, record, max_prompt_tokens)
-    choices = _choices(live, asked)
+    choices = _choices(live, asked, record.call_id)
     params = _params(engine, turn, asked, live, streamed=record.streamed)
+    prompt_ids, before = turn.prompt_ids, await left_by(live, turn, asked.choices)
+    over = live.running[record.call_id] = asyncio.Event()
     live.in_flight += 1
     try:
+        if before:
+            told, prompt_ids, params = take_up(choices[0], before, params, prompt_ids)
+            for event in told:
+                yield event
         if params.max_tokens > 0:
-            async with aclosing(_generate(engine, turn.prompt_ids, params, choices, live.id)) as said:
+            async with aclosing(_generate(engine, prompt_ids, params, choices, live.id)) as said:
                 async for event in said:
                     record.close_phase("queue")
                     yield event
@@ -82,6 +99,8 @@ async def run_call(
         raise
     finally:
         live.in_flight -= 1
+        del live.running[record.call_id]
+        over.set()
     record.close_phase("generate")
     generations = [choice.generation(choice.finish) for choice in choices]
     call = await commit(live, turn, generations, record)
@@ -124,12 +143,13 @@ def _sampling(engine: Engine, params: SamplingParams) -> dict[str, Any]:
         "repetition_penalty": params.repetition_penalty,
         "seed": params.seed,
         "max_tokens": params.max_tokens,
-        "logprobs": engine.logprob_kind,
+        # A grammar takes tokens away before anything is measured, whatever the engine calls raw.
+        "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
         "engine": engine.name,
     }
 
 
-def _choices(live: LiveSession, asked: Asked) -> list[Choice]:
+def _choices(live: LiveSession, asked: Asked, call_id: str) -> list[Choice]:
     codec, request = live.session.codec, asked.request
     return [
         Choice(
@@ -137,6 +157,7 @@ def _choices(live: LiveSession, asked: Asked) -> list[Choice]:
             codec.plain_parser() if request.raw else codec.parser(request.tools, request.template),
             asked.params.stop,
             asked.single_call,
+            call_id,
         )
         for index in range(asked.choices)
     ]
@@ -144,9 +165,12 @@ def _choices(live: LiveSession, asked: Asked) -> list[Choice]:
 
 def _params(engine: Engine, turn: Turn, asked: Asked, live: LiveSession, *, streamed: bool) -> SamplingParams:
     """What the engine is asked for. A prompt at the limit leaves room for no token, which is an answer."""
-    room = asked.params.max_tokens
-    if engine.max_context is not None:
-        room = max(0, min(room, engine.max_context - len(turn.prompt_ids)))
+    room, most, length = asked.params.max_tokens, engine.max_context, len(turn.prompt_ids)
+    if most is not None:
+        if length > most:
+            # The words that clients look for when they decide to compact.
+            raise ContextLengthError(f"prompt is too long: {length} tokens > {most} maximum context length")
+        room = min(room, most - length)
     return replace(
         asked.params,
         max_tokens=room,
@@ -160,8 +184,11 @@ async def _prepare(live: LiveSession, asked: Asked) -> Turn:
     request = asked.request
     if asked.prompt_ids is not None:
         return live.session.prepare_ids(request, asked.prompt_ids)
-    letters = sum([len(message.text) for message in request.messages])
-    if letters < _THREAD_LETTERS:
+    work = asked.new_bytes
+    if work is None or live.session.history == "template":
+        # A template is rendered whole, whatever was there before.
+        work = sum([len(message.text) for message in request.messages])
+    if work < _THREAD_LETTERS:
         return live.session.prepare(request)
     return await asyncio.to_thread(live.session.prepare, request)
 
@@ -232,7 +259,8 @@ async def commit(
     """The call in the tree, once it is safe."""
     # Finalized or aborted while it was being sampled: the answer comes too late and changes nothing.
     live.require_open()
-    committed = live.session.commit(turn, *generations, call_id=record.call_id)
+    named = [_named(generation, record.call_id) for generation in generations]
+    committed = live.session.commit(turn, *named, call_id=record.call_id)
     if committed.durable is not None:
         try:
             await asyncio.wrap_future(committed.durable)
@@ -243,6 +271,13 @@ async def commit(
     live.last_used = time.monotonic()
     record.close_phase("commit")
     return committed.call
+
+
+def _named(generation: Generation, call_id: str) -> Generation:
+    """An answer that knows its response; of equal ones, whoever sends the id back says which is meant."""
+    if generation.message is None:
+        return generation
+    return replace(generation, message=structs.replace(generation.message, id=call_id))
 
 
 def _keep_cancelled(live: LiveSession, turn: Turn, choices: Sequence[Choice], call_id: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ from branchline.gateway.fleet import Fleet
 from branchline.gateway.live import LiveSession, SessionOptions, Sessions, State
 from branchline.gateway.metrics import Metrics
 from branchline.gateway.protocols.chat import error
+from branchline.gateway.record import SessionObserver
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
 from branchline.gateway.wire import error_of, json_response, read_reward
 
@@ -51,13 +52,20 @@ class ControlApi:
     """Answers those who run agents and trainers."""
 
     def __init__(
-        self, fleet: Fleet, sessions: Sessions, access: Access, metrics: Metrics, config: GatewayConfig
+        self,
+        fleet: Fleet,
+        sessions: Sessions,
+        access: Access,
+        metrics: Metrics,
+        config: GatewayConfig,
+        on_end: Sequence[SessionObserver] = (),
     ) -> None:
         self._fleet = fleet
         self._sessions = sessions
         self._access = access
         self._metrics = metrics
         self._config = config
+        self._on_end = on_end
         self.base_url = ""
         self.asgi = Starlette(routes=self._routes())
 
@@ -147,7 +155,12 @@ class ControlApi:
             await asyncio.wrap_future(durable)
         if live.is_closed and not was_closed:
             self._fleet.forget(live.id)
+            self.tell_ended(live)
             await asyncio.to_thread(self._metrics.note_end, live)
+
+    def tell_ended(self, live: LiveSession) -> None:
+        for observe in self._on_end:
+            observe(live)
 
     async def expire(self) -> None:
         """Finalizes the sessions that nobody has used for too long."""

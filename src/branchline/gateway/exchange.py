@@ -45,7 +45,7 @@ class Exchange:
         scheme, _, token = self.headers.get("authorization", "").partition(" ")
         return token.strip() if scheme.lower() == "bearer" else self.headers.get("x-api-key", "")
 
-    async def json(self, max_bytes: int) -> Any:
+    async def json(self, max_bytes: int, decode: Callable[[bytes], object] = msgspec.json.decode) -> Any:
         """The body, read and decoded."""
         parts: list[bytes] = []
         size = 0
@@ -62,7 +62,7 @@ class Exchange:
                 break
         data = b"".join(parts) if len(parts) > 1 else parts[0]
         try:
-            return msgspec.json.decode(data)
+            return decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError("body", data[:60], f"JSON ({error})") from error
 

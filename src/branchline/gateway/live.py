@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,13 @@ import msgspec
 
 from branchline.chat.base import Codec, History
 from branchline.core.errors import JournalError, SessionError
+from branchline.gateway.bodies import Memory
 from branchline.tree.delta import Delivered, Delta, decode_array, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree
+
+log = logging.getLogger("branchline.sessions")
 
 State = Literal["open", "completed", "finalized", "aborted"]
 CLOSED: tuple[State, ...] = ("finalized", "aborted")
@@ -92,6 +96,9 @@ class LiveSession:
     rewards: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
     last_used: float = field(default_factory=time.monotonic)
+    running: dict[str, asyncio.Event] = field(default_factory=dict, repr=False)
+    """Calls that are being sampled; each event is set when its call is over and in the tree."""
+    memory: Memory = field(default_factory=Memory, repr=False)
     left_open: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the session is completed, finalized or aborted."""
 
@@ -113,10 +120,11 @@ class LiveSession:
 
     @property
     def sampled_tokens(self) -> int:
+        tree = self.session.tree
         return sum(
             len(node.sampled_ids)
-            for node in self.session.tree.nodes
-            if node.output and node.sampled_ids is not None
+            for node in tree.nodes
+            if node.output and node.sampled_ids is not None and not tree.is_resumed(tree.call_of(node))
         )
 
     def require_open(self) -> None:
@@ -140,6 +148,20 @@ class LiveSession:
         self.state, self.reason = state, reason
         self.last_used = time.monotonic()
         self.left_open.set()
+        if self.is_closed:
+            self.memory.clear()
+        log.info(
+            "session %s",
+            state,
+            extra={
+                "session": self.id,
+                "group": self.options.group,
+                "reason": reason,
+                "reward": self.reward,
+                "calls": len(self.session.tree.calls),
+                "open_s": time.time() - self.created,
+            },
+        )
         return self._write(Ended(state, reason))
 
     def _write(self, record: Rewarded | Ended) -> Future[int] | None:
@@ -184,6 +206,15 @@ class Sessions:
         live = self._add(session_id, opened, Tree())
         if self._journal is not None:
             self._journal.append(session_id, encode_record(opened)).result()
+        log.info(
+            "session opened",
+            extra={
+                "session": session_id,
+                "group": options.group,
+                "agent": options.agent,
+                "eval": options.eval,
+            },
+        )
         return live, api_key, control_key
 
     def default(self) -> LiveSession:

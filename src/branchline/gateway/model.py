@@ -20,22 +20,33 @@ from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
 from branchline.engines.openai import UpstreamChat
 from branchline.gateway.access import Access
-from branchline.gateway.calls import Done, Event, run_call
+from branchline.gateway.calls import Done, Event, begin, run_call
 from branchline.gateway.capture import run_capture
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.exchange import ClientGoneError, Exchange
 from branchline.gateway.fleet import Fleet
 from branchline.gateway.live import LiveSession
 from branchline.gateway.protocols.base import Ask, Caller, Wire
-from branchline.gateway.protocols.chat import CHAT
+from branchline.gateway.protocols.chat import CHAT, PROMPT_TOKENS
 from branchline.gateway.protocols.completions import COMPLETIONS
-from branchline.gateway.record import CallRecord, Observer
+from branchline.gateway.protocols.messages import COUNT_TOKENS, MESSAGES
+from branchline.gateway.protocols.responses import INPUT_TOKENS, RESPONSES
+from branchline.gateway.record import CallRecord, Failure, Observer
 from branchline.gateway.wire import error_of
 
 log = logging.getLogger("branchline.gateway")
 
-WIRES: dict[str, Wire[Any]] = {"chat/completions": CHAT, "completions": COMPLETIONS}
+WIRES: dict[str, Wire[Any]] = {
+    "chat/completions": CHAT,
+    "chat/completions/count_tokens": PROMPT_TOKENS,
+    "completions": COMPLETIONS,
+    "responses": RESPONSES,
+    "responses/input_tokens": INPUT_TOKENS,
+    "messages": MESSAGES,
+    "messages/count_tokens": COUNT_TOKENS,
+}
 AGENT_HEADERS = ("x-branchline-agent", "x-claude-code-agent-id")
+RESUME_HEADER = "x-branchline-resume"
 PARENT_HEADERS = ("x-branchline-parent-agent", "x-claude-code-parent-agent-id")
 
 
@@ -83,7 +94,8 @@ class ModelApi:
         error = (wire or CHAT).error
         try:
             if wire is not None and exchange.method == "POST":
-                await self._call(wire, place, exchange)
+                answer = self._call if wire.count is None else self._count
+                await answer(wire, place, exchange)
             elif wire is not None or (place.verb.startswith("models") and exchange.method != "GET"):
                 await exchange.respond(error(405, f"{exchange.method}: not for this path", None), 405)
             elif place.verb.split("/")[0] == "models":
@@ -110,11 +122,28 @@ class ModelApi:
         # Any name is accepted, so any name is there.
         await exchange.respond(cards[0] if wanted else {"object": "list", "data": cards})
 
+    async def _count(self, wire: Wire[Any], place: Place, exchange: Exchange) -> None:
+        """How long a prompt would be: it is prepared and dropped, so nothing is sampled or recorded."""
+        assert wire.count is not None
+        live = self._access.model(place.session, exchange.key)
+        record = CallRecord(live.id, wire.name, "")
+        body = await exchange.json(self._config.max_body_bytes, wire.decode)
+        ask = self._read(wire, live, place, exchange, body, record)
+        turn = await begin(live, ask.asked, record, None)
+        await exchange.respond(wire.count(len(turn.prompt_ids)))
+
     async def _call(self, wire: Wire[Any], place: Place, exchange: Exchange) -> None:
         live = self._access.model(place.session, exchange.key)
-        record = CallRecord(live.id, wire.name, wire.id_prefix + secrets.token_hex(12))
+        record = CallRecord(
+            live.id,
+            wire.name,
+            wire.id_prefix + secrets.token_hex(12),
+            live.created,
+            group=live.options.group,
+            traceparent=exchange.headers.get("traceparent", ""),
+        )
         try:
-            body = await exchange.json(self._config.max_body_bytes)
+            body = await exchange.json(self._config.max_body_bytes, wire.decode)
             ask = self._read(wire, live, place, exchange, body, record)
             if self.in_flight >= self._config.max_in_flight:
                 raise SessionError(
@@ -122,18 +151,21 @@ class ModelApi:
                 )
             self.in_flight += 1
             try:
-                events = self._events(live, ask, record)
+                events = self._events(live, ask, record, exchange.headers.get(RESUME_HEADER, ""))
                 work = self._streamed if ask.stream else self._whole
                 await exchange.until_gone(work(wire, live, ask, record, exchange, events))
             finally:
                 self.in_flight -= 1
         except BranchlineError as error:
-            failed = isinstance(error, EngineError | JournalError)
-            record.outcome, record.error = "failed" if failed else "refused", str(error)
+            failed = isinstance(error, EngineError | JournalError) and error_of(error)[0] >= 500
+            record.outcome, record.failure = "failed" if failed else "refused", Failure.of(error)
             record.status = error_of(error)[0]
             raise
         except (ClientGoneError, asyncio.CancelledError):
             record.outcome, record.status = "cancelled", 499
+            raise
+        except Exception as error:
+            record.outcome, record.status, record.failure = "failed", 500, Failure.of(error)
             raise
         finally:
             record.close()
@@ -170,16 +202,18 @@ class ModelApi:
         count = len(ask.asked.request.messages)
         if count > self._config.max_messages:
             raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
-        record.model, record.agent, record.group = ask.model, agent, live.options.group
+        record.model, record.agent = ask.model, agent
         record.streamed, record.asked = ask.stream, ask.asked
         return ask
 
-    async def _events(self, live: LiveSession, ask: Ask, record: CallRecord) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, live: LiveSession, ask: Ask, record: CallRecord, resumes: str
+    ) -> AsyncGenerator[Event, None]:
         route = self._fleet.route(ask.model, record.agent)
         record.engine = route.engine.name
         asked = ask.asked
-        if not route.train:
-            asked = replace(asked, request=replace(asked.request, trained=False))
+        if not route.train or resumes:
+            asked = replace(asked, request=replace(asked.request, trained=route.train, resumes=resumes))
         if isinstance(route.engine, UpstreamChat):
             events = run_capture(live, route.engine, asked, record)
         else:
@@ -227,7 +261,7 @@ class ModelApi:
             if not exchange.is_streaming:
                 raise
             status, message, field, _ = error_of(error)
-            record.outcome, record.status, record.error = "failed", status, message
+            record.outcome, record.status, record.failure = "failed", status, Failure.of(error)
             await exchange.stream(stream.failed(status, message, field), last=True)
 
 

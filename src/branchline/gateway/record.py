@@ -7,12 +7,56 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from branchline.core.errors import JournalError, MessageError, SessionError
+
 if TYPE_CHECKING:
     from branchline.gateway.calls import Asked, Done
+    from branchline.gateway.live import LiveSession
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 """`refused`: the client's mistake. `failed`: the engine's or the journal's. `cancelled`: the client left."""
 Phase = Literal["prepare", "queue", "generate", "commit"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call ended by. Its words may quote messages; its kind never does.
+
+    >>> told = Failure.of(MessageError("messages[0].role", "wizard", "one of system, user"))
+    >>> told.kind, told.field
+    ('MessageError', 'messages[0].role')
+    """
+
+    kind: str
+    """The error's type, and those of its causes: `EngineError from ConnectionRefusedError`."""
+    words: str
+    field: str = ""
+    may_quote: bool = True
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Keeps what is said of an error, and not the error: that holds on to the request it failed."""
+        return cls(
+            error_kind(error),
+            str(error),
+            error.field if isinstance(error, MessageError) else "",
+            not isinstance(error, SessionError | JournalError),
+        )
+
+
+def error_kind(error: BaseException) -> str:
+    return " from ".join([type(cause).__name__ for cause in causes_of(error)])
+
+
+def causes_of(error: BaseException, *, contexts: bool = False) -> list[BaseException]:
+    """An error and what led to it; with `contexts` also what was merely being handled. Each once."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        is_hidden = cause.__suppress_context__ or not contexts
+        cause = cause.__cause__ or (None if is_hidden else cause.__context__)
+    return chain
 
 
 @dataclass
@@ -22,6 +66,8 @@ class CallRecord:
     session: str
     protocol: str
     call_id: str
+    opened: float = 0.0
+    """When its session was opened, in seconds since 1970: ids of sessions may come again, this does not."""
     model: str = ""
     agent: str = ""
     group: str = ""
@@ -31,7 +77,9 @@ class CallRecord:
     done: Done | None = None
     outcome: Outcome = "ok"
     status: int = 200
-    error: str = ""
+    failure: Failure | None = None
+    traceparent: str = ""
+    """The client's own trace, where it says so."""
     began: float = field(default_factory=time.time)
     """Seconds since 1970."""
     started_s: float = field(default_factory=time.perf_counter)
@@ -50,3 +98,5 @@ class CallRecord:
 
 
 Observer = Callable[[CallRecord], None]
+SessionObserver = Callable[["LiveSession"], None]
+"""Told once when a session is closed for good, or ends with the gateway because no journal keeps it."""

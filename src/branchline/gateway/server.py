@@ -30,7 +30,7 @@ from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.fleet import Fleet
 from branchline.gateway.live import LiveSession, SessionOptions, Sessions
-from branchline.gateway.record import Observer
+from branchline.gateway.record import Observer, SessionObserver
 from branchline.gateway.views import samples_view
 from branchline.tree.journal import Durability, Journal
 
@@ -85,14 +85,15 @@ class Gateway:
         port: int = 0,
         config: GatewayConfig | None = None,
         observers: Sequence[Observer] = (),
+        on_end: Sequence[SessionObserver] = (),
     ) -> None:
-        """`codec` may be left out where the engine has one."""
+        """`codec` may be left out where the engine has one; `observers` see calls, `on_end` sessions."""
         config = config or GatewayConfig()
         if config.auth and not config.admin_key:
             config = replace(config, admin_key="ak-bl-" + secrets.token_urlsafe(24))
         self._journal = Journal(journal, durability=durability) if journal is not None else None
         self.sessions = Sessions(codec or _codec_of(engine), history=history, journal=self._journal)
-        self.app = GatewayApp(engine, self.sessions, config, tuple(observers))
+        self.app = GatewayApp(engine, self.sessions, config, tuple(observers), tuple(on_end))
         self.admin_key = config.admin_key
         self._host, self._port = host, port
         self._server: uvicorn.Server | None = None
@@ -119,7 +120,9 @@ class Gateway:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listener.getsockname()[1]
         self.app.control.base_url = f"http://{self._host}:{port}"
-        settings = uvicorn.Config(self.app, log_level="warning", lifespan="off", access_log=False)
+        settings = uvicorn.Config(
+            self.app, log_level="warning", log_config=None, lifespan="off", access_log=False
+        )
         self._server = uvicorn.Server(settings)
         self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -146,6 +149,10 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
+        if self._journal is None:
+            for live in self.sessions:
+                if not live.is_closed:
+                    self.app.control.tell_ended(live)
         await self.app.fleet.close()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)

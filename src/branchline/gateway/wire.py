@@ -22,6 +22,7 @@ _STATUS = {
     "unknown": 404,
     "closed": 409,
     "exists": 409,
+    "conflict": 409,
     "forbidden": 403,
     "no_key": 401,
     "busy": 429,

@@ -56,6 +56,7 @@ class Tree:
         self.nodes: list[Node] = [root_node()]
         self.calls: list[Call] = []
         self._deliveries: dict[int, Delivery] = {}
+        self._resumed: set[int] = set()
         self._sampled: dict[bytes, list[Node]] = {}
         self._matcher = Matcher(self.root, self._delivery_of)
         self._matcher.restore_reasoning = restore_reasoning
@@ -236,8 +237,25 @@ class Tree:
             shown=tuple(source for source in turn.sources if source != NOWHERE),
             clock=clock,
             trained=turn.request.trained,
+            resumes=self._resumed_index(turn.request.resumes),
         )
         return Delta(tuple(new), call)
+
+    def find_call(self, call_id: str) -> Call | None:
+        """The call with this id, the latest where clients gave it twice."""
+        return next((call for call in reversed(self.calls) if call.id == call_id), None)
+
+    def is_resumed(self, call: Call) -> bool:
+        """Whether another call went on from it, so that its tokens count there."""
+        return call.index in self._resumed
+
+    def _resumed_index(self, call_id: str) -> int:
+        call = self.find_call(call_id) if call_id else None
+        if call is None:
+            return NOWHERE
+        if call.index in self._resumed:
+            raise TreeError(f"commit: call {call_id} was resumed already, and tokens count once")
+        return call.index
 
     def apply(self, record: Record) -> Call:
         """Adds what a record says, whole or not at all."""
@@ -251,6 +269,8 @@ class Tree:
             )
         # The call first: whoever prepares meanwhile may meet a node of it.
         self.calls.append(record.call)
+        if record.call.resumes != NOWHERE:
+            self._resumed.add(record.call.resumes)
         for new in record.nodes:
             self._add(new, record.call)
         return record.call

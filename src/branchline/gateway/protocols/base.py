@@ -79,6 +79,10 @@ class Wire(Generic[A]):
     whole: Callable[[A, Done, Codec], dict[str, Any]]
     stream: Callable[[A, str, Codec], Stream]
     error: Callable[[int, str, str | None], dict[str, Any]]
+    decode: Callable[[bytes], object] = msgspec.json.decode
+    """The body's bytes as what `read` takes."""
+    count: Callable[[int], dict[str, Any]] | None = None
+    """Where it is given, nothing is sampled: what the prompt's number of tokens is answered with."""
 
 
 def sse(data: object, event: str = "") -> bytes:

@@ -16,12 +16,15 @@ import numpy as np
 from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.errors import MessageError
-from branchline.core.message import ToolCall
+from branchline.core.message import Message, ToolCall
+from branchline.core.reader import read_message, read_messages
 from branchline.core.runs import Floats, Ids
 from branchline.gateway.answers import Answer, Said
+from branchline.gateway.bodies import BodyReader
 from branchline.gateway.calls import Asked, Done
 from branchline.gateway.protocols.base import (
     MOST_CHOICES,
+    SAMPLING,
     Ask,
     Caller,
     Wire,
@@ -48,8 +51,14 @@ def read(body: object, caller: Caller) -> ChatAsk:
     """A request's body; the session's own sampling goes before the client's."""
     given = wishes(body, caller)
     assert isinstance(body, dict)
-    request = Request.read({**body, "tools": None} if _hides_tools(given) else body, agent=caller.agent)
-    max_tokens = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    request = Request.read(
+        {**body, "tools": None} if _hides_tools(given) else body,
+        agent=caller.agent,
+        messages=_messages(body.get("messages"), caller),
+    )
+    # The session's own limit goes before the client's, whichever of the two names the client uses.
+    is_newer = "max_completion_tokens" in given and "max_tokens" not in caller.live.options.sampling
+    max_tokens = "max_completion_tokens" if is_newer else "max_tokens"
     request = replace(
         request,
         retry=caller.retry,
@@ -65,6 +74,7 @@ def read(body: object, caller: Caller) -> ChatAsk:
             sampling_params(given, max_tokens, caller),
             whole_number(given, "n", 1, 1, MOST_CHOICES),
             single_call=not flag(given, "parallel_tool_calls", True),
+            new_bytes=caller.live.memory.new_bytes,
         ),
         model_name(given),
         stream=flag(given, "stream"),
@@ -72,6 +82,13 @@ def read(body: object, caller: Caller) -> ChatAsk:
         logprobs=flag(given, "logprobs"),
         return_token_ids=flag(given, "return_token_ids"),
     )
+
+
+def _messages(given: object, caller: Caller) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        return read_messages(given)
+    read = caller.live.memory.read
+    return tuple(read(given, lambda raw, place: read_message(raw, "messages", place)))
 
 
 def _hides_tools(given: Mapping[str, Any]) -> bool:
@@ -131,6 +148,11 @@ def _logprobs(ids: Ids, logprobs: Floats | None, codec: Codec) -> dict[str, Any]
         text = codec.decode(np.array([token], np.int32))
         content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
     return {"content": content, "refusal": None}
+
+
+def count(tokens: int) -> dict[str, Any]:
+    """The answer to `count_tokens`, under the name it has in a response's usage."""
+    return {"prompt_tokens": tokens}
 
 
 @dataclass
@@ -229,4 +251,28 @@ def error(status: int, message: str, field_name: str | None = None) -> dict[str,
     }
 
 
-CHAT = Wire("chat", "chatcmpl-", read, whole, Stream, error)
+_BODY = BodyReader(
+    "messages",
+    [
+        *SAMPLING,
+        "model",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "chat_template_kwargs",
+        "max_tokens",
+        "max_completion_tokens",
+        "n",
+        "stop",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "response_format",
+        "return_token_ids",
+        "user",
+    ],
+)
+
+CHAT = Wire("chat", "chatcmpl-", read, whole, Stream, error, _BODY.read)
+PROMPT_TOKENS = replace(CHAT, count=count)
+"""The same request, of which only the size of its prompt is wanted."""

@@ -1,0 +1,85 @@
+"""Installs the command-line agents that `make test-clients` runs, from npm into .cache/clients, once.
+
+    python scripts/install_clients.py             # all of them
+    python scripts/install_clients.py codex       # some
+
+Each has a folder of its own and a version that is named here and nowhere else: what a client does to its
+history changes from one version to the next, and the table in docs/guides/clients.md says what these do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "clients"
+
+
+@dataclass(frozen=True)
+class Package:
+    """One client as npm knows it."""
+
+    name: str
+    package: str
+    version: str
+    command: str
+
+    @property
+    def folder(self) -> Path:
+        return CACHE / f"{self.name}-{self.version}"
+
+    @property
+    def program(self) -> Path:
+        """What is run."""
+        return self.folder / "node_modules" / ".bin" / self.command
+
+
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package("claude-code", "@anthropic-ai/claude-code", "2.1.197", "claude"),
+        Package("codex", "@openai/codex", "0.166.0", "codex"),
+        Package("qwen-code", "@qwen-code/qwen-code", "0.15.10", "qwen"),
+        Package("opencode", "opencode-ai", "1.18.33", "opencode"),
+        Package("pi", "@mariozechner/pi-coding-agent", "0.73.1", "pi"),
+    )
+}
+
+
+def install(package: Package, npm: str) -> None:
+    """One client, whole or not at all."""
+    if package.program.exists():
+        return
+    print(f"installing {package.package}@{package.version}", flush=True)
+    partial = CACHE / f"{package.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / "package.json").write_text('{"private": true}\n')
+    wanted = f"{package.package}@{package.version}"
+    subprocess.run(
+        [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", wanted], cwd=partial, check=True
+    )
+    shutil.rmtree(package.folder, ignore_errors=True)
+    partial.rename(package.folder)
+
+
+def main(names: list[str]) -> int:
+    npm = shutil.which("npm")
+    if npm is None:
+        print("npm is missing: it is what installs these clients", file=sys.stderr)
+        return 1
+    unknown = set(names) - set(PACKAGES)
+    if unknown:
+        expected = ", ".join(PACKAGES)
+        print(f"unknown: {', '.join(sorted(unknown))}; expected some of {expected}", file=sys.stderr)
+        return 2
+    for name in names or PACKAGES:
+        install(PACKAGES[name], npm)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

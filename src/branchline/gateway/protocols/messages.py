@@ -1,0 +1,262 @@
+"""Anthropic's Messages, wire ⇄ canonical, and nothing else; blocks are in `messages_blocks`.
+
+Whatever asks for something we do not have (cache_control, betas, thinking budgets, context management,
+output configuration, service tiers, containers, tools that run on Anthropic's servers) is passed over.
+`tool_choice` none hides the tools; any other shows them and leaves the choice to the model, as in Chat
+Completions. An assistant's message at the end is context, and the answer a new message behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from branchline.chat.base import Codec
+from branchline.core.call import Request
+from branchline.core.errors import MessageError
+from branchline.core.fields import inside, text_field
+from branchline.core.message import ToolCall
+from branchline.core.reader import read_tools
+from branchline.gateway.answers import Answer, Said
+from branchline.gateway.calls import Asked, Done
+from branchline.gateway.protocols.base import (
+    Ask,
+    Caller,
+    Fields,
+    Wire,
+    flag,
+    given_sampling,
+    model_name,
+    sampling_params,
+    sse,
+    wishes,
+)
+from branchline.gateway.protocols.messages_blocks import (
+    Block,
+    input_text,
+    read_system,
+    read_turns,
+    sign,
+    tool_use,
+    write_blocks,
+)
+
+_CHOICES = ("auto", "any", "tool", "none")
+
+
+def read(body: object, caller: Caller) -> Ask:
+    """A request's body; the session's own sampling goes before the client's."""
+    given = wishes(body, caller)
+    hides_tools, single_call = _read_choice(given)
+    request = Request.read(
+        {**given, "tools": None if hides_tools else _read_tools(given.get("tools"))},
+        agent=caller.agent,
+        messages=(*read_system(given.get("system")), *read_turns(given.get("messages"))),
+    )
+    request = replace(
+        request,
+        retry=caller.retry,
+        spawned_by=caller.spawned_by,
+        sampling=given_sampling(given, "max_tokens"),
+    )
+    # A session says `stop`, whatever the protocol.
+    says_stop = "stop" in caller.live.options.sampling or "stop_sequences" not in given
+    params = sampling_params(given, "max_tokens", caller, stop_name="stop" if says_stop else "stop_sequences")
+    return Ask(
+        Asked(request, params, single_call=single_call), model_name(given), stream=flag(given, "stream")
+    )
+
+
+def _read_choice(given: Fields) -> tuple[bool, bool]:
+    """Whether the tools are hidden, and whether one call is enough."""
+    choice = given.get("tool_choice", {"type": "auto"})
+    if not isinstance(choice, dict):
+        raise MessageError("tool_choice", choice, "an object with a type")
+    if choice.get("type") not in _CHOICES:
+        raise MessageError("tool_choice.type", choice.get("type"), "one of " + ", ".join(_CHOICES))
+    alone = {name: value for name, value in choice.items() if value is not None}
+    try:
+        return choice["type"] == "none", flag(alone, "disable_parallel_tool_use")
+    except MessageError as error:
+        raise inside("tool_choice", error) from None
+
+
+def _read_tools(raw: object) -> list[dict[str, Any]] | None:
+    """Tools in the shape of Chat Completions. Anthropic's own, with a type and no schema, are passed over."""
+    if raw is None:
+        return None
+    tools = []
+    for index, tool in enumerate(read_tools(raw)):
+        if tool.get("type") not in (None, "custom") and "input_schema" not in tool:
+            continue
+        try:
+            tools.append(_read_tool(tool))
+        except MessageError as error:
+            raise inside(f"tools[{index}]", error) from None
+    return tools
+
+
+def _read_tool(tool: Fields) -> dict[str, Any]:
+    name, schema = text_field(tool, "name"), tool.get("input_schema")
+    if not name:
+        raise MessageError("name", tool.get("name"), "a non-empty string")
+    if not isinstance(schema, dict):
+        raise MessageError("input_schema", schema, "a JSON schema (an object)")
+    description = text_field(tool, "description")
+    function = {"name": name, "description": description} if description else {"name": name}
+    return {"type": "function", "function": {**function, "parameters": schema}}
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def whole(ask: Ask, done: Done, _codec: Codec) -> dict[str, Any]:
+    """The whole response."""
+    answer = done.answers[0]
+    message = _message(ask, done.call.id, write_blocks(answer.message, done.call.id), usage(done))
+    return {**message, **_stop(answer)}
+
+
+def _message(ask: Ask, call_id: str, content: list[Block], spent: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "message",
+        "role": "assistant",
+        "model": ask.model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": spent,
+    }
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    if answer.finish == "stop" and answer.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": _STOP_REASONS.get(answer.finish, "end_turn"), "stop_sequence": None}
+
+
+def usage(done: Done) -> dict[str, int]:
+    """What was reused is told apart: the three input counts add up to the prompt."""
+    reused = done.reused_tokens
+    return _usage(done.prompt_tokens - reused, reused, done.sampled_tokens)
+
+
+def _usage(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str, int]:
+    return {
+        "input_tokens": fresh,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": reused,
+        "output_tokens": sampled,
+    }
+
+
+def count(tokens: int) -> dict[str, Any]:
+    """The answer to `count_tokens`."""
+    return {"input_tokens": tokens}
+
+
+@dataclass
+class Stream:
+    """The events of a streamed response: blocks one behind the other, of which one at most is open.
+
+    The prompt's size is known only at the end, so `message_start` counts nothing and `message_delta` all.
+    """
+
+    ask: Ask
+    call_id: str
+    codec: Codec
+    _begun: bool = False
+    _index: int = 0
+    """The block that is open, or the next one."""
+    _open: str = ""
+    """`thinking` or `text` while such a block is open."""
+    _thought: list[str] = field(default_factory=list)
+
+    def said(self, said: Said) -> bytes:
+        events = self._begin()
+        for delta in said.deltas:
+            if delta.call is not None:
+                events += self._call(delta.call)
+            elif delta.reasoning:
+                self._thought.append(delta.reasoning)
+                events += self._words("thinking", delta.reasoning)
+            elif delta.text:
+                events += self._words("text", delta.text)
+        return b"".join(events)
+
+    def end(self, done: Done) -> bytes:
+        events = [*self._begin(), *self._close()]
+        events.append(_event("message_delta", delta=_stop(done.answers[0]), usage=usage(done)))
+        return b"".join([*events, _event("message_stop")])
+
+    def failed(self, status: int, message: str, field_name: str | None) -> bytes:
+        return sse({**error(status, message, field_name), "request_id": self.call_id}, "error")
+
+    def _begin(self) -> list[bytes]:
+        if self._begun:
+            return []
+        self._begun = True
+        return [_event("message_start", message=_message(self.ask, self.call_id, [], _usage()))]
+
+    def _words(self, kind: str, text: str) -> list[bytes]:
+        """More of what is being said, in a block of its kind. A block's kind is also its field's name."""
+        events: list[bytes] = []
+        if self._open != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            events += [*self._close(), self._start({"type": kind, kind: "", **signature})]
+            self._open = kind
+        return [*events, self._delta(f"{kind}_delta", kind, text)]
+
+    def _call(self, call: ToolCall) -> list[bytes]:
+        events = [*self._close(), self._start(tool_use(call))]
+        events.append(self._delta("input_json_delta", "partial_json", input_text(call)))
+        return [*events, self._stop()]
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        events: list[bytes] = []
+        if self._open == "thinking":
+            signature = sign(self.call_id, "".join(self._thought))
+            events.append(self._delta("signature_delta", "signature", signature))
+            self._thought.clear()
+        self._open = ""
+        return [*events, self._stop()]
+
+    def _start(self, block: Block) -> bytes:
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, kind: str, name: str, text: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, name: text})
+
+    def _stop(self) -> bytes:
+        self._index += 1
+        return _event("content_block_stop", index=self._index - 1)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse({"type": kind, **fields}, kind)
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error(status: int, message: str, _field: str | None = None) -> dict[str, Any]:
+    """The envelope of this protocol's errors; its words name the field, for it has no other place."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+MESSAGES = Wire("messages", "msg_", read, whole, Stream, error)
+COUNT_TOKENS = replace(MESSAGES, count=count)
+"""The same request, of which only the size of its prompt is wanted."""

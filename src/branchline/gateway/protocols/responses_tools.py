@@ -1,0 +1,111 @@
+"""Tools of the Responses protocol as Chat Completions writes them, and what the client calls them.
+
+A freeform tool takes any text. The model is offered it as a function with one argument, `input`, and a tool
+of a namespace under both names; an `Alias` remembers what the client calls it. Tools that only a vendor's
+own servers could run (web search, a hosted shell) are not offered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from branchline.core.errors import MessageError
+from branchline.core.fields import clean
+from branchline.gateway.protocols.base import Fields
+
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_PLAIN_NAMESPACE = "functions"
+"""The namespace of what has none."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """What the client calls a tool that the model is offered under another name or in another shape."""
+
+    name: str
+    namespace: str = ""
+    is_freeform: bool = False
+
+
+def offered_name(namespace: str, name: str) -> str:
+    """The name a model knows a tool by.
+
+    >>> offered_name("mcp__files", "read"), offered_name("functions", "look")
+    ('mcp__files__read', 'look')
+    """
+    return name if namespace in ("", _PLAIN_NAMESPACE) else f"{namespace.rstrip('_')}__{name}"
+
+
+def read_tools(
+    raw: object, where: str = "tools", namespace: str = ""
+) -> tuple[list[dict[str, Any]], dict[str, Alias]]:
+    """Tools as Chat Completions writes them, and what the client calls them where that differs."""
+    if raw is None:
+        return [], {}
+    if not isinstance(raw, list):
+        raise MessageError(where, raw, "a list of tools (objects) or null")
+    tools: list[dict[str, Any]] = []
+    aliases: dict[str, Alias] = {}
+    for index, tool in enumerate(raw):
+        place = f"{where}[{index}]"
+        if not isinstance(tool, dict):
+            raise MessageError(place, tool, "a tool (an object)")
+        kind = tool.get("type", "function")
+        if kind == "namespace":
+            inner, known = read_tools(tool.get("tools"), f"{place}.tools", _name(tool, place))
+            tools += inner
+            aliases |= known
+        elif kind in ("function", "custom"):
+            # Some clients write tools as Chat Completions has them.
+            body = tool[kind] if isinstance(tool.get(kind), dict) else tool
+            name = _name(body, place)
+            offered = offered_name(namespace, name)
+            shape = _freeform(body) if kind == "custom" else _function(body, place)
+            tools.append({"type": "function", "function": {**shape, "name": offered}})
+            if kind == "custom" or offered != name:
+                aliases[offered] = Alias(name, namespace if offered != name else "", kind == "custom")
+    return tools, aliases
+
+
+def _name(tool: Fields, place: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise MessageError(f"{place}.name", name, "a non-empty string")
+    return clean(name)
+
+
+def _function(tool: Fields, place: str) -> dict[str, Any]:
+    parameters = tool.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise MessageError(f"{place}.parameters", parameters, "a JSON schema (an object) or null")
+    return {key: value for key, value in tool.items() if key in _FUNCTION_FIELDS and value is not None}
+
+
+def _freeform(tool: Fields) -> dict[str, Any]:
+    """A function that takes one text; where a grammar says what text, the model is shown it."""
+    given = tool.get("format")
+    text: dict[str, Any] = {"type": "string"}
+    if isinstance(given, dict) and given.get("type") == "grammar":
+        text["description"] = f"Text of this {given.get('syntax')} grammar:\n{given.get('definition')}"
+    shape: dict[str, Any] = {"name": tool["name"]}
+    if tool.get("description") is not None:
+        shape["description"] = tool["description"]
+    shape["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    return shape
+
+
+def free_text(arguments: str) -> str:
+    """The input of a freeform tool out of the arguments a model wrote; what is nothing of the kind stays.
+
+    >>> free_text('{"input": "a patch"}'), free_text('{"patch": 1}')
+    ('a patch', '{"patch": 1}')
+    """
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) and len(value) == 1 else None
+    return text if isinstance(text, str) else arguments

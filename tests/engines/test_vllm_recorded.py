@@ -1,0 +1,190 @@
+"""The adapter on what a real vLLM said: `scripts/record_vllm.py` made the recordings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.runs import as_ids
+from branchline.engines.base import Chunk, SamplingParams
+from branchline.engines.vllm import VllmEngine
+from tests.engines.model import collect, float32, ids_of, logprobs_of, run, take, versions_of
+from tests.engines.replay import Replay
+
+FOLDER = Path(__file__).parent / "recorded" / "vllm-0.32.0"
+MODEL = "SmolLM2-135M-Instruct"
+PROMPT = as_ids(json.loads((FOLDER / "stop.request").read_bytes())["prompt"])
+PARIS = [504, 3575, 282, 4649, 314, 7042, 30, 2]
+"""The capital of France is Paris.<|im_end|>"""
+
+
+def asked(name: str, **more: Any) -> SamplingParams:
+    """The parameters that a recorded request came from."""
+    body = json.loads((FOLDER / f"{name}.request").read_bytes())
+    seed = body.get("seed")
+    return SamplingParams(
+        max_tokens=body["max_tokens"],
+        temperature=body["temperature"],
+        top_p=body["top_p"],
+        top_k=body["top_k"],
+        seed=None if seed is None else seed - len(PROMPT),
+        stop_ids=tuple(body["stop_token_ids"]),
+        stop=tuple(body.get("stop", ())),
+        grammar=body.get("response_format"),
+        **more,
+    )
+
+
+def said(name: str) -> tuple[list[int], list[float]]:
+    """The ids and logprobs in a recording, read without the adapter."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for data in re.findall(rb"data: (\{.*\})", (FOLDER / f"{name}.reply").read_bytes()):
+        (choice,) = json.loads(data)["choices"]
+        ids += choice["token_ids"]
+        logprobs += choice["logprobs"]["token_logprobs"]
+    return ids, logprobs
+
+
+def replayed(name: str, piece: int = 0, **more: Any) -> list[Chunk]:
+    """What the engine makes of a recording."""
+    chunks: list[Chunk] = []
+
+    async def main() -> None:
+        async with Replay(FOLDER, name, piece=piece) as server:
+            engine = VllmEngine(server.url, model=MODEL, version=0)
+            chunks.extend(await collect(engine.generate(PROMPT, asked(name, **more))))
+            await engine.close()
+
+    run(main())
+    return chunks
+
+
+@pytest.mark.parametrize("piece", [0, 1, 13, 512])
+@pytest.mark.parametrize("name", ["stop", "length", "stop_id", "stop_text", "seeded", "grammar"])
+def test_ids_and_logprobs_are_the_servers_however_its_bytes_arrive(name: str, piece: int) -> None:
+    chunks = replayed(name, piece)
+    ids, logprobs = said(name)
+    assert ids_of(chunks) == ids
+    assert logprobs_of(chunks) == float32(logprobs)
+    assert versions_of(chunks) == [0] * len(ids)
+    assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "finish"),
+    [
+        ("stop", PARIS, "stop"),
+        ("length", PARIS[:4], "length"),
+        ("stop_id", PARIS[:5], "stop"),
+        ("stop_text", PARIS[:4], "stop"),
+    ],
+)
+def test_what_ended_a_generation_is_its_last_id(name: str, ids: list[int], finish: str) -> None:
+    chunks = replayed(name)
+    assert ids_of(chunks) == ids
+    assert chunks[-1].finish == finish
+
+
+@pytest.mark.parametrize("piece", [0, 100])
+def test_a_generation_nobody_reads_along_is_gathered_by_the_server(piece: int) -> None:
+    (chunk,) = replayed("whole", piece, whole=True)
+    ids, logprobs = said("whole")
+    assert ids_of([chunk]) == ids
+    assert logprobs_of([chunk]) == float32(logprobs)
+    assert len(re.findall(rb"data: \{", (FOLDER / "whole.reply").read_bytes())) == 2
+    assert len(ids) > 30
+
+
+def test_under_a_grammar_logprobs_are_of_what_it_allows() -> None:
+    """vLLM masks before it takes even its raw logprobs: a token that had to come has logprob 0."""
+    chunks = replayed("grammar")
+    forced = {85, 2}  # The e of "blue", and the end.
+    told = dict(zip(ids_of(chunks), logprobs_of(chunks), strict=True))
+    assert {token for token, logprob in told.items() if logprob == 0.0} == forced
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("too_long", EngineInputError, "status 400: This model's maximum context length is 512 tokens"),
+        ("bad_request", EngineInputError, "status 400: temperature must be non-negative, got -1.0"),
+        ("unknown_model", EngineError, "status 404: The model `nope` does not exist"),
+    ],
+)
+@pytest.mark.parametrize("piece", [0, 7])
+def test_a_refusal_is_told_in_the_servers_words(
+    name: str, kind: type[EngineError], words: str, piece: int
+) -> None:
+    async def main() -> None:
+        prompt = as_ids(json.loads((FOLDER / f"{name}.request").read_bytes())["prompt"])
+        async with Replay(FOLDER, name, piece=piece) as server:
+            engine = VllmEngine(server.url, model="nope" if name == "unknown_model" else MODEL)
+            with pytest.raises(kind, match=re.escape(words)) as raised:
+                await collect(engine.generate(prompt, asked(name)))
+            assert type(raised.value) is kind
+            await engine.close()
+
+    run(main())
+
+
+def test_a_generation_that_somebody_else_aborts_at_the_server_fails_behind_what_was_said() -> None:
+    async def main() -> None:
+        async with Replay(FOLDER, "aborted") as server:
+            engine = VllmEngine(server.url, model=MODEL)
+            stream = engine.generate(PROMPT, asked("aborted"))
+            assert ids_of(await take(stream, 1)) == [504]
+            with pytest.raises(EngineError, match="ended a generation by 'abort'"):
+                await anext(stream)
+            await engine.close()
+
+    run(main())
+
+
+def test_a_server_that_is_ready_says_its_model_and_length() -> None:
+    async def main() -> None:
+        async with Replay(FOLDER, "health", "models") as server:
+            engine = VllmEngine(server.url)
+            await engine.ready()
+            assert (engine.model, engine.max_context) == (MODEL, 512)
+            await engine.close()
+
+    run(main())
+
+
+def test_a_server_with_development_endpoints_is_paused_and_told_the_version() -> None:
+    async def main() -> None:
+        async with Replay(FOLDER, "pause", "weight_version", "resume") as server:
+            engine = VllmEngine(server.url)
+            await engine.pause()
+            await engine.resume(5)
+            assert engine.version == 5
+            await engine.close()
+
+    run(main())
+
+
+def test_a_server_without_them_is_left_alone() -> None:
+    async def main() -> None:
+        async with Replay(FOLDER, "pause_absent") as server:
+            engine = VllmEngine(server.url)
+            await engine.pause()
+            await engine.resume()
+            await engine.close()
+
+    run(main())
+
+
+def test_the_recordings_are_of_the_version_they_are_named_after() -> None:
+    async def main() -> None:
+        async with Replay(FOLDER, "version") as server:
+            engine = VllmEngine(server.url)
+            assert await engine.client.get("/version") == {"version": "0.32.0"}
+            await engine.close()
+
+    run(main())

@@ -1,0 +1,291 @@
+"""What stands inside Anthropic's messages: blocks of every kind, and that appending stays one timeline."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import anthropic
+import pytest
+
+from branchline import ToyCodec
+from tests.chat.families import codec_of
+from tests.gateway.protocols.anthropic_agent import CALL, TOOLS, claude, results, text
+from tests.gateway.running import run
+
+CHATML = ToyCodec.chatml()
+PIXELS = b"\x89PNG pixels"
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PIXELS).decode()},
+}
+EPHEMERAL = {"type": "ephemeral"}
+
+
+# -- one timeline ------------------------------------------------------------------------------------
+
+
+def test_a_cache_mark_that_moves_between_blocks_changes_nothing() -> None:
+    async def test() -> None:
+        async with claude(CALL, "done", "again", codec=CHATML) as c:
+            system = [text("You help.", cache_control=EPHEMERAL), text(" Well.")]
+            first = await c.ask([text("a"), text("b", cache_control=EPHEMERAL)], system=system, tools=TOOLS)
+            system = [text("You help."), text(" Well.", cache_control=EPHEMERAL)]
+            tools = [{**TOOLS[0], "cache_control": EPHEMERAL}]
+            found = [{**results(first, "x")[0], "cache_control": EPHEMERAL, "is_error": False}]
+            second = await c.ask([text("a"), text("b")], first["content"], found, system=system, tools=tools)
+            # Once they carry no mark, some clients write texts as plain strings again.
+            turns = [
+                "ab",
+                first["content"],
+                [{**found[0], "content": [text("x")]}],
+                second["content"],
+                "more",
+            ]
+            await c.ask(*turns, system="You help. Well.", tools=TOOLS, cache_control=EPHEMERAL)
+            assert [len(line) for line in await c.calls()] == [3]
+
+    run(test)
+
+
+def test_lines_for_a_bill_are_not_shown_to_the_model() -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            for number in range(3):
+                bill = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
+                await c.ask("p", *["A", "q"][: 2 * number], system=[text(bill), text("You help.")])
+            await c.ask("p", "A", "q", system="x-anthropic-billing-header: cch=9\nYou help.")
+            assert c.prompts()[0] == "system:You help.\nuser:p\nassistant:"
+            assert c.prompts()[1] == c.prompts()[2] == c.prompts()[3]
+            await c.ask("p", system=[text("x-anthropic-billing-header: cch=1;")])
+            await c.ask("p", system="")
+            assert c.prompts()[4] == c.prompts()[5] == "user:p\nassistant:"
+
+    run(test)
+
+
+def test_a_system_message_between_turns_stays_where_it_stands() -> None:
+    async def test() -> None:
+        async with claude("A", "B", "C") as c:
+            begin: list[Any] = [
+                {"role": "user", "content": [text("<system-reminder>date</system-reminder>"), text("p")]},
+                {"role": "system", "content": "Available agents: none"},
+            ]
+            await c.ask(*begin, system="s")
+            more = [*begin, {"role": "assistant", "content": "A"}, {"role": "user", "content": "q"}]
+            await c.ask(*more, {"role": "system", "content": [text("New agents: one")]}, system="s")
+            last = [
+                *more,
+                {"role": "system", "content": "New agents: one"},
+                {"role": "assistant", "content": "B"},
+            ]
+            await c.ask(*last, {"role": "user", "content": "r"}, system="s")
+            assert [len(line) for line in await c.calls()] == [3]
+            assert c.prompts()[-1] == (
+                "system:s\nuser:<system-reminder>date</system-reminder>p\nsystem:Available agents: none\n"
+                "assistant:Auser:q\nsystem:New agents: one\nassistant:Buser:r\nassistant:"
+            )
+
+    run(test)
+
+
+def test_a_message_the_assistant_has_begun_is_context() -> None:
+    async def test() -> None:
+        async with claude("ok", "ok") as c:
+            assert (await c.ask("p", "It starts with"))["content"] == [text("ok")]
+            assert c.prompts() == ["user:p\nassistant:It starts with\nassistant:"]
+            (line,) = await c.agent.timelines()
+            assert sum(line["mask"]) == len("ok")
+
+    run(test)
+
+
+def test_a_sub_agent_of_claude_code_is_an_agent_of_its_own() -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            body = {"model": "haiku", "max_tokens": 9, "messages": [{"role": "user", "content": "p"}]}
+            names = {"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}
+            for headers in ({}, {"x-claude-code-agent-id": "a1"}, names):
+                assert (await c.post(body, "?beta=true", headers)).status_code == 200
+            assert [line["agent"] for line in await c.agent.timelines()] == [None, "a1", "a2"]
+            assert [call.spawned_by for call in c.agent.session.live.session.tree.calls] == ["", "", "a1"]
+
+    run(test)
+
+
+def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            wishes = {
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "metadata": {"user_id": "{}"},
+                "betas": ["context-1m-2025-08-07"],
+                "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+                "output_config": {"effort": "high"},
+                "service_tier": "auto",
+                "container": None,
+                "inference_geo": "moon",
+                "top_k": -1,
+                "stop_sequences": None,
+            }
+            beta = c.sdk.beta.messages
+            said = await beta.create(
+                model="toy", max_tokens=9, messages=[{"role": "user", "content": "p"}], betas=["x"]
+            )
+            assert said.content[0].text == "A"  # type: ignore[union-attr]
+            await c.ask("p", **wishes)
+            await c.ask("p", tools=[], **wishes)
+            assert set(c.prompts()) == {"user:p\nassistant:"}
+            await c.ask("p", chat_template_kwargs={"enable_thinking": False})
+            assert "enable_thinking" in c.prompts()[-1]
+
+    run(test)
+
+
+# -- kinds of blocks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [
+        (text("said"), "said"),
+        ("said", "said"),
+        ({"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}, ""),
+        (
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "s1",
+                "content": [{"type": "web_search_result"}],
+            },
+            "",
+        ),
+        ({"type": "web_search_tool_result", "tool_use_id": "s1", "content": {"error_code": "x"}}, ""),
+        ({"type": "mcp_tool_use", "id": "m1", "name": "n", "server_name": "s", "input": {}}, ""),
+        ({"type": "mcp_tool_result", "tool_use_id": "m1", "content": [text("found")]}, "found"),
+        ({"type": "redacted_thinking", "data": "c2VjcmV0"}, ""),
+        ({"type": "container_upload", "file_id": "f1"}, ""),
+        ({"type": "compaction", "content": "what was said before"}, "what was said before"),
+        ({"type": "not_yet_invented", "text": "words", "content": 7}, "words"),
+        (
+            {"type": "search_result", "source": "u", "title": "t", "content": [text("one "), text("two")]},
+            "one two",
+        ),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "doc"}}, "doc"),
+        (
+            {
+                "type": "document",
+                "title": "T",
+                "context": "C",
+                "source": {"type": "content", "content": "doc"},
+            },
+            "T\nC\ndoc",
+        ),
+        ({"type": "document", "source": {"type": "content", "content": [text("a"), text("b")]}}, "ab"),
+    ],
+    ids=lambda value: value.get("type", "") if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("place", ["user", "tool_result", "assistant", "system"])
+def test_a_block_gives_the_text_it_carries_wherever_it_stands(block: Any, shown: str, place: str) -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            if place == "user":
+                await c.ask([block])
+                wanted = f"user:{shown}\n"
+            elif place == "tool_result":
+                await c.ask([{"type": "tool_result", "tool_use_id": "t", "content": [block]}])
+                wanted = f"tool:{shown}\n"
+            elif place == "assistant":
+                await c.ask("p", [block], "q")
+                wanted = f"user:p\nassistant:{shown}\nuser:q\n"
+            else:
+                await c.ask("p", system=[block])
+                wanted = f"system:{shown}\nuser:p\n" if shown else "user:p\n"
+            assert c.prompts() == [f"{wanted}assistant:"]
+
+    run(test)
+
+
+def test_tool_results_are_messages_of_their_own_before_what_the_user_says() -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            uses = [{"type": "tool_use", "id": f"t{n}", "name": "look", "input": {"at": n}} for n in range(4)]
+            found = [
+                {"type": "tool_result", "tool_use_id": "t0", "content": "zero"},
+                {"type": "tool_result", "tool_use_id": "t1", "content": [text("o"), text("ne")]},
+                text("and?"),
+                {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+                {"type": "tool_result", "tool_use_id": "t3"},
+            ]
+            await c.ask("p", [text("hm"), *uses], found)
+            assert c.prompts()[0].endswith(
+                "}</call>\ntool:zero\ntool:one\ntool:error\ntool:\nuser:and?\nassistant:"
+            )
+            nodes = c.agent.session.live.session.tree.nodes
+            assert [node.message.answers for node in nodes if node.message.role == "tool"] == [
+                "t0",
+                "t1",
+                "t2",
+                "t3",
+            ]
+
+    run(test)
+
+
+def test_media_are_those_that_chat_completions_reads() -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            link = {"type": "image", "source": {"type": "url", "url": "https://images.test/a.png"}}
+            pdf = {"type": "base64", "media_type": "application/pdf", "data": IMAGE["source"]["data"]}
+            await c.ask([text("see"), IMAGE, link, {"type": "document", "source": pdf}])
+            data = base64.b64encode(PIXELS).decode()
+            parts = [
+                text("see"),
+                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+                {"type": "image_url", "image_url": {"url": "https://images.test/a.png"}},
+                {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{data}"}},
+            ]
+            await c.agent.say({"role": "user", "content": parts})
+            assert c.prompts()[0] == c.prompts()[1]
+            one, two = (
+                node for node in c.agent.session.live.session.tree.nodes if node.message.role == "assistant"
+            )
+            assert one.parent is two.parent
+            assert one.parent.message.media[0].payload == PIXELS
+
+    run(test)
+
+
+def test_a_text_model_refuses_images_and_says_so() -> None:
+    codec = codec_of("qwen3")
+
+    async def test() -> None:
+        async with claude("A", codec=codec) as c:
+            with pytest.raises(anthropic.BadRequestError, match="image"):
+                await c.sdk.messages.create(
+                    model="toy",
+                    max_tokens=9,
+                    messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore[list-item, typeddict-item]
+                )
+            found = [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]
+            error = await c.refusal({"messages": [{"role": "user", "content": found}]})
+            assert "image" in error["message"]
+
+    run(test)
+
+
+def test_tools_of_anthropic_s_own_servers_are_passed_over() -> None:
+    async def test() -> None:
+        async with claude("A") as c:
+            server = [
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+                {"type": "bash_20250124", "name": "bash"},
+                {"type": "computer_20250124", "name": "computer", "display_width_px": 1024},
+                {"type": "mcp_toolset", "mcp_server_name": "s"},
+            ]
+            await c.ask("p", tools=[*server, *TOOLS, {"type": "custom", "name": "hear", "input_schema": {}}])
+            await c.ask("p", tools=server)
+            await c.ask("p")
+            assert c.prompts()[0].count('"function": {') == 2
+            assert c.prompts()[1] == c.prompts()[2] == "user:p\nassistant:"
+
+    run(test)

@@ -1,0 +1,192 @@
+"""Anthropic's Messages against anything a client may send: it is answered or refused, and never fails."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from branchline import Message, Request, ToolCall, ToyCodec
+from branchline.chat.parsing.base import Delta
+from branchline.core.call import Call
+from branchline.core.fields import clean
+from branchline.core.runs import as_ids
+from branchline.engines.base import SamplingParams
+from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.gateway.answers import Answer, Said
+from branchline.gateway.app import GatewayApp
+from branchline.gateway.calls import Asked, Done
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.live import Sessions
+from branchline.gateway.protocols.base import Ask
+from branchline.gateway.protocols.messages import Stream
+from branchline.gateway.protocols.messages_blocks import (
+    input_text,
+    read_turns,
+    signed_in,
+    tool_use,
+    write_blocks,
+)
+from tests.gateway.protocols.anthropic_agent import CALL, blocks_in, events_in
+from tests.gateway.running import run
+
+CHATML = ToyCodec.chatml()
+
+_words = st.sampled_from(["", "x", "x-anthropic-billing-header: y", "ü🙂", "https://a.test/b.png", "aGk="])
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | _words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
+    max_leaves=6,
+)
+_kinds = st.sampled_from(
+    [
+        "text",
+        "image",
+        "document",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        "server_tool_use",
+        "mcp_tool_result",
+        "not_yet_invented",
+    ]
+)
+_sources = st.fixed_dictionaries(
+    {"type": st.sampled_from(["base64", "url", "text", "content", "file"])},
+    optional={
+        "data": _words,
+        "url": _words,
+        "media_type": _words,
+        "content": st.lists(st.fixed_dictionaries({"type": _kinds}, optional={"text": _words}), max_size=2),
+    },
+)
+
+
+def _blocks(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries(
+        {"type": _kinds},
+        optional={
+            "text": _words | _json,
+            "source": _sources | _json,
+            "content": _words | inner | _json,
+            "thinking": _words | _json,
+            "signature": _words,
+            "id": _words | _json,
+            "tool_use_id": _words,
+            "name": _words | _json,
+            "input": st.dictionaries(_words, _json, max_size=2) | _json,
+            "is_error": st.booleans(),
+            "cache_control": _json,
+        },
+    )
+
+
+_content = _words | st.lists(_blocks(st.lists(_blocks(_json), max_size=2)) | _json, max_size=4) | _json
+_roles = st.sampled_from(["user", "assistant", "system"])
+_tool = st.fixed_dictionaries({}, optional={"name": _words, "type": _words, "input_schema": _json})
+_bodies = st.fixed_dictionaries(
+    {"messages": st.lists(st.fixed_dictionaries({"role": _roles, "content": _content}), max_size=4)},
+    optional={
+        "system": _content,
+        "tools": st.lists(_tool, max_size=3) | _json,
+        "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "none"])}) | _json,
+        "stream": st.booleans(),
+        "thinking": _json,
+        "metadata": _json,
+    },
+)
+
+
+async def _post(path: str, body: str) -> int:
+    engine = ScriptedEngine(CHATML, replies(CALL))
+    app: Any = GatewayApp(engine, Sessions(CHATML), GatewayConfig(auth=False))
+    gateway = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=gateway, base_url="http://gateway.test") as http:
+        response = await http.post(f"/v1/messages{path}", content=body)
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    return response.status_code
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=_bodies, path=st.sampled_from(["", "/count_tokens"]))
+def test_no_request_makes_it_fail(body: Any, path: str) -> None:
+    async def test() -> None:
+        await _post(path, json.dumps(body))
+
+    run(test)
+
+
+@given(arguments=st.text() | _json.map(json.dumps) | st.dictionaries(st.text(), _json).map(json.dumps))
+@example(arguments='{"__raw_arguments__": "north"}')
+@example(arguments='{"a": "\\ud800"}')
+@example(arguments='{"a": 1e400}')
+@example(arguments="{'a': False, 'b': '\\ud800'}")
+@example(arguments='{"a":' * 2000 + "1" + "}" * 2000)
+def test_arguments_of_any_kind_come_back_as_what_they_meant(arguments: str) -> None:
+    call = ToolCall("look", clean(arguments), "t1")
+    block = json.loads(msgspec.json.encode(tool_use(call, input_text(call))))
+    assert isinstance(block["input"], dict)
+    (back,) = read_turns([{"role": "assistant", "content": [block]}])[0].calls
+    assert (back.name, back.meaning, back.id) == (call.name, call.meaning, call.id)
+
+
+_deltas = st.lists(
+    st.builds(Delta, text=_words)
+    | st.builds(Delta, reasoning=_words)
+    | st.builds(Delta, call=st.builds(ToolCall, st.just("look"), _words, st.just("t1")))
+)
+
+
+@given(bits=st.lists(_deltas))
+@example(bits=[[Delta(reasoning="a"), Delta(text="b"), Delta(reasoning="c")], [Delta(reasoning="d")]])
+def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_message(
+    bits: list[list[Delta]],
+) -> None:
+    said = [delta for bit in bits for delta in bit]
+    message = Message(
+        "assistant",
+        "".join(delta.text for delta in said),
+        reasoning="".join(delta.reasoning for delta in said),
+        calls=tuple(delta.call for delta in said if delta.call is not None),
+        id="msg_1" if any(delta.reasoning for delta in said) else "",
+    )
+    call = Call(0, "msg_1", "", 0, (0,), 3)
+    done = Done(call, [Answer(message, "stop", as_ids([1]), None)], 3, as_ids([1, 2, 3]))
+    stream = Stream(Ask(Asked(Request(()), SamplingParams()), "toy"), "msg_1", CHATML)
+    events = events_in(b"".join([*(stream.said(Said(0, bit)) for bit in bits), stream.end(done)]).decode())
+    assert [event["type"] for event in (events[0], *events[-2:])] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+    for content in (blocks_in(events), json.loads(msgspec.json.encode(write_blocks(message, "msg_1")))):
+        (back,) = read_turns([{"role": "assistant", "content": content}])
+        assert (back.text, back.reasoning, back.id) == (message.text, message.reasoning, message.id)
+        assert [call.meaning for call in back.calls] == [call.meaning for call in message.calls]
+        signed = [block for block in content if block["type"] == "thinking"]
+        assert all(signed_in(block["signature"], block["thinking"]) == "msg_1" for block in signed)
+
+
+@pytest.mark.parametrize("depth", [20, 200, 500, 800, 900, 940, 960, 980, 5000])
+@pytest.mark.parametrize("place", ["input", "content", "schema", "template"])
+def test_what_is_nested_deep_is_answered_or_refused(depth: int, place: str) -> None:
+    async def test() -> None:
+        deep = {place: '{"a":' * depth + "1" + "}" * depth}
+        documents = '{"type":"document","source":{"type":"content","content":[', "]}}"
+        content = documents[0] * (depth // 4) + documents[1] * (depth // 4) if place == "content" else '"p"'
+        use = f'{{"type":"tool_use","name":"look","input":{deep.get("input", "{}")}}}'
+        turns = f'{{"role":"assistant","content":[{use}]}},{{"role":"user","content":[{content}]}}'
+        tools = f'[{{"name":"look","input_schema":{deep.get("schema", "{}")}}}]'
+        values = deep.get("template", "{}")
+        body = f'{{"messages":[{turns}],"tools":{tools},"chat_template_kwargs":{values}}}'
+        assert await _post("", body) == 200 or depth > 20
+
+    run(test)

@@ -1,0 +1,436 @@
+"""Items and tools of the Responses protocol: what becomes one message, what is passed over or refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.gateway.protocols.responses_items import ItemReader, Past, seal, unseal
+from branchline.gateway.protocols.responses_tools import Alias, free_text, read_tools
+from branchline.tree.tree import Tree
+from tests.gateway.protocols.speaking import (
+    ASKED,
+    SYSTEM,
+    TOOLS,
+    engine_of,
+    events_of,
+    post,
+    respond,
+    said_in,
+)
+from tests.gateway.running import agent, run
+
+USER = {"role": "user", "content": "p"}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"},
+}
+
+
+def read(*items: Any) -> list[Message]:
+    return ItemReader(Past(Tree())).read(list(items))
+
+
+def thought(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **more}
+
+
+def words(text: str, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": text}],
+        **more,
+    }
+
+
+def call(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function_call", "name": name, "arguments": "{}", "call_id": f"c_{name}", **more}
+
+
+# -- what becomes one message ------------------------------------------------------------------------
+
+
+def test_the_items_of_one_answer_become_one_message() -> None:
+    (message,) = read(thought("hm"), words("a"), call("f"), call("g"), words("b"))
+    assert (message.role, message.text, message.reasoning) == ("assistant", "ab", "hm")
+    assert [(one.name, one.id) for one in message.calls] == [("f", "c_f"), ("g", "c_g")]
+    assert message == Message("assistant", "ab", reasoning="hm", calls=message.calls)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [words("a"), thought("hm"), words("b")],
+        [words("a"), words("b")],
+        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [words("a", id="msg_aa_0"), call("f", id="fc_bb_0")],
+        [call("f"), {"type": "function_call_output", "call_id": "c_f", "output": "x"}, call("g")],
+        [words("a"), USER, words("b")],
+    ],
+)
+def test_items_of_two_answers_become_two_messages(items: list[Any]) -> None:
+    assert [message.role for message in read(*items)].count("assistant") == 2
+
+
+def test_ids_of_ours_hold_an_answer_together_whatever_it_looks_like() -> None:
+    (message,) = read(words("a", id="msg_aa_0"), thought("hm", id="rs_aa_0"), words("b", id="msg_aa_1"))
+    assert (message.text, message.reasoning, message.id) == ("ab", "hm", "resp_aa")
+
+
+def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
+    odd = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "never heard of"},
+    ]
+    assert read(USER, thought("hm"), *odd, words("a"), *odd) == read(USER, thought("hm"), words("a"))
+
+
+def test_a_result_is_a_text_or_parts() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}
+    text = {"type": "input_text", "text": "seen"}
+    plain, parts, mixed = read(
+        {"type": "function_call_output", "call_id": "c", "output": "seen"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": [text]},
+        {"type": "function_call_output", "call_id": "c", "output": [text, image]},
+    )
+    assert plain == parts == Message("tool", "seen", answers="c")
+    assert (mixed.text, [media.kind for media in mixed.media]) == ("seen", ["image"])
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_what_is_sealed_can_be_read_again(text: str) -> None:
+    assert unseal(seal(text)) == text
+
+
+# -- tools -------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_what_chat_completions_calls_a_function() -> None:
+    schema = {"type": "object"}
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": None}
+    chat = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
+    for given_tool in (tool, {**tool, "defer_loading": True}, chat):
+        assert read_tools([given_tool]) == ([chat], {})
+
+
+def test_tools_nobody_here_can_run_are_not_offered() -> None:
+    odd = [
+        {"type": kind} for kind in ("web_search", "local_shell", "mcp", "image_generation", "tool_search", 7)
+    ]
+    assert read_tools(odd) == ([], {})
+
+
+def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
+    inner = [{"type": "function", "name": "read"}, {**PATCH, "name": "edit"}]
+    tools, aliases = read_tools(
+        [
+            {"type": "namespace", "name": "mcp__files", "description": "d", "tools": inner},
+            {"type": "namespace", "name": "functions", "tools": [{"type": "function", "name": "look"}]},
+        ]
+    )
+    assert [tool["function"]["name"] for tool in tools] == ["mcp__files__read", "mcp__files__edit", "look"]
+    assert aliases == {
+        "mcp__files__read": Alias("read", "mcp__files"),
+        "mcp__files__edit": Alias("edit", "mcp__files", is_freeform=True),
+    }
+
+
+def test_a_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
+    ((tool,), aliases) = read_tools([PATCH])
+    function = tool["function"]
+    assert (function["name"], function["description"]) == ("apply_patch", "Edits files.")
+    assert function["parameters"]["required"] == ["input"]
+    assert "start: LINE+" in function["parameters"]["properties"]["input"]["description"]
+    assert aliases == {"apply_patch": Alias("apply_patch", is_freeform=True)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"input": "*** Begin\\n+ä"}', '{"patch": "x"}', '{"input": "{\\"a\\": 1}"}', "no JSON", "[1]"],
+)
+def test_a_freeform_call_comes_and_goes_as_a_text_whatever_the_model_wrote(
+    arguments: str, stream: bool
+) -> None:
+    async def test() -> None:
+        said = Message("assistant", "", calls=(ToolCall("apply_patch", arguments),))
+        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+            response = await respond(a, [USER], tools=[PATCH], stream=stream)
+            (item,) = response["output"]
+            assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
+            assert item["input"] == free_text(arguments)
+            result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+            await respond(a, [USER, item, result], tools=[PATCH])
+            (line,) = await a.timelines()
+            assert len(line["calls"]) == 2
+            assert not a.session.live.session.tree.calls[1].echoes
+
+    run(test)
+
+
+def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
+    async def test() -> None:
+        said = Message("assistant", "", calls=(ToolCall("apply_patch", '{"input": "x"}'),))
+        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+            (item,) = (await respond(a, [USER], tools=[PATCH]))["output"]
+            del item["id"]
+            result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+            await respond(a, [USER, item, result], tools=[PATCH])
+            assert len(await a.timelines()) == 1
+
+    run(test)
+
+
+def test_a_freeform_call_is_streamed_as_its_input() -> None:
+    async def test() -> None:
+        said = Message("assistant", "", calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
+        async with agent(said, codec=ToyCodec.chatml()) as a:
+            events = events_of((await post(a, "p", tools=[PATCH], stream=True)).text)
+            told = [event for event in events if "custom_tool_call_input" in event["type"]]
+            assert [event["type"].rpartition(".")[2] for event in told] == ["delta", "done"]
+            assert (told[0]["delta"], told[1]["input"]) == ("x\ny", "x\ny")
+
+    run(test)
+
+
+def test_a_call_in_a_namespace_comes_back_in_it() -> None:
+    async def test() -> None:
+        tools = [{"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]
+        said = Message("assistant", "", calls=(ToolCall("mcp__files__read", "{}"),))
+        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+            (item,) = (await respond(a, [USER], tools=tools))["output"]
+            assert (item["name"], item["namespace"]) == ("read", "mcp__files")
+            result = {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+            await respond(a, [USER, item, result], tools=tools)
+            (line,) = await a.timelines()
+            assert len(line["calls"]) == 2
+
+    run(test)
+
+
+def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
+    async def test() -> None:
+        async with agent("ok") as a:
+            await respond(a, [USER], tools=TOOLS)
+            await respond(a, [{"type": "additional_tools", "role": "developer", "tools": TOOLS}, USER])
+            await respond(a, [USER], tools=TOOLS, tool_choice="none")
+            shown, as_item, hidden = a.texts()
+            assert shown == as_item
+            assert hidden == "user:p\nassistant:"
+
+    run(test)
+
+
+def test_one_call_at_a_time_where_no_more_are_wanted() -> None:
+    async def test() -> None:
+        both = Message("assistant", "", calls=(ToolCall("look", "{}"), ToolCall("look", '{"at": 2}')))
+        async with agent(both, codec=ToyCodec.chatml()) as a:
+            for stream in (False, True):
+                response = await respond(a, "p", tools=TOOLS, parallel_tool_calls=False, stream=stream)
+                assert said_in(response)[2] == ["look {}"]
+
+    run(test)
+
+
+def test_items_can_be_sent_back_by_id_alone() -> None:
+    async def test() -> None:
+        said = Message("assistant", "so", reasoning="hm", calls=(ToolCall("look", "{}"),))
+        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+            output = (await respond(a, [USER], tools=TOOLS))["output"]
+            references = [{"type": "item_reference", "id": item["id"]} for item in output]
+            result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "ok"}
+            await respond(a, [USER, *references, result], tools=TOOLS)
+            (line,) = await a.timelines()
+            assert len(line["calls"]) == 2
+            assert not a.session.live.session.tree.calls[1].echoes
+
+    run(test)
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ([1], "body"),
+        ({}, "input"),
+        ({"input": None}, "input"),
+        ({"input": 7}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": ["p"]}, "input[0]"),
+        ({"input": [{}]}, "input[0].type"),
+        ({"input": [{"type": 7}]}, "input[0].type"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "odd"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": 7}]}, "input[0].arguments"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "input": 7}]}, "input[0].input"),
+        ({"input": [{"type": "function_call_output", "output": 7}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "output": [{}]}]}, "input[0].output[0].type"),
+        ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary"),
+        ({"input": [{"type": "reasoning", "content": [{"text": 1}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+        ({"input": [{"type": "additional_tools", "tools": 7}]}, "input[0].tools"),
+        ({"input": "p", "instructions": ["x"]}, "instructions"),
+        ({"input": "p", "tools": {}}, "tools"),
+        ({"input": "p", "tools": [7]}, "tools[0]"),
+        ({"input": "p", "tools": [{"type": "function"}]}, "tools[0].name"),
+        (
+            {"input": "p", "tools": [{"type": "function", "name": "f", "parameters": 7}]},
+            "tools[0].parameters",
+        ),
+        ({"input": "p", "tools": [{"type": "namespace", "name": "n", "tools": [7]}]}, "tools[0].tools[0]"),
+        ({"input": "p", "tool_choice": "often"}, "tool_choice"),
+        ({"input": "p", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "p", "temperature": "hot"}, "temperature"),
+        ({"input": "p", "stream": "yes"}, "stream"),
+        ({"input": "p", "background": True}, "background"),
+        ({"input": "p", "conversation": "conv_1"}, "conversation"),
+        ({"input": "p", "prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"input": "p", "text": "plain"}, "text"),
+        ({"input": "p", "text": {"format": 7}}, "text.format"),
+        ({"input": "p", "metadata": 7}, "metadata"),
+        ({"input": "p", "reasoning": "hard"}, "reasoning"),
+        ({"input": "p", "include": "all"}, "include"),
+    ],
+)
+def test_wrong_input_is_400_with_the_field_named(body: Any, field: str) -> None:
+    async def test() -> None:
+        async with agent("ok") as a:
+            response = await a.http.post(
+                f"{a.session.base_url}/responses",
+                json=body,
+                headers={"authorization": f"Bearer {a.session.api_key}"},
+            )
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", field)
+            assert not a.engine.asked
+
+    run(test)
+
+
+def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
+    async def test() -> None:
+        engine, codec = engine_of("qwen3")
+        image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+        call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "c"}
+        user = {"role": "user", "content": ASKED[0]}
+        async with agent(engine=engine, codec=codec) as a:
+            for items in (
+                [{"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}],
+                [user, call, {"type": "function_call_output", "call_id": "c", "output": [image]}],
+            ):
+                refused = await post(a, items, instructions=SYSTEM, stream=True)
+                assert refused.status_code == 400
+                assert "image" in refused.json()["error"]["message"]
+            assert not engine.asked
+
+    run(test)
+
+
+def test_however_deep_a_body_is_nested_it_is_taken_or_refused() -> None:
+    async def test() -> None:
+        async with agent("ok") as a:
+            url, headers = (
+                f"{a.session.base_url}/responses",
+                {"authorization": f"Bearer {a.session.api_key}"},
+            )
+            seen = set()
+            for depth in range(100, 1200, 50):
+                deep = '{"a":' * depth + "1" + "}" * depth
+                for body in (
+                    '{"input":"p","metadata":%s}',
+                    '{"input":"p","tools":[{"type":"function","name":"f","parameters":%s}]}',
+                    '{"input":[{"type":"function_call","name":"f","arguments":%s}]}',
+                    '{"input":"p","chat_template_kwargs":%s}',
+                ):
+                    response = await a.http.post(url, content=body % deep, headers=headers)
+                    seen.add(response.status_code)
+            assert seen == {200, 400}
+
+    run(test)
+
+
+ids = st.sampled_from(["msg_aa_0", "rs_aa_0", "fc_aa_9", "ctc_aa_0", "msg_bb_0", "mine", ""])
+texts = st.text(max_size=4) | ids | st.just("branchline:x")
+scraps: st.SearchStrategy[Any] = st.recursive(
+    st.none() | texts | st.integers() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def sound(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Items of a kind as they should be, some fields left out or null."""
+    known = {name: value for name, value in fields.items() if name in ("role", "name", "output")}
+    rest = {name: value | st.none() for name, value in fields.items() if name not in known}
+    return st.fixed_dictionaries({"type": st.just(kind), **known}, optional={"id": ids, **rest})
+
+
+text_parts = st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text"]), "text": texts})
+    | st.fixed_dictionaries({"type": st.just("refusal"), "refusal": texts})
+    | st.just({"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}),
+    max_size=3,
+)
+content = texts | text_parts
+sayings = st.lists(st.fixed_dictionaries({"text": texts}), max_size=2)
+names = st.sampled_from(["look", "apply_patch"])
+sound_items = st.one_of(
+    sound("message", role=st.sampled_from(["user", "assistant", "system", "developer"]), content=content),
+    sound("reasoning", summary=sayings, content=sayings, encrypted_content=texts),
+    sound("function_call", name=names, arguments=texts, call_id=ids, namespace=texts),
+    sound("custom_tool_call", name=names, input=texts, call_id=ids),
+    sound("function_call_output", output=content, call_id=ids),
+    sound("custom_tool_call_output", output=content, call_id=ids),
+    sound("additional_tools", tools=st.just([*TOOLS, PATCH])),
+    sound("web_search_call", action=scraps),
+)
+fields = st.sampled_from(["type", "role", "content", "summary", "name", "arguments", "input", "output", "id"])
+odd_items = scraps | st.builds(lambda item, field, scrap: {**item, field: scrap}, sound_items, fields, scraps)
+bodies = st.fixed_dictionaries(
+    {"input": st.lists(sound_items, max_size=6) | st.lists(sound_items | odd_items, max_size=3) | texts},
+    optional={
+        "tools": st.lists(st.sampled_from([*TOOLS, PATCH, {"type": "odd"}]), max_size=2),
+        "instructions": texts,
+        "include": st.just(["reasoning.encrypted_content"]),
+        "reasoning": st.fixed_dictionaries({}, optional={"summary": texts}),
+        "stream": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(st.lists(bodies, min_size=20, max_size=20))
+def test_whatever_is_sent_it_is_answered_or_refused_by_name(sent: list[Any]) -> None:
+    async def test() -> None:
+        async with agent("ok", codec=ToyCodec.chatml()) as a:
+            for body in sent:
+                response = await a.http.post(
+                    f"{a.session.base_url}/responses",
+                    content=json.dumps(body),
+                    headers={"authorization": f"Bearer {a.session.api_key}"},
+                )
+                assert response.status_code in (200, 400), response.text
+                if response.status_code == 400:
+                    assert response.json()["error"]["param"].startswith("input")
+                elif body.get("stream"):
+                    assert events_of(response.text)[-1]["type"] == "response.completed"
+                else:
+                    assert response.json()["status"] == "completed"
+
+    run(test)

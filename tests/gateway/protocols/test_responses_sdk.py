@@ -1,0 +1,176 @@
+"""The `openai` SDK drives the Responses protocol: whole, streamed, its stream helper, its own parsing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseCustomToolCall, ResponseReasoningItem
+
+from branchline import Message, ToolCall, ToyCodec
+from tests.gateway.protocols.speaking import ASKED, SAID, SYSTEM, TOOLS, engine_of
+from tests.gateway.running import Agent, agent, run
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+
+
+@asynccontextmanager
+async def sdk(*said: Any, **options: Any) -> AsyncIterator[tuple[Agent, openai.AsyncOpenAI]]:
+    """A gateway and the SDK, told only a base URL and a key."""
+    options = {"codec": ToyCodec.chatml(), **options}
+    async with (
+        agent(*said, **options) as a,
+        openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key, max_retries=0) as client,
+    ):
+        yield a, client
+
+
+async def ask(client: openai.AsyncOpenAI, way: str, **wishes: Any) -> Response:
+    """One response, by each of the SDK's ways to get it."""
+    if way == "create":
+        return await client.responses.create(model="toy", **wishes)
+    if way == "stream":
+        async with client.responses.stream(model="toy", **wishes) as stream:
+            async for event in stream:
+                assert event.type
+            return await stream.get_final_response()
+    last: Any = None
+    async for event in await client.responses.create(model="toy", stream=True, **wishes):
+        last = event
+    return last.response  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
+@pytest.mark.parametrize("keeps", ["items", "ids"])
+def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None:
+    async def test() -> None:
+        engine, codec = engine_of("toy")
+        async with sdk(engine=engine, codec=codec) as (a, client):
+            items: list[Any] = []
+            wishes: dict[str, Any] = {"instructions": SYSTEM, "tools": TOOLS}
+            answers = []
+            for question in ASKED:
+                items.append({"role": "user", "content": question})
+                while True:
+                    response = await ask(client, way, input=items, **wishes)
+                    answers.append(response)
+                    if keeps == "ids":
+                        items, wishes["previous_response_id"] = [], response.id
+                    else:
+                        items += response.output
+                    calls = [item for item in response.output if item.type == "function_call"]
+                    items += [
+                        {
+                            "type": "function_call_output",
+                            "call_id": call.call_id,
+                            "output": f"saw {json.loads(call.arguments)['at']}",
+                        }
+                        for call in calls
+                    ]
+                    if not calls:
+                        break
+            assert [response.output_text for response in answers] == [said.text for said in SAID]
+            (line,) = await a.timelines()
+            assert line["calls"] == [response.id for response in answers]
+            tree = a.session.live.session.tree
+            assert not [call.echoes for call in tree.calls if call.echoes]
+            for call, asked in zip(tree.calls, engine.asked, strict=True):
+                node = tree.nodes[call.outputs[0]]
+                assert tree.path_ids(node)[: len(asked)].tolist() == asked.tolist()
+                assert tree.path_ids(node)[len(asked) :].tolist() == node.sampled_ids.tolist()
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
+def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
+    async def test() -> None:
+        said = Message("assistant", "so", reasoning="hm", calls=(ToolCall("apply_patch", '{"input": "x"}'),))
+        async with sdk(said) as (_, client):
+            wishes: dict[str, Any] = {
+                "input": "p",
+                "tools": [*TOOLS, PATCH],
+                "include": ["reasoning.encrypted_content"],
+                "store": False,
+            }
+            response = await ask(client, way, **wishes)
+            # Reading is lenient; validating is not.
+            Response.model_validate(response.model_dump())
+            thought, message, call = response.output
+            assert isinstance(thought, ResponseReasoningItem)
+            assert isinstance(call, ResponseCustomToolCall)
+            assert thought.content is not None
+            assert (thought.content[0].text, call.input) == ("hm", "x")
+            assert message.type == "message"
+            assert response.output_text == "so"
+            assert response.usage is not None
+            assert response.usage.output_tokens_details.reasoning_tokens == 2
+
+    run(test)
+
+
+def test_each_event_of_a_stream_fits_the_sdks_type_for_it() -> None:
+    async def test() -> None:
+        both = (ToolCall("apply_patch", '{"input": "x"}'), ToolCall("look", '{"at": 1}'))
+        said = Message("assistant", "so", reasoning="hm", calls=both)
+        async with sdk(said) as (_, client):
+            for summary in (None, "auto"):
+                kinds = set()
+                stream = await client.responses.create(
+                    model="toy",
+                    input="p",
+                    tools=[*TOOLS, PATCH],  # type: ignore[list-item]
+                    reasoning={"summary": summary},  # type: ignore[typeddict-item]
+                    stream=True,
+                )
+                async for event in stream:
+                    type(event).model_validate(event.model_dump())
+                    assert not event.model_extra
+                    kinds.add(event.type)
+                assert {"response.completed", "response.custom_tool_call_input.done"} < kinds
+
+    run(test)
+
+
+def test_an_answer_cut_short_is_incomplete_to_the_stream_helper_too() -> None:
+    async def test() -> None:
+        async with sdk("a long answer") as (_, client):
+            kinds = []
+            async with client.responses.stream(model="toy", input="p", max_output_tokens=4) as stream:
+                async for event in stream:
+                    kinds.append(event.type)
+                    last: Any = event
+            assert kinds[-1] == "response.incomplete"
+            assert last.response.incomplete_details.reason == "max_output_tokens"
+
+    run(test)
+
+
+def test_errors_are_the_sdks_own() -> None:
+    async def test() -> None:
+        async with sdk("ok") as (_, client):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(model="toy", input="p", previous_response_id="resp_none")
+            assert refused.value.param == "previous_response_id"
+            with pytest.raises(openai.BadRequestError, match="background"):
+                await client.responses.create(model="toy", input="p", background=True)
+            with pytest.raises(openai.PermissionDeniedError):
+                await client.with_options(api_key="wrong").responses.create(model="toy", input="p")
+
+    run(test)
+
+
+def test_the_size_of_a_prompt_is_told_without_sampling() -> None:
+    async def test() -> None:
+        async with sdk("ok") as (a, client):
+            counted = await client.responses.input_tokens.count(model="toy", input="p", instructions=SYSTEM)
+            assert not a.engine.asked
+            response = await client.responses.create(model="toy", input="p", instructions=SYSTEM)
+            assert response.usage is not None
+            assert counted.input_tokens == response.usage.input_tokens
+
+    run(test)

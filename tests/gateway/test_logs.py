@@ -1,0 +1,357 @@
+"""Log lines: one for each call and for what becomes of sessions; never a key, and no message unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.core.errors import EngineError
+from branchline.engines.scripted import Ask, Reply, ScriptedEngine, replies
+from branchline.gateway.logs import Format, JsonFormatter, TextFormatter, configure_logs, exception_text
+from branchline.gateway.record import Failure
+from branchline.gateway.server import Gateway, GatewaySession
+from tests.gateway.running import run
+
+SECRET = "marzipan"
+"""What agents and models talk about here; the letters of it must not be in a log."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": SECRET, "parameters": {"type": "object"}},
+    }
+]
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("branchline")
+    handlers, level = list(root.handlers), ours.level
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+
+
+def rule(ask: Ask) -> Reply:
+    """Does what the prompt asks for; whatever it says or raises speaks of the secret."""
+    if "unexpected" in ask.text:
+        raise ValueError(ask.text)
+    if "engine down" in ask.text:
+        return EngineError(f"the server said: {ask.text}")
+    if "caused" in ask.text:
+        return ConnectionRefusedError(ask.text)
+    if "call a tool" in ask.text:
+        return Message("assistant", SECRET, calls=(ToolCall("look", json.dumps({"at": SECRET})),))
+    return f"you like {SECRET}"
+
+
+async def _talk(gateway: Gateway, http: httpx.AsyncClient) -> tuple[GatewaySession, list[str]]:
+    """Every kind of request, right and wrong; gives the keys that were used."""
+    s = await gateway.session(agent="main", group="g7")
+    wrong = "sk-bl-wrong-" + SECRET
+    keys = [s.api_key, s.control_key, gateway.admin_key, wrong]
+    url = f"{s.base_url}/chat/completions"
+    mine = {"authorization": f"Bearer {s.api_key}"}
+
+    async def post(content: str = SECRET, key: str = s.api_key, to: str = url, **body: Any) -> int:
+        given = {"model": "toy", "messages": [{"role": "user", "content": content}], **body}
+        answer = await http.post(to, json=given, headers={"authorization": f"Bearer {key}"})
+        return answer.status_code
+
+    assert await post() == 200
+    assert await post(stream=True) == 200
+    assert await post(f"call a tool {SECRET}", tools=TOOLS) == 200
+    assert await post(n=2, stop=[SECRET + "!"]) == 200
+    assert await post(f"engine down {SECRET}") == 502
+    assert await post(f"caused {SECRET}") == 502
+    assert await post(f"unexpected {SECRET}") == 500
+    assert await post(temperature=SECRET) == 400
+    assert await post(messages=[{"role": SECRET, "content": SECRET}]) == 400
+    assert await post(messages=SECRET) == 400
+    assert await post(key=wrong) == 403
+    assert await post(key=wrong, to=f"{gateway.url}/v1/chat/completions") == 403
+    assert await post(to=f"{gateway.url}/sessions/{SECRET}/v1/chat/completions") == 404
+    assert await post(to=f"{s.base_url}/completions", messages=None, prompt=SECRET) == 200
+    for body in (b'{"messages": [{"role": "user", "content": "' + SECRET.encode(), SECRET.encode(), b"\xff"):
+        assert (await http.post(url, content=body, headers=mine)).status_code == 400
+    assert (await http.post(url, json={}, headers={"x-api-key": wrong})).status_code == 403
+    control = f"{gateway.url}/sessions/{s.id}"
+    for path in ("/tree", "/reward"):
+        assert (await http.request("GET", control + path, headers=mine)).status_code in (403, 405)
+    paid = {"authorization": f"Bearer {s.control_key}"}
+    assert (await http.post(control + "/reward", content=SECRET, headers=paid)).status_code == 400
+    assert (await http.post(control + "/reward", json={"score": 0.5}, headers=paid)).status_code == 200
+    admin = {"authorization": f"Bearer {gateway.admin_key}"}
+    opened = await http.post(f"{gateway.url}/sessions", json={"metadata": {"about": SECRET}}, headers=admin)
+    keys += [opened.json()["api_key"], opened.json()["control_key"]]
+    await _send_garbage(gateway.url)
+    await s.finalize()
+    assert await post() == 409
+    return s, keys
+
+
+async def _send_garbage(url: str) -> None:
+    """What is not HTTP at all; the server says so in a line of its own."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{SECRET} {SECRET}\r\n\r\n".encode())
+    await reader.read()
+    writer.close()
+    await writer.wait_closed()
+
+
+def _everything(format: Format, contents: bool) -> tuple[str, GatewaySession, list[str]]:
+    """All that is logged, at every level, while a gateway has all kinds of visitors."""
+    stream = io.StringIO()
+    found: list[Any] = []
+
+    async def test() -> None:
+        note = configure_logs(format, "debug", contents, stream)
+        codec = ToyCodec()
+        engine = ScriptedEngine(codec, rule)
+        async with (
+            Gateway(engine=engine, codec=codec, observers=[note]) as gateway,
+            httpx.AsyncClient(timeout=20) as http,
+        ):
+            found.extend(await _talk(gateway, http))
+
+    run(test)
+    return stream.getvalue(), *found
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_no_key_and_no_message_is_logged(format: Format) -> None:
+    told, session, keys = _everything(format, contents=False)
+    assert SECRET not in told
+    for key in keys:
+        assert key not in told
+    assert told.count(session.id) > 15
+    assert "ValueError" in told, "the one unexpected error has its traceback"
+    assert "Invalid HTTP request received" in told, "the server's own lines come the same way"
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_messages_are_logged_when_asked_for_and_keys_are_not(format: Format) -> None:
+    told, _, keys = _everything(format, contents=True)
+    assert told.count(SECRET) > 15
+    assert "you like" in told
+    for key in keys:
+        assert key not in told
+
+
+def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
+    told, session, _ = _everything("json", contents=False)
+    lines = [json.loads(line) for line in told.splitlines()]
+    calls = [line for line in lines if line["logger"] == "branchline.calls"]
+    assert len({line["call"] for line in calls}) == len(calls) == 15
+    first = calls[0]
+    times = [first.pop(name) for name in ("prepare_s", "queue_s", "generate_s", "commit_s")]
+    assert 0 < sum(times) <= first.pop("total_s")
+    assert first.pop("call").startswith("chatcmpl-")
+    assert first.pop("time").endswith("Z")
+    prompt, sampled = f"user:{SECRET}\nassistant:", f"you like {SECRET}"
+    assert first == {
+        "level": "info",
+        "logger": "branchline.calls",
+        "message": "call",
+        "outcome": "ok",
+        "status": 200,
+        "session": session.id,
+        "group": "g7",
+        "agent": "main",
+        "model": "toy",
+        "engine": "scripted",
+        "protocol": "chat",
+        "streamed": False,
+        "prompt_tokens": len(prompt),
+        "sampled_tokens": len(sampled),
+        "reused_tokens": 0,
+        "encoded_tokens": len(prompt),
+        "finish_reasons": ["stop"],
+        "versions": [0, 0],
+    }
+    assert [line["streamed"] for line in calls[:2]] == [False, True]
+    assert calls[2]["finish_reasons"] == ["tool_calls"]
+    assert calls[3]["sampled_tokens"] == 2 * len(sampled)
+    assert calls[-1] | {"total_s": 0} == {
+        "time": calls[-1]["time"],
+        "level": "info",
+        "logger": "branchline.calls",
+        "message": "call",
+        "outcome": "refused",
+        "status": 409,
+        "session": session.id,
+        "group": "g7",
+        "agent": "main",
+        "model": "toy",
+        "engine": "scripted",
+        "protocol": "chat",
+        "streamed": False,
+        "call": calls[-1]["call"],
+        "error": "SessionError",
+        "reason": f"session {session.id} is finalized and takes no more calls",
+        "total_s": 0,
+    }
+
+
+def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
+    told, _, _ = _everything("json", contents=False)
+    lines = [json.loads(line) for line in told.splitlines()]
+    wrong = [line for line in lines if line["message"] == "call" and line["outcome"] != "ok"]
+    assert [(line["outcome"], line["level"], line["error"], line.get("field")) for line in wrong[:6]] == [
+        ("failed", "warning", "EngineError", None),
+        ("failed", "warning", "EngineError from ConnectionRefusedError", None),
+        ("failed", "warning", "ValueError", None),
+        ("refused", "info", "MessageError", "temperature"),
+        ("refused", "info", "MessageError", "messages[0].role"),
+        ("refused", "info", "MessageError", "messages"),
+    ]
+
+
+def test_sessions_that_open_and_end_have_lines() -> None:
+    told, session, _ = _everything("json", contents=False)
+    lines = [json.loads(line) for line in told.splitlines()]
+    opened, other, ended = [line for line in lines if line["logger"] == "branchline.sessions"]
+    assert (opened["message"], opened["session"], opened["agent"]) == ("session opened", session.id, "main")
+    assert other["message"] == "session opened"
+    assert (ended["message"], ended["session"], ended["reward"]) == ("session finalized", session.id, 0.5)
+    assert ended["calls"] == 5
+
+
+def test_a_client_that_leaves_is_a_cancelled_call() -> None:
+    stream = io.StringIO()
+
+    async def test() -> None:
+        note = configure_logs("json", stream=stream)
+        gone = asyncio.Event()
+
+        def noted(record: Any) -> None:
+            note(record)
+            gone.set()
+
+        engine = ScriptedEngine(ToyCodec(), replies("long " * 50), gate=asyncio.Event())
+        async with Gateway(engine=engine, codec=engine.codec, observers=[noted]) as gateway:
+            s = await gateway.session()
+            body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+            head = f"POST /sessions/{s.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+            head += f"authorization: Bearer {s.api_key}\r\ncontent-length: {len(body)}\r\n\r\n"
+            host, port = gateway.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port))) as client:
+                client.sendall((head + body).encode())
+                while not engine.asked:
+                    await asyncio.sleep(0)
+            await gone.wait()
+
+    run(test)
+    (line,) = [one for one in map(json.loads, stream.getvalue().splitlines()) if one["message"] == "call"]
+    assert (line["outcome"], line["status"], line["level"]) == ("cancelled", 499, "info")
+    assert "sampled_tokens" not in line
+
+
+def test_a_quieter_level_keeps_what_failed() -> None:
+    stream = io.StringIO()
+
+    async def test() -> None:
+        note = configure_logs("text", "warning", stream=stream)
+        engine = ScriptedEngine(ToyCodec(), rule)
+        async with Gateway(engine=engine, codec=engine.codec, observers=[note]) as gateway:
+            s = await gateway.session()
+            async with httpx.AsyncClient(headers={"authorization": f"Bearer {s.api_key}"}) as http:
+                for text in ("fine", "engine down"):
+                    body = {"messages": [{"role": "user", "content": text}]}
+                    await http.post(f"{s.base_url}/chat/completions", json=body)
+
+    run(test)
+    (line,) = stream.getvalue().splitlines()
+    assert " WARNING branchline.calls call outcome=failed status=502 " in line
+    assert " error=EngineError " in line
+
+
+# -- formats -----------------------------------------------------------------------------------------
+
+
+def _record(message: str, **fields: Any) -> logging.LogRecord:
+    record = logging.makeLogRecord(
+        {"name": "branchline.calls", "levelno": 20, "levelname": "INFO", "msg": message, **fields}
+    )
+    record.created = 1.5
+    return record
+
+
+def test_text_is_one_line_whatever_clients_call_themselves() -> None:
+    line = TextFormatter().format(_record("call", agent="a\nb=c \x9b\x1b[2J", model="x" * 500, total_s=12.34))
+    assert line.startswith('1970-01-01T00:00:01.500Z INFO    branchline.calls call agent="a\\nb=c \\u009b')
+    assert line.isprintable()
+    assert f" model={'x' * 200}… total=12.3s" in line.replace('"', "")
+
+
+def test_json_is_one_line_whatever_it_holds() -> None:
+    line = JsonFormatter().format(_record("call", agent="a\n\ud800", odd=ValueError, nothing=None))
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "1970-01-01T00:00:01.500Z",
+        "level": "info",
+        "logger": "branchline.calls",
+        "message": "call",
+        "agent": "a\n\ud800",
+        "odd": "<class 'ValueError'>",
+    }
+
+
+def test_what_other_libraries_say_of_a_task_that_failed_quotes_nothing() -> None:
+    stream = io.StringIO()
+
+    async def test() -> None:
+        configure_logs("json", stream=stream)
+
+        async def fail() -> None:
+            raise ValueError(SECRET)
+
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "Task exception was never retrieved", "exception": task.exception(), "future": task}
+        )
+
+    run(test)
+    line = json.loads(stream.getvalue())
+    assert line["message"] == "Task exception was never retrieved"
+    assert line["exception"].endswith("ValueError")
+    assert SECRET not in stream.getvalue()
+
+
+def test_a_traceback_shows_causes_and_leaves_out_their_words() -> None:
+    try:
+        try:
+            raise KeyError(SECRET)
+        except KeyError as error:
+            raise EngineError("about " + SECRET) from error
+    except EngineError as error:
+        quiet, full = exception_text(error), exception_text(error, contents=True)
+    assert SECRET in full
+    assert "marzipan" not in quiet.replace("SECRET", "")
+    assert quiet.index("KeyError\nwhich led to\n") < quiet.index('raise EngineError("about " + SECRET)')
+    assert quiet.endswith("EngineError")
+
+
+def test_an_error_that_is_its_own_cause_is_told_once() -> None:
+    error = EngineError(SECRET)
+    error.__cause__ = error
+    assert exception_text(error) == Failure.of(error).kind == "EngineError"
+
+
+def test_setting_up_again_replaces_what_was_set_up() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logs(stream=first)
+    configure_logs(stream=second)
+    logging.getLogger("branchline.gateway").info("here")
+    assert not first.getvalue()
+    assert second.getvalue().endswith(" INFO    branchline.gateway here\n")

@@ -1,0 +1,131 @@
+"""A cancelled call goes on behind its own ids, and its tokens count once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import accumulate
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline import ToyCodec
+from branchline.engines.scripted import Ask, ScriptedEngine
+from tests.gateway.running import Agent, agent, run
+
+ANSWER = "a long answer about many things"
+
+
+def _rest(ask: Ask) -> str:
+    """The same answer always, and behind a part of it the rest."""
+    _, _, begun = ask.text.rpartition("assistant:")
+    return ANSWER.removeprefix(begun) if ANSWER.startswith(begun) else ANSWER
+
+
+class Held(ScriptedEngine):
+    """Waits behind so many ids of each request."""
+
+    hold_after: list[int]
+    held: asyncio.Event
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        left = self.hold_after.pop(0) if self.hold_after else None
+        async for chunk in super().generate(*args, **options):
+            if left is not None and left < len(chunk.ids):
+                self.held.set()
+                await asyncio.Event().wait()
+            left = None if left is None else left - len(chunk.ids)
+            yield chunk
+
+
+def _engine(*holds: int) -> Held:
+    engine = Held(ToyCodec.chatml(), _rest, chunk_size=1)
+    engine.hold_after = list(holds)
+    engine.held = asyncio.Event()
+    return engine
+
+
+async def _cancelled(a: Agent, resume: str = "") -> str:
+    """Streams until the engine holds, hangs up, and gives the id of the call."""
+    headers = {"authorization": f"Bearer {a.session.api_key}", "x-branchline-resume": resume}
+    body = {"messages": [{"role": "user", "content": "p"}], "stream": True}
+    url = f"{a.session.base_url}/chat/completions"
+    a.engine.held.clear()  # type: ignore[attr-defined]
+    async with httpx.AsyncClient() as http, http.stream("POST", url, json=body, headers=headers) as response:
+        line = await anext(response.aiter_lines())
+        await a.engine.held.wait()  # type: ignore[attr-defined]
+        return str(json.loads(line[6:])["id"])
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans())
+def test_however_often_it_was_cancelled_the_answer_is_the_whole_one_and_counts_once(
+    holds: list[int], stream: bool
+) -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(*holds)) as a:
+            call = ""
+            for _ in holds:
+                call = await _cancelled(a, call)
+            again = {"x-branchline-resume": call}
+            if stream:
+                response = await a.ask("p", headers=again, stream=True)
+                assert response.text.endswith("data: [DONE]\n\n")
+            else:
+                answer = (await a.ask("p", headers=again)).json()["choices"][0]
+                assert (answer["message"]["content"], answer["finish_reason"]) == (ANSWER, "stop")
+            told = await a.get("/samples")
+            assert told["report"]["sampled_tokens"] == told["report"]["trained_tokens"] == len(ANSWER) + 1
+            assert not told["report"]["dropped"]
+            (sample,) = told["samples"]
+            assert bytes(sample["response_ids"][:-1]).decode() == ANSWER
+            assert all(sample["response_mask"])
+            # Each request went on behind the ids before it, and nothing was sampled twice.
+            for ids, done in zip(a.engine.asked[1:], accumulate(holds), strict=True):
+                assert bytes(ids.tolist()[-done:]).decode() == ANSWER[:done]
+            assert (await a.get(""))["sampled_tokens"] == len(ANSWER) + 1
+
+    run(test)
+
+
+def test_a_call_that_left_nothing_is_begun_again() -> None:
+    async def test() -> None:
+        async with agent(engine=_engine()) as a:
+            answer = await a.ask("p", headers={"x-branchline-resume": "chatcmpl-unknown"})
+            assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+
+    run(test)
+
+
+def test_only_a_cancelled_call_goes_on_with_its_own_prompt_and_once() -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(5)) as a:
+            call = await _cancelled(a)
+            resume = {"x-branchline-resume": call}
+            assert (await a.ask("another", headers=resume)).status_code == 409
+            assert (await a.ask("p", headers=resume, n=2)).status_code == 400
+            done = await a.ask("p", headers=resume)
+            assert done.status_code == 200
+            refused = await a.ask("p", headers=resume)
+            assert refused.status_code == 409
+            assert "resumed already" in refused.text
+            assert (await a.ask("p", headers={"x-branchline-resume": done.json()["id"]})).status_code == 409
+
+    run(test)
+
+
+@pytest.mark.parametrize("most", [3, 5])
+def test_what_is_left_of_the_tokens_is_all_that_is_sampled(most: int) -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(3)) as a:
+            call = await _cancelled(a)
+            answer = (await a.ask("p", headers={"x-branchline-resume": call}, max_tokens=most)).json()
+            choice = answer["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWER[:most], "length")
+            assert answer["usage"]["completion_tokens"] == most
+            assert len(a.engine.asked) == (1 if most == 3 else 2)
+
+    run(test)

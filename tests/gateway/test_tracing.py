@@ -1,0 +1,311 @@
+"""Spans: a session is one trace, its calls are spans below it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanKind, StatusCode
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.core.errors import EngineError
+from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.gateway.server import Gateway
+from tests.gateway.collecting import Collector
+from tests.gateway.running import run
+
+SECRET = "marzipan"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+LOOK = Message("assistant", "", reasoning="hm", calls=(ToolCall("look", '{"at": 1}', "call_1"),))
+
+
+def _attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        async with collector.agent("A1", "A2", agent="main", group="g7") as a:
+            await a.say("p")
+            await a.stream("p", "A1", "x")
+            await a.session.reward(0.5)
+            await a.session.finalize()
+
+    run(test)
+    (root,) = collector.roots
+    first, second = collector.calls
+    for span in (first, second):
+        assert span.context.trace_id == root.context.trace_id
+        assert span.parent is not None
+        assert span.parent.span_id == root.context.span_id
+        assert root.start_time <= span.start_time <= span.end_time <= root.end_time
+    assert first.context.span_id != second.context.span_id
+    assert (root.name, root.kind, root.status.status_code) == (
+        "invoke_agent main",
+        SpanKind.INTERNAL,
+        StatusCode.UNSET,
+    )
+    session = _attributes(first)["gen_ai.conversation.id"]
+    assert _attributes(root) == {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": "branchline",
+        "gen_ai.conversation.id": session,
+        "gen_ai.agent.name": "main",
+        "branchline.group": "g7",
+        "branchline.session.state": "finalized",
+        "branchline.session.calls": 2,
+        "branchline.session.reward": 0.5,
+        "branchline.session.eval": False,
+    }
+
+
+def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_conventions() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        async with collector.agent("A1", "A2 and more", agent="main", group="g7") as a:
+            await a.say("p")
+            await a.stream("p", " A1", "x", temperature=0.5, top_p=0.9, top_k=5, seed=7, max_tokens=2, n=2)
+
+    run(test)
+    first, span = collector.calls
+    assert (span.name, span.kind, span.status.status_code) == (
+        "chat toy",
+        SpanKind.CLIENT,
+        StatusCode.UNSET,
+    )
+    told = _attributes(span)
+    assert told.pop("gen_ai.response.id").startswith("chatcmpl-")
+    assert told.pop("gen_ai.conversation.id") == _attributes(first)["gen_ai.conversation.id"]
+    events = {event.name: event for event in span.events}
+    assert list(events) == [f"branchline.{phase}" for phase in ("prepare", "queue", "generate", "commit")]
+    times = [event.timestamp for event in span.events]
+    assert times == sorted(times)
+    assert span.start_time <= times[0]
+    assert times[-1] <= span.end_time
+    waited = sum(events[f"branchline.{phase}"].attributes["seconds"] for phase in ("prepare", "queue"))
+    assert told.pop("gen_ai.response.time_to_first_chunk") == pytest.approx(waited)
+    prompt = len("user:p\nassistant:A1user:x\nassistant:")
+    assert told == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "branchline",
+        "gen_ai.agent.name": "main",
+        "gen_ai.request.model": "toy",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 5,
+        "gen_ai.request.max_tokens": 2,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.stream": True,
+        "gen_ai.response.finish_reasons": ("length", "length"),
+        "gen_ai.usage.input_tokens": prompt,
+        "gen_ai.usage.output_tokens": 4,
+        "http.response.status_code": 200,
+        "branchline.outcome": "ok",
+        "branchline.protocol": "chat",
+        "branchline.engine": "scripted",
+        "branchline.group": "g7",
+        "branchline.reused_tokens": len("user:p\nassistant:A1"),
+        "branchline.encoded_tokens": prompt - len("user:p\nassistant:A1"),
+        "branchline.versions": (3, 3),
+        "branchline.echo_equivalences": ("trimmed_whitespace",),
+    }
+
+
+def test_a_bare_prompt_is_a_text_completion() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        async with collector.agent("A1") as a:
+            key = {"authorization": f"Bearer {a.session.api_key}"}
+            body = {"prompt": "once", "model": "toy"}
+            answer = await a.http.post(f"{a.session.base_url}/completions", json=body, headers=key)
+            assert answer.status_code == 200
+
+    run(test)
+    (span,) = collector.calls
+    assert span.name == "text_completion toy"
+    assert _attributes(span)["gen_ai.operation.name"] == "text_completion"
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> None:
+    collector = Collector(contents)
+
+    async def test() -> None:
+        async with collector.agent(EngineError(f"no {SECRET}")) as a:
+            assert (await a.ask("p")).status_code == 502
+            assert (await a.ask("p", temperature=SECRET)).status_code == 400
+            await a.session.abort("no use")
+
+    run(test)
+    failed, refused = collector.calls
+    assert _attributes(failed)["error.type"] == "EngineError"
+    assert _attributes(failed)["branchline.outcome"] == "failed"
+    assert _attributes(failed)["http.response.status_code"] == 502
+    assert "gen_ai.usage.input_tokens" not in _attributes(failed)
+    assert _attributes(refused)["error.type"] == "MessageError"
+    assert refused.name == "chat"
+    for span, words in ((failed, f"no {SECRET}"), (refused, f"temperature: got '{SECRET}'")):
+        assert span.status.status_code is StatusCode.ERROR
+        assert (words in str(span.status.description)) == contents
+    (root,) = collector.roots
+    assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "no use")
+    assert _attributes(root)["error.type"] == "aborted"
+
+
+def test_messages_are_in_no_span_unless_asked_for() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        async with collector.agent(SECRET, EngineError(SECRET), metadata={"about": SECRET}) as a:
+            await a.ask(SECRET, tools=TOOLS, stop=[SECRET])
+            await a.ask(SECRET, SECRET, SECRET)
+            await a.ask({"role": SECRET})
+            await a.session.finalize()
+
+    run(test)
+    assert len(collector.spans) == 4
+    for span in collector.spans:
+        assert SECRET not in span.to_json()
+
+
+def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
+    collector = Collector(contents=True)
+
+    async def test() -> None:
+        async with collector.agent(LOOK, "done") as a:
+            picture = {"type": "image_url", "image_url": {"url": "https://host/a.png"}}
+            user = {"role": "user", "content": [{"type": "text", "text": "see"}, picture]}
+            answer = (await a.ask(user, tools=TOOLS, stop=["END"])).json()["choices"][0]["message"]
+            result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "a door"}
+            await a.say(user, answer, result, tools=TOOLS)
+
+    run(test)
+    first, second = (_attributes(span) for span in collector.calls)
+    assert json.loads(first["gen_ai.tool.definitions"]) == TOOLS
+    assert first["gen_ai.request.stop_sequences"] == ("END",)
+    see, tool = json.loads(second["gen_ai.input.messages"])[0], json.loads(second["gen_ai.input.messages"])[2]
+    assert see["role"] == "user"
+    assert see["parts"][0] == {"type": "text", "content": "see"}
+    assert see["parts"][1]["type"] == "uri"
+    assert see["parts"][1]["uri"] == "https://host/a.png"
+    (called,) = json.loads(first["gen_ai.output.messages"])
+    assert called["role"] == "assistant"
+    assert called["finish_reason"] == "tool_calls"
+    assert called["parts"][0] == {"type": "reasoning", "content": "hm"}
+    (part,) = called["parts"][1:]
+    assert (part["type"], part["name"], part["arguments"]) == ("tool_call", "look", {"at": 1})
+    assert tool == {
+        "role": "tool",
+        "parts": [{"type": "tool_call_response", "id": part["id"], "response": "a door"}],
+    }
+    assert json.loads(second["gen_ai.output.messages"])[0]["parts"] == [{"type": "text", "content": "done"}]
+
+
+def test_the_span_a_client_calls_from_is_linked() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        async with collector.agent("A1") as a:
+            for value in ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "nonsense", ""):
+                await a.ask("p", headers={"traceparent": value})
+
+    run(test)
+    linked, *others = collector.calls
+    (link,) = linked.links
+    assert link.context.trace_id == 0x0AF7651916CD43DD8448EB211C80319C
+    assert link.context.span_id == 0xB7AD6B7169203331
+    assert linked.context.trace_id != link.context.trace_id, "a session stays one trace"
+    assert [list(span.links) for span in others] == [[], []]
+
+
+# -- sessions ----------------------------------------------------------------------------------------
+
+
+def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: Path) -> None:
+    before, after = Collector(), Collector()
+
+    async def test() -> None:
+        async with before.agent("A1", journal=tmp_path / "j", id="s1") as a:
+            await a.say("p")
+            key = a.session.api_key
+        codec = ToyCodec()
+        async with (
+            Gateway(
+                engine=ScriptedEngine(codec, replies("A2")),
+                codec=codec,
+                journal=tmp_path / "j",
+                observers=[after.tracing.note_call],
+                on_end=[after.tracing.note_end],
+            ) as gateway,
+            httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as http,
+        ):
+            body = {"messages": [{"role": "user", "content": "q"}]}
+            await http.post(f"{gateway.url}/v1/chat/completions", json=body)
+            await gateway.app.control.end(gateway.sessions.get("s1"), "finalized")
+
+    run(test)
+    assert not before.roots, "a session that a journal keeps is not over"
+    (root,), (first,), (second,) = after.roots, before.calls, after.calls
+    assert first.context.trace_id == second.context.trace_id == root.context.trace_id
+    assert first.parent is not None
+    assert second.parent is not None
+    assert first.parent.span_id == second.parent.span_id == root.context.span_id
+    assert root.start_time <= first.start_time
+
+
+def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        async with collector.agent("A1") as a:
+            await a.say("p")
+            await a.gateway.session(id="idle")
+
+    run(test)
+    (root,) = collector.roots
+    assert _attributes(root)["branchline.session.state"] == "open"
+    assert root.context.trace_id == collector.calls[0].context.trace_id
+
+
+def test_the_same_name_in_another_gateway_is_another_trace() -> None:
+    collector = Collector()
+
+    async def test() -> None:
+        for _ in range(2):
+            async with collector.agent("A1", id="default") as a:
+                await a.say("p")
+
+    run(test)
+    assert len({span.context.trace_id for span in collector.roots}) == 2
+    assert len({span.context.trace_id for span in collector.spans}) == 2
+
+
+@pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0, 0), (0.5, 1, 9), (1.0, 10, 10)])
+def test_a_sampler_keeps_all_of_a_session_or_nothing(ratio: float, least: int, most: int) -> None:
+    collector = Collector(sampler=ParentBased(TraceIdRatioBased(ratio)))
+
+    async def test() -> None:
+        async with collector.agent("A1") as a:
+            for number in range(10):
+                session = await a.gateway.session(id=f"s{number}")
+                # What the trace's id is made from, so that the same ones are kept every time.
+                session.live.created = float(number)
+                one = replace(a, session=session)
+                await one.say("p")
+                await one.say("p")
+
+    run(test)
+    traces = [span.context.trace_id for span in collector.spans]
+    assert least <= len(set(traces)) <= most
+    assert all(traces.count(trace) == 3 for trace in traces)

@@ -1,0 +1,141 @@
+"""Spans on their way: they go where the environment says, and nobody waits for whoever collects them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from branchline import ToyCodec
+from branchline.core.errors import InputError
+from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.gateway.server import Gateway
+from branchline.gateway.tracing import CAPTURE, Tracing
+from tests.gateway.collecting import Collector
+from tests.gateway.receiver import Receiver
+from tests.gateway.running import run
+
+SECRET = "marzipan"
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as running:
+        yield running
+
+
+async def _traced(tracing: Tracing, said: str = "A1") -> float:
+    """Ten calls of one session; how long the slowest took."""
+    engine = ScriptedEngine(ToyCodec(), replies(said))
+    slowest = 0.0
+    async with Gateway(
+        engine=engine, codec=engine.codec, observers=[tracing.note_call], on_end=[tracing.note_end]
+    ) as gateway:
+        s = await gateway.session()
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {s.api_key}"}) as http:
+            for _ in range(10):
+                began = time.perf_counter()
+                body = {"messages": [{"role": "user", "content": SECRET}]}
+                answer = await http.post(f"{s.base_url}/chat/completions", json=body)
+                assert answer.status_code == 200
+                slowest = max(slowest, time.perf_counter() - began)
+        await s.finalize()
+    return slowest
+
+
+@pytest.mark.parametrize("contents", ["", "false", "true", "SPAN_ONLY"])
+def test_spans_go_where_the_environment_says(
+    contents: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue")
+    monkeypatch.setenv(CAPTURE, contents)
+    tracing = Tracing.from_environment()
+
+    async def test() -> None:
+        await _traced(tracing)
+
+    run(test)
+    assert tracing.close()
+    assert receiver.paths == {"/v1/traces"}
+    assert receiver.teams == {"blue"}
+    assert sorted(span.name for span in receiver.spans) == ["chat branchline"] * 10 + ["invoke_agent"]
+    assert len({span.trace_id for span in receiver.spans}) == 1
+    names = {pair.key: pair.value.string_value for pair in receiver.resources[0].attributes}
+    assert names["service.name"] == "branchline"
+    assert (SECRET in str(receiver.spans)) == (contents in ("true", "SPAN_ONLY"))
+
+
+def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "rollouts")
+    tracing = Tracing.from_environment()
+    assert tracing._provider.resource.attributes["service.name"] == "rollouts"
+    assert tracing.close()
+
+
+def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv(
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        )
+        # Spans are sent as soon as there are two: while calls go on.
+        monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+        tracing = Tracing.from_environment()
+
+        async def test() -> None:
+            assert await _traced(tracing) < 5
+
+        run(test)
+        began = time.perf_counter()
+        assert not tracing.close(timeout_s=0.2)
+        assert time.perf_counter() - began < 5
+
+
+def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:
+    collector = Collector()
+    assert collector.tracing.close()
+
+    async def test() -> None:
+        await _traced(collector.tracing)
+
+    run(test)
+    assert len(collector.spans) == 11
+
+
+def test_a_span_that_cannot_be_made_harms_no_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = Collector()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no more spans")
+
+    monkeypatch.setattr("branchline.gateway.tracing.call_attributes", fail)
+    monkeypatch.setattr("branchline.gateway.tracing.session_attributes", fail)
+
+    async def test() -> None:
+        await _traced(collector.tracing)
+
+    run(test)
+    assert caplog.text.count("a span could not be made") == 11
+    assert not collector.spans
+
+
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
+def test_a_protocol_that_is_not_spoken_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "grpc")
+    with pytest.raises(InputError, match="got 'grpc', expected http/protobuf"):
+        Tracing.from_environment()
+
+
+def test_a_provider_that_makes_no_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    with pytest.raises(InputError, match="expected the SDK's, enabled"):
+        Tracing(TracerProvider(shutdown_on_exit=False))

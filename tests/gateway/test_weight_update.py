@@ -1,0 +1,182 @@
+"""New weights under eight streams of a real gateway: no client notices, and the tree knows which is which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from branchline.chat.toy import ToyCodec
+from branchline.core.runs import as_ids
+from branchline.gateway.server import Gateway, GatewaySession
+from tests.engines.tiny import Gate, collect, greedy, hf, plain, run, running, tiny
+
+OLD, NEW = 3, 4
+TOKENS, FORWARDS = 60, 25
+"""What each stream samples, and the step that the pause falls into."""
+QUESTIONS = [f"question {n} " * (1 + 3 * n) for n in range(8)]
+
+
+def messages(*said: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(said)]
+
+
+class Client:
+    """A client that streams, and believes only what it reads."""
+
+    def __init__(self, http: httpx.AsyncClient, session: GatewaySession) -> None:
+        self.http, self.session = http, session
+        self.text, self.finish, self.events = "", None, 0
+
+    async def ask(self, *said: str) -> None:
+        body = {
+            "model": "toy",
+            "messages": messages(*said),
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "stream": True,
+        }
+        keys = {"authorization": f"Bearer {self.session.api_key}"}
+        url = f"{self.session.base_url}/chat/completions"
+        self.text, self.finish, self.events, lines = "", None, 0, []
+        async with self.http.stream("POST", url, json=body, headers=keys) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    assert self.finish is None
+                    self.text += choice["delta"].get("content") or ""
+                    self.finish = choice["finish_reason"]
+                    self.events += 1
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+    async def timeline(self) -> dict[str, Any]:
+        response = await self.http.get(
+            f"{self.session.base_url.removesuffix('/v1')}/timelines",
+            headers={"authorization": f"Bearer {self.session.control_key}"},
+        )
+        (line,) = response.json()["timelines"]
+        return dict(line)
+
+
+def outputs(line: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
+    """For each run of sampled ids: all ids before it, the run, its versions."""
+    runs, start, mask = [], 0, [*line["mask"], 0]
+    for place, is_sampled in enumerate(mask):
+        if is_sampled and (place == 0 or not mask[place - 1]):
+            start = place
+        elif not is_sampled and place and mask[place - 1]:
+            runs.append((line["ids"][:start], line["ids"][start:place], line["versions"][start:place]))
+    return runs
+
+
+async def fresh(seed: int, ids: list[int], max_tokens: int) -> list[int]:
+    """What an engine that never knew other weights samples behind these ids."""
+    async with running(tiny(seed)) as engine:
+        return (await collect(engine, as_ids(ids), greedy(max_tokens))).ids
+
+
+def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        model, codec = tiny(), ToyCodec()
+        engine = hf.HfEngine(model, version=OLD)
+        pause = engine.pause
+        await pause()
+        async with (
+            Gateway(engine=engine, codec=codec) as gateway,
+            httpx.AsyncClient(timeout=60) as http,
+        ):
+
+            async def policy(verb: str, **given: int) -> dict[str, Any]:
+                keys = {"authorization": f"Bearer {gateway.admin_key}"}
+                response = await http.post(f"{gateway.url}/policy/{verb}", json=given, headers=keys)
+                assert response.status_code == 200, response.text
+                return dict(response.json())
+
+            clients = [Client(http, await gateway.session()) for _ in QUESTIONS]
+            streams = [
+                asyncio.create_task(client.ask(question))
+                for client, question in zip(clients, QUESTIONS, strict=True)
+            ]
+            while engine.stats.waiting < len(clients):
+                await asyncio.sleep(0)
+            gate = Gate(model, FORWARDS)
+
+            async def pause_in_a_step() -> None:
+                asked = asyncio.create_task(pause())
+                await asyncio.sleep(0)
+                gate.is_open.set()
+                await asked
+
+            monkeypatch.setattr(engine, "pause", pause_in_a_step)
+            await policy("resume")
+            await asyncio.to_thread(gate.is_reached.wait)
+            assert await policy("pause") == {"paused": True, "version": OLD}
+            late = Client(http, await gateway.session())
+            streams.append(asyncio.create_task(late.ask("late")))
+            await engine.swap(tiny(seed=1).state_dict(), NEW)
+            assert await policy("resume", version=NEW) == {"paused": False, "version": NEW}
+            await asyncio.gather(*streams)
+
+            for client, question in zip(clients, QUESTIONS, strict=True):
+                ((prompt_ids, ids, versions),) = outputs(await client.timeline())
+                assert codec.decode(as_ids(prompt_ids)) == f"user:{question}\nassistant:"
+                # No client notices: the stream is whole, and more than one event of it came.
+                assert (client.finish, len(ids)) == ("length", TOKENS)
+                assert client.text == codec.parse(as_ids(ids), "length").text
+                assert client.events > 2
+                # Versions change once, where the pause fell.
+                before = versions.count(OLD)
+                assert versions == [OLD] * before + [NEW] * (TOKENS - before)
+                assert FORWARDS - 8 <= before <= FORWARDS
+                # On either side of it stands what those weights alone give behind the same ids.
+                assert ids[:before] == plain(tiny(), as_ids(prompt_ids), before)
+                behind = [*prompt_ids, *ids[:before]]
+                assert ids[before:] == await fresh(1, behind, TOKENS - before)
+
+            # Who came while the policy was paused waited for the new one.
+            ((prompt_ids, ids, versions),) = outputs(await late.timeline())
+            assert versions == [NEW] * TOKENS
+            assert ids == await fresh(1, prompt_ids, TOKENS)
+
+            # The next turn goes on behind both, and nothing the old weights computed is in it.
+            said = clients[0].text
+            await clients[0].ask(QUESTIONS[0], said, "and then?")
+            first, second = outputs(await clients[0].timeline())
+            assert second[0][: len(first[0]) + TOKENS] == [*first[0], *first[1]]
+            assert second[2] == [NEW] * TOKENS
+            assert second[1] == await fresh(1, second[0], TOKENS)
+
+    run(body())
+
+
+def test_resuming_under_a_new_version_over_http_is_enough_where_weights_changed_in_place() -> None:
+    """A trainer that shares the model needs no swap: it pauses, steps its optimizer, resumes."""
+
+    async def body() -> None:
+        model = tiny()
+        engine = hf.HfEngine(model, version=OLD)
+        async with (
+            Gateway(engine=engine, codec=ToyCodec()) as gateway,
+            httpx.AsyncClient(timeout=60) as http,
+        ):
+            keys = {"authorization": f"Bearer {gateway.admin_key}"}
+            client = Client(http, await gateway.session())
+            await client.ask("p")
+            said = client.text
+            await http.post(f"{gateway.url}/policy/pause", headers=keys)
+            model.load_state_dict(tiny(seed=1).state_dict())
+            await http.post(f"{gateway.url}/policy/resume", json={"version": NEW}, headers=keys)
+            await client.ask("p", said, "q")
+            first, second = outputs(await client.timeline())
+        assert (set(first[2]), set(second[2])) == ({OLD}, {NEW})
+        assert first[1] == plain(tiny(), as_ids(first[0]), TOKENS)
+        assert second[1] == await fresh(1, second[0], TOKENS)
+
+    run(body())
