@@ -1,4 +1,4 @@
-"""Prints the tables: `python -m benchmarks.gateway` for all, with names (`beside turns load`) for some."""
+"""Prints the tables: `python -m benchmarks.gateway` for all, with names (`beside engines`) for some."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from benchmarks.codec.talks import CACHE
-from benchmarks.gateway import beside, load, turns
+from benchmarks.gateway import beside, embedded, engines, load, turns
 from benchmarks.gateway.load import Load
 from benchmarks.measure import Report
 
@@ -19,7 +19,7 @@ _FULL = Load()
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.gateway", description=__doc__)
-    parser.add_argument("tables", nargs="*", help="beside, turns, load; none: all")
+    parser.add_argument("tables", nargs="*", help="beside, engines, turns, load, embedded; none: all")
     parser.add_argument("--sessions", type=int, default=_FULL.sessions, help="of load")
     parser.add_argument("--turns", type=int, default=_FULL.turns, help="of each session of load")
     parser.add_argument("--in-flight", type=int, default=_FULL.in_flight, help="of load")
@@ -27,8 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     wanted = Load(given.sessions, given.turns, given.in_flight)
     tables: dict[str, Callable[[], list[Report]]] = {
         "beside": lambda: [beside.table()],
+        "engines": lambda: [engines.table()],
         "turns": turns.tables,
         "load": lambda: [load.table(wanted)],
+        "embedded": embedded.tables,
     }
     unknown = [name for name in given.tables if name not in tables]
     if unknown:

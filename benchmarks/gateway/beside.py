@@ -1,7 +1,8 @@
 """Our gateway beside rllm-model-gateway: CPU of the gateway's process for each request.
 
 Both get the same bodies over the same kind of connection and the same replies from the engine. Theirs relays
-an HTTP engine and stores what passed; ours encodes, finds the path, parses, commits and journals.
+an HTTP engine and stores what passed; ours encodes, finds the path, parses, commits and journals. Ours is
+measured in front of the same HTTP engine, and in front of one in its own process, which costs nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +30,7 @@ from benchmarks.measure import Report, ms
 from branchline import Message
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.reader import read_messages, write_message
+from branchline.engines.http import GATHERED
 
 _REQUEST_BYTES = 23_000
 _MIX = Mix("beside", observed=400, system=900)
@@ -37,19 +40,6 @@ _REQUESTS, _ROUNDS, _IN_FLIGHT = 40, 2, 4
 _TARGET = 0.25
 PYTHON_VARIABLE = "RLLM_PYTHON"
 """Names a Python that has rllm-model-gateway, where this one has not."""
-
-
-@dataclass
-class Side:
-    """One server, and the CPU seconds of a request by kind, the best of all rounds."""
-
-    name: str
-    store: str
-    server: Served
-    is_ours: bool
-    rival: str = ""
-    """The name of the side it is compared with."""
-    cpu_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,27 +52,72 @@ class Kind:
     """The whole conversation is new to its session: all of it must be encoded."""
 
 
-_KINDS = (
-    Kind("whole reply"),
-    Kind("streamed, a token an event", stream=True),
-    Kind("first call of a session", is_first=True),
+_WHOLE = Kind("whole reply")
+_STREAMED = Kind("streamed, at once", stream=True)
+_PACED = Kind("streamed, a token a ms", stream=True)
+_FIRST = Kind("first call of a session", is_first=True)
+_KINDS = (_WHOLE, _STREAMED, _PACED, _FIRST)
+_PACE_S = 0.001
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stands in front of which engine."""
+
+    gateway: Literal["rllm", "ours"]
+    engine: str
+    """As the table calls it: one of the mocks, or in this process."""
+    store: str
+    kinds: tuple[Kind, ...]
+
+
+_HTTP, _OLD, _HERE = "HTTP", "HTTP, vLLM < 0.27", "in-process"
+_SETUPS = (
+    Setup("rllm", _HTTP, "sqlite", (_WHOLE, _STREAMED, _PACED)),
+    Setup("rllm", _HTTP, "memory", (_WHOLE, _STREAMED)),
+    Setup("ours", _HTTP, "journal", _KINDS),
+    Setup("ours", _HTTP, "memory", (_WHOLE, _STREAMED)),
+    Setup("ours", _OLD, "journal", (_WHOLE,)),
+    Setup("ours", _HERE, "journal", (_WHOLE, _STREAMED, _FIRST)),
+    Setup("ours", _HERE, "memory", (_WHOLE, _STREAMED, _FIRST)),
 )
+
+
+@dataclass
+class Side:
+    """A setup at work, and what a request of each kind came to, the best of all rounds."""
+
+    setup: Setup
+    servers: dict[Kind, Served]
+    cpu_s: dict[Kind, float] = field(default_factory=dict)
+    events: dict[Kind, list[int]] = field(default_factory=dict)
+    """Of each stream, as its client got it."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.setup.gateway == "ours"
 
 
 def table() -> Report:
     report = Report(
         f"CPU of the gateway for each request of {_REQUEST_BYTES / 1000:.0f} KB with a reply of "
         f"{REPLY_TOKENS} tokens",
-        ["request", "gateway", "engine", "store", "CPU ms", "rllm ms", "share", "target"],
+        ["request", "gateway", "engine", "store", "events", "CPU ms", "rllm ms", "share", "target"],
         [
-            f"process_time of the server's process, the best of {_ROUNDS} rounds of {_REQUESTS} requests, "
+            f"process_time of the gateway's process, the best of {_ROUNDS} rounds of {_REQUESTS} requests, "
             f"{_IN_FLIGHT} in flight; the sides take turns.",
             f"A request is turn {_TURNS + 1} of a conversation (before it, off the clock, the {_TURNS} turns "
             "of its history); tokens by Qwen3.",
-            "rllm-model-gateway 0.1.0, logs off; its engine is an HTTP mock that answers as vLLM does, ids "
-            "and logprobs included.",
-            "In-process: our engine gives the same ids in this process. vLLM: our vLLM engine asks the same "
-            "HTTP mock, which streams.",
+            "HTTP: a mock that answers as vLLM does, ids and logprobs included, in another process. "
+            "In-process: a mock in the gateway's own, which costs nothing.",
+            "Compared: rllm-model-gateway 0.1.0 with sqlite and ours with a journal, both without a store; "
+            "theirs always in front of HTTP.",
+            "Whole reply: theirs asks the engine for a whole one. Ours asks for a stream, so that little is "
+            f"lost when weights change: {GATHERED} tokens an",
+            "event, or one where vLLM is older than 0.27. Streamed: both ask for a token an event. At once: "
+            "as fast as the mock can; ours",
+            "says in one event what arrived together (events: what a client got). A token a ms: nothing "
+            "arrives together.",
             "A first call is encoded whole by ours; theirs never encodes, so there is no target.",
         ],
     )
@@ -94,22 +129,21 @@ def table() -> Report:
             f"rllm-model-gateway, or name a Python that has it in {PYTHON_VARIABLE}.",
         ]
     sides = asyncio.run(_measure(python))
-    by_name = {side.name + side.store: side for side in sides}
+    theirs = {side.setup.store: side for side in sides if not side.is_ours}
     for kind in _KINDS:
         for side in sides:
-            if kind.name not in side.cpu_s:
+            if kind not in side.cpu_s:
                 continue
-            gateway, _, engine = side.name.partition(", ")
-            cells: tuple[str, ...] = ("", "", "")
-            rival = by_name.get(side.rival)
-            if rival is not None and kind.name in rival.cpu_s and not kind.is_first:
-                share = side.cpu_s[kind.name] / rival.cpu_s[kind.name]
-                cells = (
-                    ms(rival.cpu_s[kind.name]),
-                    f"{share:.2f}",
-                    report.target(f"≤ {_TARGET}", share <= _TARGET),
-                )
-            report.row(kind.name, gateway, engine, side.store, ms(side.cpu_s[kind.name]), *cells)
+            setup, cells = side.setup, ("", "", "")
+            rival = theirs.get("sqlite" if setup.store == "journal" else setup.store)
+            if side.is_ours and rival is not None and kind in rival.cpu_s:
+                share = side.cpu_s[kind] / rival.cpu_s[kind]
+                told = report.target(f"≤ {_TARGET}", share <= _TARGET)
+                cells = (ms(rival.cpu_s[kind]), f"{share:.2f}", told)
+            events = f"{mean(side.events[kind]):.0f}" if kind.stream else ""
+            report.row(
+                kind.name, setup.gateway, setup.engine, setup.store, events, ms(side.cpu_s[kind]), *cells
+            )
     return report
 
 
@@ -129,32 +163,40 @@ async def _measure(python: str | None) -> list[Side]:
     mock_options = MockOptions(reply.tolist(), texts, prompt_ids)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch())))
-        mock = await stack.enter_async_context(served("mock", msgspec.to_builtins(mock_options)))
+        urls: dict[tuple[str, bool], str] = {}
+        for engine, is_paced in ((_HTTP, False), (_HTTP, True), (_OLD, False)):
+            options = msgspec.structs.replace(
+                mock_options, is_old=engine == _OLD, pause_s=_PACE_S if is_paced else 0.0
+            )
+            mock = await stack.enter_async_context(served("mock", msgspec.to_builtins(options)))
+            urls[engine, is_paced] = mock.url
         sides: list[Side] = []
-        if python is not None:
-            for store in ("sqlite", "memory"):
-                options = {"engine_url": mock.url, "store": store, "db_path": str(folder / "theirs.db")}
-                server = await stack.enter_async_context(served("theirs", options, python))
-                sides.append(Side("rllm, HTTP", store, server, is_ours=False))
-        for name, engine, journal in (
-            ("ours, in-process", "plain", True),
-            ("ours, in-process", "plain", False),
-            ("ours, vLLM", "vllm", True),
-        ):
-            file = str(folder / f"ours-{engine}") if journal else None
-            ours = {"engine": engine, "journal": file, "engine_url": mock.url}
-            server = await stack.enter_async_context(served("ours", ours))
-            rival = "rllm, HTTP" + ("sqlite" if journal else "memory")
-            sides.append(Side(name, "journal" if journal else "memory", server, is_ours=True, rival=rival))
+        for setup in _SETUPS:
+            if setup.gateway == "rllm" and python is None:
+                continue
+            servers: dict[bool, Served] = {}
+            for is_paced in {kind is _PACED for kind in setup.kinds}:
+                url = urls.get((setup.engine, is_paced), "")
+                file = str(folder / f"{len(sides)}-{is_paced}")
+                servers[is_paced] = await stack.enter_async_context(_server(setup, url, file, python))
+            sides.append(Side(setup, {kind: servers[kind is _PACED] for kind in setup.kinds}))
         for round_ in range(_ROUNDS):
             for kind in _KINDS:
                 for side in sides:
-                    if kind.is_first and not side.is_ours:
-                        continue
-                    seed = 1_000_000 * (round_ + 1) + 10_000 * _KINDS.index(kind)
-                    spent = await _round(side, kind, said, seed)
-                    side.cpu_s[kind.name] = min(spent, side.cpu_s.get(kind.name, float("inf")))
+                    if kind in side.servers:
+                        seed = 1_000_000 * (round_ + 1) + 10_000 * _KINDS.index(kind)
+                        spent = await _round(side, kind, said, seed)
+                        side.cpu_s[kind] = min(spent, side.cpu_s.get(kind, float("inf")))
         return sides
+
+
+def _server(setup: Setup, url: str, file: str, python: str | None) -> AbstractAsyncContextManager[Served]:
+    if setup.gateway == "rllm":
+        assert python is not None
+        return served("theirs", {"engine_url": url, "store": setup.store, "db_path": file}, python)
+    engine = "plain" if setup.engine == _HERE else "vllm"
+    journal = file if setup.store == "journal" else None
+    return served("ours", {"engine": engine, "journal": journal, "engine_url": url})
 
 
 def _conversation(writer: Writer, said: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -184,6 +226,7 @@ def _prompt_ids(codec: GenericCodec, messages: Sequence[dict[str, Any]]) -> list
 
 async def _round(side: Side, kind: Kind, said: dict[str, Any], seed: int) -> float:
     """CPU seconds for each request of one round."""
+    server = side.servers[kind]
     sessions = [f"{STREAMED if kind.stream else 'whole-'}{seed + place}" for place in range(_REQUESTS)]
     talks = [_conversation(Writer(_MIX, seed + place), said) for place in range(_REQUESTS)]
     keys: dict[str, str] = {}
@@ -191,24 +234,26 @@ async def _round(side: Side, kind: Kind, said: dict[str, Any], seed: int) -> flo
     async def ready(connection: Connection, place: int) -> None:
         name = sessions[place]
         options = {"id": name} if side.is_ours else {"session_id": name}
-        opened = await connection.post("/sessions", options, side.server.key)
+        opened = await connection.post("/sessions", options, server.key)
         keys[name] = opened.json().get("api_key", "")
         if side.is_ours and not kind.is_first:
             for messages in talks[place][:-1]:
-                _check(await connection.post(_path(name), _body(messages, stream=kind.stream), keys[name]))
+                _check(await connection.post(_path(name), _body(messages, stream=False), keys[name]))
 
     bodies = [_body(talk[-1], stream=kind.stream) for talk in talks]
 
     async def measured(connection: Connection, place: int) -> None:
         name = sessions[place]
-        _check(await connection.post(_path(name), bodies[place], keys[name]))
+        answer = await connection.post(_path(name), bodies[place], keys[name])
+        _check(answer)
+        side.events.setdefault(kind, []).append(answer.body.count(b"\n\n"))
 
-    await _each(side.server.url, ready)
-    before = await side.server.cpu_s()
-    await _each(side.server.url, measured)
-    spent = await side.server.cpu_s() - before
+    await _each(server.url, ready)
+    before = await server.cpu_s()
+    await _each(server.url, measured)
+    spent = await server.cpu_s() - before
     if not side.is_ours:
-        await _check_trace(side, sessions[0])
+        await _check_trace(server, sessions[0])
     return spent / _REQUESTS
 
 
@@ -221,9 +266,9 @@ def _check(answer: Answer) -> None:
         raise RuntimeError(f"status {answer.status}: {answer.body[-300:]!r}")
 
 
-async def _check_trace(side: Side, session: str) -> None:
+async def _check_trace(server: Served, session: str) -> None:
     """They did store what they were there to store."""
-    async with Connection(side.server.url) as connection:
+    async with Connection(server.url) as connection:
         (trace,) = (await connection.get(f"/sessions/{session}/traces")).json()
         found = len(trace["completion_token_ids"]), len(trace["logprobs"])
         assert found == (REPLY_TOKENS, REPLY_TOKENS), f"rllm stored {found} ids and logprobs"

@@ -1,7 +1,7 @@
 """An engine over HTTP that has nothing to think about: vLLM's answers, made before anybody asks.
 
 `/v1/chat/completions` is what rllm-model-gateway asks, `/v1/completions` what our vLLM engine asks. Both
-give the same ids and logprobs; streams give one token an event, as vLLM does.
+give the same ids and logprobs; streams give one token an event, or as many as are asked for, as vLLM does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class MockServer:
     """The engine as an ASGI application."""
 
     def __init__(self, options: MockOptions) -> None:
+        self._options = options
         self._frame = {"id": "cmpl-0", "created": 1_750_000_000, "model": "mock"}
         ids, texts, prompt_ids = options.ids, options.texts, options.prompt_ids
         told = [_logprob(text) for text in texts]
@@ -64,17 +65,30 @@ class MockServer:
             )
             for place, text in enumerate(texts)
         ]
-        self._choices = [
-            {
-                "index": 0,
-                "text": text,
-                "logprobs": {"token_logprobs": [LOGPROB], "tokens": [text], "text_offset": [0]},
-                "finish_reason": "stop" if place == len(ids) - 1 else None,
-                "token_ids": [ids[place]],
-            }
-            for place, text in enumerate(texts)
-        ]
-        self._completions = [self._event(choice) for choice in self._choices]
+        self._behind = {1: self._events_behind_first(1)}
+        """The events behind the first token, by the number of tokens in each."""
+
+    def _events_behind_first(self, size: int) -> list[bytes]:
+        count = len(self._options.ids)
+        return [self._event(self._choice(place, min(place + size, count))) for place in range(1, count, size)]
+
+    def _choice(self, start: int, end: int) -> dict[str, Any]:
+        """What `/v1/completions` says of a run of tokens."""
+        texts = self._options.texts[start:end]
+        told = {
+            "text_offset": [0] * len(texts),
+            "token_logprobs": [LOGPROB] * len(texts),
+            "tokens": texts,
+            "top_logprobs": [{text: LOGPROB} for text in texts],
+        }
+        return {
+            "index": 0,
+            "text": "".join(texts),
+            "logprobs": told,
+            "finish_reason": "stop" if end == len(self._options.ids) else None,
+            "stop_reason": None,
+            "token_ids": self._options.ids[start:end],
+        }
 
     def _event(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
         event = {**self._frame, **(extra or {}), "choices": [choice]}
@@ -90,17 +104,28 @@ class MockServer:
         path = scope["path"]
         if path == "/v1/completions":
             asked = msgspec.json.decode(body)
-            first = {**self._choices[0], "prompt_token_ids": asked["prompt"]}
-            await _stream(send, [self._event(first), *self._completions[1:]])
+            first = {**self._choice(0, 1), "prompt_token_ids": asked["prompt"]}
+            size = 1 if self._options.is_old else asked.get("stream_interval", 1)
+            if size not in self._behind:
+                self._behind[size] = self._events_behind_first(size)
+            await self._stream(send, [self._event(first), *self._behind[size]])
         elif path == "/v1/chat/completions":
             if msgspec.json.decode(body).get("stream"):
-                await _stream(send, self._chat)
+                await self._stream(send, self._chat)
             else:
                 await _whole(send, self._whole)
         elif path == "/v1/models":
             await _whole(send, b'{"data":[{"id":"mock"}]}')
         else:
             await _whole(send, b"{}")
+
+    async def _stream(self, send: Send, events: Sequence[bytes]) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.sleep(self._options.pause_s)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
 def _logprob(text: str) -> dict[str, Any]:
@@ -111,15 +136,6 @@ async def _whole(send: Send, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _stream(send: Send, events: Sequence[bytes]) -> None:
-    headers = [(b"content-type", b"text/event-stream")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for event in events:
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-        await asyncio.sleep(0)
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
 async def main(options: MockOptions) -> None:

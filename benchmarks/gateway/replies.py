@@ -29,6 +29,10 @@ class MockOptions(msgspec.Struct, frozen=True):
     texts: list[str]
     """Of each id."""
     prompt_ids: list[int]
+    is_old: bool = False
+    """As vLLM before v0.27.0, which does not know `stream_interval`: a token an event, always."""
+    pause_s: float = 0.0
+    """Between two events of a stream. 0: as fast as they can be said."""
 
 
 class MockEngine:

@@ -62,8 +62,9 @@ class Connection:
 
     async def _ask(self, method: str, path: str, data: bytes, key: str) -> Answer:
         assert self._writer is not None
+        credentials = f"authorization: Bearer {key}\r\n" if key else ""
         head = (
-            f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {key}\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{credentials}"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         )
         start = time.perf_counter()

@@ -19,10 +19,16 @@ class FakeServer:
         self.weights = 0
         self.per_event = 1
         """Ids an event."""
+        self.gathers = False
+        """Whether it knows `stream_interval`: the first id alone, then so many an event."""
         self.piece = 0
         """Bytes a piece of the stream has, whatever it cuts; 0: an event each."""
         self.hold_after: int | None = None
         """After this many ids of a request, wait for `go`."""
+        self.breathes = False
+        """Lets others run between two events."""
+        self.hold_end = False
+        """Between the last event and the end of the answer, wait for `go`."""
         self.die_after: int | None = None
         """After this many ids the server is gone."""
         self.end_after: int | None = None
@@ -72,7 +78,7 @@ class FakeServer:
         raise NotImplementedError
 
     async def tokens(
-        self, prompt: list[int], limit: int, stop_ids: list[int]
+        self, prompt: list[int], limit: int, stop_ids: list[int], interval: int | None = None
     ) -> AsyncGenerator[tuple[list[int], list[float], str | None], None]:
         """The sampled ids of a request, event by event, with its finish reason on the last."""
         assert prompt
@@ -91,7 +97,8 @@ class FakeServer:
             event[1].append(logprob)
             out += 1
             finish = "stop" if token in (EOS, *stop_ids) else "length" if out == limit else None
-            if finish or out % self.per_event == 0:
+            size, first = (interval, 1) if interval and self.gathers else (self.per_event, 0)
+            if finish or out % size == first % size:
                 yield event[0], event[1], finish
                 event = ([], [])
 
@@ -164,6 +171,10 @@ class FakeServer:
             said += b"data: " + json.dumps(event).encode() + b"\n\n"
             said = self._write(writer, said, self.piece)
             await writer.drain()
+            if self.breathes:
+                await asyncio.sleep(0)
+        if self.hold_end:
+            await self._hold()
         if self.event_after is not None:
             said += b"data: " + json.dumps(self.event_after[1]).encode() + b"\n\n"
         self._write(writer, said + b": a comment\n\ndata: [DONE]\n\n", 0)
@@ -188,7 +199,7 @@ class FakeVllm(FakeServer):
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         first = True
         async for ids, logprobs, finish in self.tokens(
-            body["prompt"], body["max_tokens"], body["stop_token_ids"]
+            body["prompt"], body["max_tokens"], body["stop_token_ids"], body.get("stream_interval")
         ):
             choice: dict[str, Any] = {
                 "index": 0,
@@ -220,7 +231,10 @@ class FakeSglang(FakeServer):
         all_ids: list[int] = []
         all_logprobs: list[list[Any]] = []
         async for ids, logprobs, finish in self.tokens(
-            body["input_ids"], params["max_new_tokens"], params["stop_token_ids"]
+            body["input_ids"],
+            params["max_new_tokens"],
+            params["stop_token_ids"],
+            params.get("stream_interval"),
         ):
             start = len(all_ids) if self.incremental else 0
             all_ids += ids

@@ -55,6 +55,14 @@ async def collect(stream: AsyncIterator[Chunk]) -> list[Chunk]:
     return [chunk async for chunk in stream]
 
 
+async def take(stream: AsyncIterator[Chunk], count: int) -> list[Chunk]:
+    """Chunks with so many ids together: what arrives at the same time may be one chunk."""
+    chunks: list[Chunk] = []
+    while len(ids_of(chunks)) < count:
+        chunks.append(await anext(stream))
+    return chunks
+
+
 def ids_of(chunks: list[Chunk]) -> list[int]:
     return [int(one) for chunk in chunks for one in chunk.ids]
 

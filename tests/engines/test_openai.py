@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -119,6 +120,22 @@ def test_an_answer_closed_early_is_aborted() -> None:
             await stream.aclose()
             await server.aborted.wait()
             await upstream.close()
+
+    run(main())
+
+
+def test_closing_ends_an_answer_with_an_error() -> None:
+    async def main() -> None:
+        async with FakeChat() as server:
+            server.script, server.hold_after = (said(content="hi"),), 0
+            upstream = UpstreamChat(server.url + "/v1", model="large")
+            stream = upstream.chat(HELLO)
+            await anext(stream)
+            waiting = asyncio.ensure_future(anext(stream))
+            await server.held.wait()
+            await upstream.close()
+            with pytest.raises(EngineError, match="closed by us"):
+                await waiting
 
     run(main())
 

@@ -1,24 +1,32 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.engines.base import Engine
+from branchline.core.errors import EngineError
+from branchline.core.runs import as_ids
+from branchline.engines.base import Chunk, Engine
+from branchline.engines.relay import Cuttable
 from branchline.engines.vllm import VllmEngine
 from tests.engines.farm import farm
 from tests.engines.model import PROMPT, collect, continuation, float32, ids_of, logprobs_of, params, run
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("dies_after", range(9))
-def test_a_call_of_a_dead_replica_goes_on_elsewhere_as_if_nothing_had_been(dies_after: int) -> None:
+def test_a_call_of_a_dead_replica_goes_on_elsewhere_as_if_nothing_had_been(
+    dies_after: int, whole: bool
+) -> None:
     async def main() -> None:
         async with farm(2) as (replicas, servers):
             servers[0].die_after = dies_after
             engine: Engine = replicas
-            chunks = await collect(engine.generate(PROMPT, params(8), session="s"))
+            chunks = await collect(engine.generate(PROMPT, params(8, whole=whole), session="s"))
             ids, logprobs = continuation(PROMPT, 8)
             assert ids_of(chunks) == ids
             assert logprobs_of(chunks) == float32(logprobs)
@@ -36,13 +44,19 @@ def test_a_call_of_a_dead_replica_goes_on_elsewhere_as_if_nothing_had_been(dies_
 
 
 @settings(max_examples=40, deadline=None)
-@given(deaths=st.lists(st.integers(0, 6), min_size=1, max_size=4), per_event=st.integers(1, 3))
-def test_any_number_of_deaths_loses_and_repeats_nothing(deaths: list[int], per_event: int) -> None:
+@given(
+    deaths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    per_event=st.integers(1, 3),
+    whole=st.booleans(),
+)
+def test_any_number_of_deaths_loses_and_repeats_nothing(
+    deaths: list[int], per_event: int, whole: bool
+) -> None:
     async def main() -> None:
         async with farm(len(deaths) + 1) as (replicas, servers):
             for server, death in zip(servers, deaths, strict=False):
                 server.die_after, server.per_event = death, per_event
-            chunks = await collect(replicas.generate(PROMPT, params(12)))
+            chunks = await collect(replicas.generate(PROMPT, params(12, whole=whole)))
             assert ids_of(chunks) == continuation(PROMPT, 12)[0]
             assert len(logprobs_of(chunks)) == 12
 
@@ -69,5 +83,118 @@ def test_a_stop_id_that_was_handed_out_ends_a_call_even_if_its_replica_died() ->
             assert (chunks[-1].finish, chunks[-1].version) == ("stop", 6)
             chunks = await collect(replicas.generate(PROMPT, params(2)))
             assert (ids_of(chunks), chunks[-1].finish) == (ids[:2], "length")
+
+    run(main())
+
+
+class Source:
+    """A stream that gives what it is told to give."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        self.waits = asyncio.Event()
+        self.closed = False
+
+    async def stream(self) -> AsyncGenerator[Chunk, None]:
+        try:
+            while True:
+                self.waits.set()
+                chunk = await self.queue.get()
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            self.closed = True
+
+
+ONE = Chunk(as_ids([1]))
+LAST = Chunk(as_ids([2]), finish="stop")
+
+
+def test_a_cut_ends_the_stream_and_not_its_consumer() -> None:
+    async def main() -> None:
+        source = Source()
+        stream = Cuttable(source.stream())
+        source.queue.put_nowait(ONE)
+        assert await anext(stream) is ONE
+        source.waits.clear()
+        reading = asyncio.create_task(collect(stream))
+        await source.waits.wait()
+        stream.cut()
+        stream.cut()
+        assert await reading == []
+        assert reading.cancelling() == 0
+        assert source.closed
+        await stream.close()
+
+    run(main())
+
+
+def test_a_cut_between_two_reads_ends_the_stream_at_the_next() -> None:
+    async def main() -> None:
+        source = Source()
+        stream = Cuttable(source.stream())
+        source.queue.put_nowait(ONE)
+        assert await anext(stream) is ONE
+        stream.cut()
+        assert await collect(stream) == []
+        assert not source.closed
+        await stream.close()
+        assert source.closed
+
+    run(main())
+
+
+@pytest.mark.parametrize("first", ["cut", "cancel"])
+def test_a_consumer_that_is_cancelled_while_its_stream_is_cut_is_cancelled(first: str) -> None:
+    async def main() -> None:
+        source = Source()
+        stream = Cuttable(source.stream())
+        reading = asyncio.create_task(collect(stream))
+        await source.waits.wait()
+        if first == "cancel":
+            reading.cancel()
+        stream.cut()
+        if first == "cut":
+            reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert reading.cancelling() == 1
+        await stream.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("first", ["arrival", "cut"])
+def test_a_cut_at_the_moment_of_an_arrival_leaves_no_trace_in_the_consumer(first: str) -> None:
+    async def main() -> None:
+        source = Source()
+        stream = Cuttable(source.stream())
+        reading = asyncio.create_task(collect(stream))
+        await source.waits.wait()
+        if first == "arrival":
+            source.queue.put_nowait(ONE)
+        stream.cut()
+        if first == "cut":
+            source.queue.put_nowait(ONE)
+        assert await reading == []
+        assert reading.cancelling() == 0
+
+    run(main())
+
+
+def test_a_stream_that_ends_without_a_finish_is_an_error() -> None:
+    async def main() -> None:
+        source = Source()
+        for chunk in (ONE, None):
+            source.queue.put_nowait(chunk)
+        stream = Cuttable(source.stream())
+        assert await anext(stream) is ONE
+        with pytest.raises(EngineError, match="ended before its generation did"):
+            await anext(stream)
+        source = Source()
+        for chunk in (ONE, LAST, None):
+            source.queue.put_nowait(chunk)
+        assert await collect(Cuttable(source.stream())) == [ONE, LAST]
 
     run(main())

@@ -4,12 +4,14 @@ import asyncio
 
 import pytest
 
+from branchline.chat.toy import ToyCodec
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.engines.replicas import Replicas
+from branchline.engines.scripted import ScriptedEngine
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake import FakeVllm
 from tests.engines.farm import Clock, asked, farm
-from tests.engines.model import EOS, PROMPT, collect, continuation, ids_of, params, run, versions_of
+from tests.engines.model import EOS, PROMPT, collect, continuation, ids_of, params, run, take, versions_of
 
 
 def test_when_all_are_dead_the_call_fails_with_the_last_reason() -> None:
@@ -95,7 +97,7 @@ def test_a_removed_replicas_calls_and_sessions_move() -> None:
         async with farm(2) as (replicas, servers):
             servers[0].hold_after = 3
             stream = replicas.generate(PROMPT, params(8), session="a")
-            chunks = [await anext(stream) for _ in range(3)]
+            chunks = await take(stream, 3)
             await replicas.remove("0")
             await servers[0].aborted.wait()
             chunks += await collect(stream)
@@ -108,6 +110,48 @@ def test_a_removed_replicas_calls_and_sessions_move() -> None:
             await replicas.remove("1")
             with pytest.raises(EngineError, match="no replica is left"):
                 await collect(replicas.generate(PROMPT, params(1), session="a"))
+
+    run(main())
+
+
+def test_what_had_arrived_of_an_unwatched_answer_moves_with_it() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].hold_after = 3
+            stream = replicas.generate(PROMPT, params(8, whole=True), session="a")
+            task = asyncio.create_task(collect(stream))
+            await servers[0].held.wait()
+            await replicas.remove("0")
+            chunks = await task
+            assert ids_of(chunks) == continuation(PROMPT, 8)[0]
+            assert servers[1].bodies[0]["max_tokens"] == 5
+            assert [len(chunk.ids) for chunk in chunks] == [3, 5]
+
+    run(main())
+
+
+def test_an_engine_that_does_not_end_its_calls_when_it_is_closed_loses_them_all_the_same() -> None:
+    async def main() -> None:
+        held = ScriptedEngine(ToyCodec.chatml(), lambda _: "never", name="held", gate=asyncio.Event())
+        replicas = Replicas([held])
+        task = asyncio.create_task(collect(replicas.generate(PROMPT, params(8))))
+        await asyncio.sleep(0)
+        await replicas.add(ScriptedEngine(ToyCodec.chatml(), lambda _: "moved"))
+        assert replicas.in_flight == {"held": 1, "scripted": 0}
+        await replicas.remove("held")
+        assert len(ids_of(await task)) > 0
+        assert held.aborted == 1
+
+    run(main())
+
+
+def test_a_closed_stream_is_closed_where_it_runs_when_its_closing_returns() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(ToyCodec.chatml(), lambda _: "a reply of some tokens")
+        stream = Replicas([engine]).generate(PROMPT, params(8))
+        await anext(stream)
+        await stream.aclose()
+        assert engine.aborted == 1
 
     run(main())
 
@@ -146,7 +190,7 @@ def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
             for server in servers:
                 server.hold_after = 2
             streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
-            outputs = [[await anext(stream), await anext(stream)] for stream in streams]
+            outputs = [await take(stream, 2) for stream in streams]
             rests = [asyncio.create_task(collect(stream)) for stream in streams]
             await replicas.pause()
             await replicas.add(VllmEngine(further.url))

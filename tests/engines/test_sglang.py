@@ -8,7 +8,7 @@ import pytest
 
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.engines.base import Engine
-from branchline.engines.sglang import SglangEngine
+from branchline.engines.sglang import SglangEngine, SglangReader
 from tests.engines.fake import FakeSglang
 from tests.engines.model import (
     EOS,
@@ -20,6 +20,7 @@ from tests.engines.model import (
     logprobs_of,
     params,
     run,
+    take,
     versions_of,
 )
 
@@ -83,6 +84,46 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
                     "ignore_eos": True,
                 },
             }
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_an_answer_that_nobody_watches_is_one_chunk(incremental: bool, gathers: bool) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            server.incremental, server.gathers = incremental, gathers
+            engine = SglangEngine(server.url)
+            (chunk,) = await collect(engine.generate(PROMPT, params(70, whole=True)))
+            ids, logprobs = continuation(PROMPT, 70)
+            assert (ids_of([chunk]), chunk.finish) == (ids, "length")
+            assert logprobs_of([chunk]) == float32(logprobs)
+            assert server.bodies[0]["sampling_params"]["stream_interval"] > 1
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_what_had_arrived_of_an_unwatched_answer_comes_before_its_error(incremental: bool) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            reason = {"type": "abort", "message": "it said no", "status_code": 500}
+            ids = continuation(PROMPT, 2)[0]
+            meta = {
+                "finish_reason": reason,
+                "completion_tokens": 2,
+                "output_token_logprobs": [[-1.0, one, None] for one in ids],
+            }
+            server.incremental = incremental
+            server.event_after = (2, {"output_ids": ids, "meta_info": meta})
+            engine = SglangEngine(server.url)
+            stream = engine.generate(PROMPT, params(whole=True))
+            assert ids_of([await anext(stream)]) == ids
+            with pytest.raises(EngineError, match="it said no"):
+                await anext(stream)
             await engine.close()
 
     run(main())
@@ -186,13 +227,21 @@ def test_a_stream_that_breaks_gives_what_came_and_an_error() -> None:
             server.die_after = 2
             engine = SglangEngine(server.url)
             stream = engine.generate(PROMPT, params())
-            chunks = [await anext(stream), await anext(stream)]
+            chunks = await take(stream, 2)
             with pytest.raises(EngineError):
                 await anext(stream)
             assert ids_of(chunks) == continuation(PROMPT, 2)[0]
             await engine.close()
 
     run(main())
+
+
+def test_events_that_the_last_one_repeats_are_not_read() -> None:
+    meta = {"completion_tokens": 2, "output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None]]}
+    last = json.dumps({"output_ids": [7, 8], "meta_info": meta}).encode()
+    reader = SglangReader("sglang")
+    reader.read([b"anything", last])
+    assert (reader.ids, reader.logprobs, reader.finish) == ([7, 8], [-1.0, -2.0], None)
 
 
 def test_ids_that_do_not_fit_their_logprobs_are_not_believed() -> None:
@@ -216,7 +265,7 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version() ->
             server.hold_after = 3
             engine = SglangEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(8))
-            chunks = [await anext(stream) for _ in range(3)]
+            chunks = await take(stream, 3)
             held = asyncio.create_task(collect(stream))
             await engine.pause()
             server.weights, server.hold_after = 1, None

@@ -22,6 +22,7 @@ from tests.engines.model import (
     params,
     round_trip,
     run,
+    take,
     versions_of,
 )
 
@@ -128,6 +129,47 @@ def test_the_stop_id_is_the_last_id(stop_id: int) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_events_that_say_nothing_of_ids_are_passed_over(whole: bool) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            usage = {"id": "cmpl-1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+            server.event_after = (3, usage)
+            server.stop_at = 2
+            engine = VllmEngine(server.url)
+            chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=(EOS,), whole=whole)))
+            assert ids_of(chunks) == [*continuation(PROMPT, 2)[0], EOS]
+            assert chunks[-1].finish == "stop"
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"token_ids": None}, "no token_ids in the stream"),
+        ({"token_ids": [1]}, "1 ids with 0 logprobs, expected one each"),
+        ({"token_ids": [1], "logprobs": {"token_logprobs": [None]}}, "1 ids with 1 logprobs"),
+        ({"token_ids": [2**31]}, r"`int` .* in b'"),
+        ({"token_ids": [], "finish_reason": "abort"}, "ended a generation by 'abort'"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_cannot_be_believed_is_an_error_behind_what_can(choice: Any, words: str, whole: bool) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.event_after = (2, {"choices": [choice]})
+            engine = VllmEngine(server.url)
+            stream = engine.generate(PROMPT, params(whole=whole))
+            assert ids_of(await take(stream, 2)) == continuation(PROMPT, 2)[0]
+            with pytest.raises(EngineError, match=words):
+                await anext(stream)
+            await engine.close()
+
+    run(main())
+
+
 def test_a_server_that_saw_another_prompt_is_not_believed() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
@@ -150,7 +192,7 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
             server.hold_after = 3
             engine = VllmEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(8, seed=1))
-            chunks = [await anext(stream) for _ in range(3)]
+            chunks = await take(stream, 3)
             held = asyncio.create_task(collect(stream))
             await engine.pause()
             await server.aborted.wait()
@@ -186,7 +228,7 @@ def test_chunks_that_arrived_before_a_pause_are_handed_out_while_it_lasts() -> N
             server.hold_after = 3
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params())
-            chunks = [await anext(stream) for _ in range(3)]
+            chunks = await take(stream, 3)
             await engine.pause()
             await engine.resume(1)
             server.hold_after = None

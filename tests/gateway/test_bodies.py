@@ -83,3 +83,18 @@ def test_the_memory_is_given_back_with_the_session() -> None:
             assert not a.session.live.memory._known
 
     run(test)
+
+
+def test_half_an_emoji_is_no_reason_to_refuse() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            for body in (
+                b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}',
+                b'{"user": "\\ud83d", "messages": [{"role": "user", "content": "p"}]}',
+            ):
+                key = {"authorization": f"Bearer {a.session.api_key}"}
+                url = f"{a.session.base_url}/chat/completions"
+                answer = await a.http.post(url, content=body, headers=key)
+                assert answer.status_code == 200, answer.text
+
+    run(test)

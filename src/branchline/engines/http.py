@@ -1,136 +1,110 @@
-"""Engines behind HTTP: one small streaming client, and what all such engines share.
+"""What engines behind HTTP share: a generation is one request at a time, and what arrives becomes chunks.
 
-A generation is one request at a time. Closing its stream closes the connection, which aborts it at the
-server. A pause does the same to every running request: after it, each goes on behind the ids it has
-emitted, in a new request under the new weights. So no server has to know how to pause, and no key-value
-cache of old weights survives: requests name their version where the server keys its cache by it.
+Closing a generation closes its connection, which aborts it at the server. A pause does the same to every
+running request: after it, each goes on behind the ids it has emitted, in a new request under the new
+weights. So no server has to know how to pause, and no key-value cache of old weights survives: requests name
+their version where the server keys its cache by it.
+
+All events that have arrived when a consumer looks become one chunk; an id that arrives alone leaves alone.
+Where nobody reads along (`SamplingParams.whole`), nothing is looked at before the end or a cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
-import httpx
-import msgspec
+import numpy as np
 
-from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.core.errors import EngineError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, LogprobKind, SamplingParams
-from branchline.engines.relay import Progress, Pump
+from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
+from branchline.engines.client import HttpClient, Reply
+from branchline.engines.client import Server as Server
+from branchline.engines.relay import Progress
 
-# The server's way of saying that this request can never be answered, here or elsewhere.
-REFUSALS = frozenset({400, 413, 422})
-# A control endpoint that this server does not have, or does not open to us.
-ABSENT = frozenset({401, 403, 404, 405, 501})
+# How many ids a server may gather before it says them, where nobody reads along. A cut loses those it has
+# gathered: they are sampled again.
+GATHERED = 32
+
+
+class Reader:
+    """Reads the events of one answer; what it has read waits in lists until it is taken as a chunk."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish: Finish | None = None
+
+    def read(self, events: Sequence[bytes]) -> None:
+        """Appends what events say. Raises EngineError at the first wrong one, behind all that was right."""
+        raise NotImplementedError
+
+    def take(self, version: int) -> Chunk:
+        chunk = Chunk(np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), version, self.finish)
+        self.ids, self.logprobs = [], []
+        return chunk
 
 
 @dataclass(frozen=True)
-class Server:
-    """Where an engine listens, and how long to wait for it."""
+class Ask:
+    """One request, and who reads its answer."""
 
-    url: str
-    api_key: str = field(default="", repr=False)
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 600.0
-    """Between two pieces of a stream; the first waits for the server's queue and the whole prefill."""
-
-    def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
-            raise InputError(f"url: got {self.url!r}, expected http://HOST:PORT")
-
-    @property
-    def root(self) -> str:
-        """The address without `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1")
-
-    @property
-    def place(self) -> str:
-        """Host and port: the address as a name, without what might be secret in it."""
-        return urlsplit(self.url).netloc.rpartition("@")[2]
+    path: str
+    body: bytes
+    reader: Reader
+    id: str = ""
+    """What the server calls it, where that is ours to say."""
 
 
-class HttpClient:
-    """Requests to one server. Every failure is an EngineError that says where and in whose words."""
+class Run:
+    """A request that was made, from its first chunk to its finish or its cut."""
 
-    def __init__(self, server: Server, base_url: str) -> None:
-        self.place = server.place
-        headers = {"content-type": "application/json"}
-        if server.api_key:
-            headers["authorization"] = f"Bearer {server.api_key}"
-        self._base_url = base_url.rstrip("/")
-        self._client = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(server.read_timeout_s, connect=server.connect_timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-        )
+    def __init__(self, engine: str, ask: Ask, reply: Reply, version: int) -> None:
+        self.ask = ask
+        self.reply = reply
+        self._engine = engine
+        self._version = version
+        self._ready: deque[Chunk] = deque()
+        self._error: EngineError | None = None
+        """What comes behind all that is ready."""
 
-    async def get(self, path: str) -> Any:
-        """The JSON that a path answers, or None for an empty body."""
-        return _json(await self._ask("GET", path))
-
-    async def control(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
-    ) -> bool:
-        """Asks for something beside generations; False where the server has no such thing."""
-        try:
-            await self._ask("POST", path, msgspec.json.encode(body or {}), timeout_s)
-        except _AbsentError:
-            return False
-        return True
-
-    async def events(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """The data of each server-sent event of an answer. Closing this closes the connection.
-
-        An answer is read to its very end, so that its connection can be used again.
-        """
-        request = self._client.build_request("POST", self._base_url + path, content=body)
-        try:
-            response = await self._client.send(request, stream=True)
+    async def next(self) -> Chunk | None:
+        """The next chunk; None behind a cut."""
+        reader, reply = self.ask.reader, self.reply
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
             try:
-                if not response.is_success:
-                    raise refusal(self.place, response.status_code, await response.aread())
-                rest = b""
-                async for piece in response.aiter_raw():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data:"):
-                            data = line[5:].strip()
-                            if data != b"[DONE]":
-                                yield data
-            finally:
-                await response.aclose()
-        except httpx.HTTPError as error:
-            raise self._broken(error) from error
+                events = await reply.events()
+            except EngineError as error:
+                self._error, events = error, []
+            self._read(events)
+            # A finished answer is read to its very end, so that its connection can be used again.
+            if events and reader.finish is not None and not reply.is_over:
+                continue
+            if reader.ids or reader.finish is not None:
+                self._ready.append(reader.take(self._version))
+            elif not events and not self._ready and self._error is None:
+                if reply.was_cut:
+                    return None
+                self._error = EngineError(f"{self._engine}: the stream ended before its generation did")
+        return self._ready.popleft()
 
-    async def close(self) -> None:
-        await self._client.aclose()
+    def turn(self, version: int) -> None:
+        """From now on ids are sampled under another version; those that have arrived were not."""
+        self._read(self.reply.arrived())
+        if self.ask.reader.ids:
+            self._ready.append(self.ask.reader.take(self._version))
+        self._version = version
 
-    async def _ask(
-        self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None
-    ) -> httpx.Response:
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+    def _read(self, events: Sequence[bytes]) -> None:
         try:
-            response = await self._client.request(
-                method, self._base_url + path, content=body, timeout=timeout
-            )
-        except httpx.HTTPError as error:
-            raise self._broken(error) from error
-        if response.status_code in ABSENT:
-            raise _AbsentError(f"{self.place}{path}: status {response.status_code}")
-        if not response.is_success:
-            raise refusal(self.place, response.status_code, response.content)
-        return response
-
-    def _broken(self, error: httpx.HTTPError) -> EngineError:
-        return EngineError(f"{self.place}: {type(error).__name__}: {error}".rstrip(": "))
-
-
-class _AbsentError(EngineError):
-    """An endpoint that is not there for us."""
+            self.ask.reader.read(events)
+        except EngineError as error:
+            self._error = error
 
 
 class HttpEngine:
@@ -152,7 +126,7 @@ class HttpEngine:
         self.logprob_kind: LogprobKind = logprob_kind
         self.max_context = max_context
         self.client = HttpClient(server, server.root)
-        self._running: set[Pump] = set()
+        self._running: set[Run] = set()
         self._open = asyncio.Event()
         self._open.set()
         self._turn = asyncio.Lock()
@@ -168,22 +142,27 @@ class HttpEngine:
                 await self._open.wait()
             if self._closed:
                 raise EngineError(f"{self.name}: closed")
-            pump = Pump(self.request(progress.prompt_ids, progress.params))
-            self._running.add(pump)
+            ask = self.ask(progress.prompt_ids, progress.params)
+            reply = self.client.post(ask.path, ask.body, whole=params.whole)
+            run = Run(self.name, ask, reply, self.version)
+            self._running.add(run)
             try:
-                async for chunk in pump:
+                while (chunk := await run.next()) is not None:
                     progress.add(chunk)
                     yield chunk
                     if chunk.finish is not None:
                         return
             finally:
-                self._running.discard(pump)
-                await pump.cut()
+                self._running.discard(run)
+                await self._leave(run)
         yield progress.end(finish, self.version)
 
-    def request(self, prompt_ids: Ids, params: SamplingParams) -> AsyncIterator[Chunk]:
-        """One request, from its first chunk to its finish."""
+    def ask(self, prompt_ids: Ids, params: SamplingParams) -> Ask:
+        """The request for what is to be sampled behind a prompt."""
         raise NotImplementedError
+
+    async def abort(self, ask: Ask) -> None:
+        """Tells the server that a request was left, where a closed connection does not tell it enough."""
 
     async def pause(self) -> None:
         """Holds every generation; when it returns, nothing of ours runs at the server."""
@@ -194,7 +173,10 @@ class HttpEngine:
 
     async def resume(self, version: int | None = None) -> None:
         async with self._turn:
-            self.version = self.version if version is None else version
+            if version is not None:
+                for run in self._running:
+                    run.turn(version)
+                self.version = version
             try:
                 await self.resume_server(version)
             finally:
@@ -207,7 +189,7 @@ class HttpEngine:
         """Undoes `pause_server`; a new version is told to a server that keeps one."""
 
     async def close(self) -> None:
-        """Ends what still runs, with an error for those who wait for it."""
+        """Ends what still runs: what has arrived is handed out, and an error behind it."""
         self._closed = True
         self._open.set()
         await self._cut()
@@ -225,36 +207,9 @@ class HttpEngine:
             raise EngineError(f"{self.name}: /v1/models answered {listed!r}, expected a model") from error
 
     async def _cut(self) -> None:
-        await asyncio.gather(*[pump.cut() for pump in self._running])
+        await asyncio.gather(*[self._leave(run) for run in self._running])
 
-
-def refusal(place: str, status: int, body: bytes) -> EngineError:
-    """The error for an answer that is none, in the server's own words."""
-    try:
-        words = _words(msgspec.json.decode(body))
-    except msgspec.DecodeError:
-        words = ""
-    words = words or body.decode(errors="replace").strip()[:500] or "no reason given"
-    kind = EngineInputError if status in REFUSALS else EngineError
-    return kind(f"{place}: status {status}: {words}")
-
-
-def error_event(place: str, event: bytes) -> EngineError:
-    """The error that a stream ended with: `{"error": {"message": …, "code": 400}}` and its variants."""
-    given = msgspec.json.decode(event)
-    error = given.get("error")
-    code = (error if isinstance(error, dict) else given).get("code")
-    return refusal(place, code if isinstance(code, int) else 500, event)
-
-
-def _words(given: Any) -> str:
-    while isinstance(given, dict):
-        given = next((given[key] for key in ("error", "message", "detail") if given.get(key)), "")
-    return given if isinstance(given, str) else str(given)
-
-
-def _json(response: httpx.Response) -> Any:
-    try:
-        return msgspec.json.decode(response.content) if response.content else None
-    except msgspec.DecodeError as error:
-        raise EngineError(f"{response.url.path}: not JSON: {response.text[:200]!r}") from error
+    async def _leave(self, run: Run) -> None:
+        if not run.reply.is_over:
+            await run.reply.close()
+            await self.abort(run.ask)

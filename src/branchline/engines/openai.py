@@ -6,7 +6,6 @@ What it says can be recorded, but the ids that were sampled are not known: every
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.engines.http import HttpClient, Server, error_event
+from branchline.engines.client import HttpClient, Server, error_event
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ class UpstreamChat:
     exact = False
     """Its outputs come without the ids that were sampled."""
 
-    def __init__(self, server: Server | str, *, model: str, name: str = "") -> None:
+    def __init__(self, server: Server | str, *, model: str = "", name: str = "") -> None:
+        """Without a model the name that each request brings is passed on."""
         server = Server(server) if isinstance(server, str) else server
         self.model = model
         self.name = name or f"openai@{server.place}"
@@ -110,7 +110,7 @@ class UpstreamChat:
             raise EngineInputError("n: an upstream is asked for one answer at a time")
         body: dict[str, Any] = {
             **options,
-            "model": self.model,
+            "model": self.model or options.get("model", ""),
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -118,12 +118,16 @@ class UpstreamChat:
         if tools:
             body["tools"] = tools
         finished = False
-        async with aclosing(self.client.events("/chat/completions", msgspec.json.encode(body))) as events:
-            async for data in events:
-                delta = self._delta(data)
-                finished = finished or delta.finish is not None
-                if delta != ChatDelta():
-                    yield delta
+        reply = self.client.post("/chat/completions", msgspec.json.encode(body))
+        try:
+            while events := await reply.events():
+                for data in events:
+                    delta = self._delta(data)
+                    finished = finished or delta.finish is not None
+                    if delta != ChatDelta():
+                        yield delta
+        finally:
+            await reply.close()
         if not finished:
             raise EngineError(f"{self.name}: the stream ended before its answer did")
 

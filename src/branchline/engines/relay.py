@@ -1,15 +1,15 @@
 """A generation that outlives the requests it is made of: paused, moved, continued behind its own ids.
 
 `Progress` keeps what was emitted, so that the next request asks for exactly the rest: a chunk that was
-handed out is never asked for again, and one that was not is sampled anew. `Pump` reads a stream in a task
-of its own, so that it can be cut between any two chunks without its consumer's help.
+handed out is never asked for again, and one that was not is sampled anew. `Cuttable` lets somebody else end
+a stream between any two chunks, without a task or a queue between it and its consumer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 
@@ -71,52 +71,55 @@ class Progress:
         return Chunk(version=version if self.version is None else self.version, finish=finish)
 
 
-class Pump:
-    """Iterates a stream ahead of its consumer. What was read before a cut is still handed out.
+class Cuttable:
+    """A stream that is read in its consumer's own task, and can be cut from outside while it is waited for.
 
-    A stream that ends with neither a finish reason nor a cut raises EngineError.
+    Who cuts cancels the wait, not the task: the consumer finds its stream ended. A stream that ends with
+    neither a finish reason nor a cut raises EngineError.
     """
 
     def __init__(self, stream: AsyncIterator[Chunk]) -> None:
-        self._chunks: deque[Chunk] = deque()
-        self._arrived = asyncio.Event()
-        self._cut = False
-        self._task = asyncio.create_task(self._read(stream))
-        self._task.add_done_callback(lambda _: self._arrived.set())
+        self._stream = stream
+        self._is_cut = self._is_finished = False
+        self._waiting: asyncio.Task[Any] | None = None
+        self._cancelled: asyncio.Task[Any] | None = None
 
-    async def _read(self, stream: AsyncIterator[Chunk]) -> None:
-        finished = False
-        try:
-            async for chunk in stream:
-                finished = chunk.finish is not None
-                self._chunks.append(chunk)
-                self._arrived.set()
-        finally:
-            # Closing the stream is what aborts; not every async iterator can be closed.
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
-        if not finished:
-            raise EngineError("the stream ended before its generation did")
+    def cut(self) -> None:
+        """Ends the stream where it is; its consumer closes it."""
+        if not self._is_cut:
+            self._is_cut, self._cancelled = True, self._waiting
+            if self._cancelled is not None:
+                self._cancelled.cancel()
 
-    async def cut(self) -> None:
-        """Stops reading and closes the stream; returns when it is closed."""
-        if not self._task.done():
-            self._cut = True
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        if not self._task.cancelled():
-            self._task.exception()  # Seen: asyncio does not report it as never retrieved.
+    async def close(self) -> None:
+        """Closing is what aborts; not every async iterator can be closed."""
+        close = getattr(self._stream, "aclose", None)
+        if close is not None:
+            await close()
 
-    def __aiter__(self) -> Pump:
+    def __aiter__(self) -> Cuttable:
         return self
 
     async def __anext__(self) -> Chunk:
-        while not self._chunks:
-            if self._task.done():
-                if not self._cut:
-                    self._task.result()
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._chunks.popleft()
+        if self._is_cut:
+            raise StopAsyncIteration
+        self._waiting = task = asyncio.current_task()
+        assert task is not None, "streams are read in tasks"
+        cancelling = task.cancelling()
+        try:
+            chunk = await anext(self._stream)
+        except StopAsyncIteration:
+            if not self._is_finished:
+                raise EngineError("the stream ended before its generation did") from None
+            raise
+        except asyncio.CancelledError:
+            # By the cut alone, or by the consumer's own wish too?
+            if self._cancelled is not None and task.cancelling() <= cancelling + 1:
+                raise StopAsyncIteration from None
+            raise
+        finally:
+            self._waiting = None
+            if self._cancelled is not None:
+                self._cancelled.uncancel()
+        self._is_finished = chunk.finish is not None
+        return chunk

@@ -16,7 +16,7 @@ from typing import Any
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.runs import Ids
 from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams
-from branchline.engines.relay import Progress, Pump
+from branchline.engines.relay import Cuttable, Progress
 
 # Sessions whose replica is remembered; one that is forgotten is placed anew, which costs a prefill.
 REMEMBERED = 100_000
@@ -27,7 +27,7 @@ class Replica:
     """One engine and what is known of it."""
 
     engine: Engine
-    running: set[Pump] = field(default_factory=set)
+    running: set[Cuttable] = field(default_factory=set)
     sessions: int = 0
     avoid_until: float = 0.0
     """A replica that failed is tried again after this, or before where no other is left."""
@@ -92,10 +92,10 @@ class Replicas:
         while (finish := progress.finish) is None:
             rest = progress.params
             replica = self._place(session, failed)
-            pump = Pump(replica.engine.generate(progress.prompt_ids, rest, session=session))
-            replica.running.add(pump)
+            stream = Cuttable(replica.engine.generate(progress.prompt_ids, rest, session=session))
+            replica.running.add(stream)
             try:
-                async for chunk in pump:
+                async for chunk in stream:
                     progress.add(chunk)
                     if len(chunk.ids):
                         failed.clear()
@@ -109,8 +109,8 @@ class Replicas:
                 failed[replica] = error
                 replica.avoid_until = self._clock() + self.retry_after_s
             finally:
-                replica.running.discard(pump)
-                await pump.cut()
+                replica.running.discard(stream)
+                await stream.close()
         yield progress.end(finish, self.version)
 
     async def add(self, engine: Engine) -> None:
@@ -128,8 +128,12 @@ class Replicas:
         replica = self._replicas.pop(name, None)
         if replica is None:
             raise InputError(f"replica: got {name!r}, expected one of {', '.join(self._replicas) or 'none'}")
-        await asyncio.gather(*[pump.cut() for pump in replica.running])
-        await replica.engine.close()
+        try:
+            # Before the cut: an engine that is closed may hand out what it has.
+            await replica.engine.close()
+        finally:
+            for stream in replica.running:
+                stream.cut()
 
     def forget(self, session: str) -> None:
         """Lets go of a session that has ended."""

@@ -7,21 +7,20 @@ event repeats all output so far, unless the server runs with `--incremental-stre
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Raw, Struct
 
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
-from branchline.engines.http import REFUSALS, HttpEngine, Server, error_event
+from branchline.engines.base import Finish, LogprobKind, SamplingParams
+from branchline.engines.client import REFUSALS, Server, error_event
+from branchline.engines.http import GATHERED, Ask, HttpEngine, Reader
 
 T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -38,7 +37,7 @@ class FinishReason(Struct):
 class MetaInfo(Struct):
     completion_tokens: int = 0
     finish_reason: FinishReason | None = None
-    output_token_logprobs: list[tuple[float | None, TokenId, Any]] = []
+    output_token_logprobs: list[tuple[float, TokenId, Any]] = []
     """For each token its logprob, its id and, where asked for, its text."""
 
 
@@ -48,6 +47,47 @@ class Event(Struct):
 
 
 _read = msgspec.json.Decoder(Event).decode
+
+
+class SglangReader(Reader):
+    """Reads `/generate`."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__()
+        self._engine = engine
+        self._seen = 0
+        """How many ids were read so far."""
+
+    def read(self, events: Sequence[bytes]) -> None:
+        if len(events) > 1 and _says_all(events[-1]):
+            events = events[-1:]
+        for data in events:
+            try:
+                event = _read(data)
+            except msgspec.DecodeError as error:
+                raise EngineError(f"{self._engine}: {error} in {data[:200]!r}") from error
+            if event.meta_info is None:
+                raise error_event(self._engine, data)
+            self._add(event.output_ids, event.meta_info)
+
+    def _add(self, output_ids: list[int], meta: MetaInfo) -> None:
+        reason = meta.finish_reason
+        finish = None if reason is None else FINISHES.get(reason.type)
+        if reason is not None and finish is None:
+            kind = EngineInputError if reason.status_code in REFUSALS else EngineError
+            raise kind(f"{self._engine}: {reason.type}: {reason.message}")
+        count = meta.completion_tokens
+        ids = _news(output_ids, self._seen, count)
+        logprobs = _news(meta.output_token_logprobs, self._seen, count)
+        if ids is None or logprobs is None or [one[1] for one in logprobs] != ids:
+            raise EngineError(
+                f"{self._engine}: {len(output_ids)} ids and {len(meta.output_token_logprobs)} logprobs in "
+                f"an event that counts {count} behind {self._seen}, expected the same new ones in both"
+            )
+        self.ids += ids
+        self.logprobs += [one[0] for one in logprobs]
+        self.finish = finish
+        self._seen = count
 
 
 class SglangEngine(HttpEngine):
@@ -83,27 +123,15 @@ class SglangEngine(HttpEngine):
         """
         await self.read_model()
 
-    async def request(self, prompt_ids: Ids, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+    def ask(self, prompt_ids: Ids, params: SamplingParams) -> Ask:
         rid = uuid.uuid4().hex
         body = msgspec.json.encode(self._body(rid, prompt_ids, params))
-        seen = 0
-        last: Chunk | None = None
-        try:
-            async with aclosing(self.client.events("/generate", body)) as events:
-                async for data in events:
-                    chunk = self._chunk(data, seen)
-                    seen += len(chunk.ids)
-                    if chunk.finish is not None:
-                        last = chunk
-                    elif len(chunk.ids):
-                        yield chunk
-        except (asyncio.CancelledError, GeneratorExit):
-            # We left, so the server need not go on; it may be gone too.
-            with suppress(EngineError):
-                await self.client.control("/abort_request", {"rid": rid}, timeout_s=ABORT_TIMEOUT_S)
-            raise
-        if last is not None:
-            yield last
+        return Ask("/generate", body, SglangReader(self.name), rid)
+
+    async def abort(self, ask: Ask) -> None:
+        # We left, so the server need not go on; it may be gone too.
+        with suppress(EngineError):
+            await self.client.control("/abort_request", {"rid": ask.id}, timeout_s=ABORT_TIMEOUT_S)
 
     async def pause_server(self) -> None:
         self._server_paused = await self.client.control("/pause_generation", {"mode": "abort"})
@@ -133,6 +161,8 @@ class SglangEngine(HttpEngine):
         }
         if params.stop:
             sampling["stop"] = list(params.stop)
+        if params.whole:
+            sampling["stream_interval"] = GATHERED
         if params.seed is not None:
             # Drawn from the seed and a token's position: a continuation needs no other one.
             sampling["sampling_seed"] = params.seed
@@ -147,31 +177,17 @@ class SglangEngine(HttpEngine):
             "extra_key": f"v{self.version}",
         }
 
-    def _chunk(self, data: bytes, seen: int) -> Chunk:
-        try:
-            event = _read(data)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: {error} in {data[:200]!r}") from error
-        meta = event.meta_info
-        if meta is None:
-            raise error_event(self.name, data)
-        finish: Finish | None = None
-        if meta.finish_reason is not None:
-            finish = FINISHES.get(meta.finish_reason.type)
-            if finish is None:
-                kind = EngineInputError if meta.finish_reason.status_code in REFUSALS else EngineError
-                raise kind(f"{self.name}: {meta.finish_reason.type}: {meta.finish_reason.message}")
-        count = meta.completion_tokens
-        ids = _news(event.output_ids, seen, count)
-        logprobs = _news(meta.output_token_logprobs, seen, count)
-        if ids is None or logprobs is None or [one[1] for one in logprobs] != ids:
-            raise EngineError(
-                f"{self.name}: {len(event.output_ids)} ids and {len(meta.output_token_logprobs)} logprobs in "
-                f"an event that counts {count} behind {seen}, expected the same new ones in both"
-            )
-        return Chunk(
-            np.array(ids, np.int32), np.array([one[0] for one in logprobs], np.float32), self.version, finish
-        )
+
+def _says_all(data: bytes) -> bool:
+    """Whether an event repeats what those before it said, so that they need not be read."""
+    try:
+        event = _read(data)
+    except msgspec.DecodeError:
+        return False
+    meta = event.meta_info
+    if meta is None or (meta.finish_reason is not None and meta.finish_reason.type not in FINISHES):
+        return False
+    return len(event.output_ids) == meta.completion_tokens
 
 
 def _news(given: list[T], seen: int, count: int) -> list[T] | None:

@@ -1,24 +1,23 @@
 """vLLM over HTTP: `/v1/completions` with the prompt as ids, ids and logprobs back as they are sampled.
 
-Follows vLLM's source at v0.27.1 (`return_token_ids`, `cache_salt`, the control endpoints that
-`VLLM_SERVER_DEV_MODE=1` opens); PARTS.md names the CPU build it was tried on. The server says which prompt
-it saw, and a prompt that is not ours to the last id is an error, not a record.
+Follows vLLM 0.32.0, which `make test-vllm` runs it against (`return_token_ids`, `cache_salt`,
+`stream_interval`, the control endpoints that `VLLM_SERVER_DEV_MODE=1` opens). The server says which prompt it
+saw, and a prompt that is not ours to the last id is an error, not a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Raw, Struct
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
-from branchline.engines.http import HttpEngine, Server, error_event
+from branchline.engines.base import Finish, LogprobKind, SamplingParams
+from branchline.engines.client import Server, error_event
+from branchline.engines.http import GATHERED, Ask, HttpEngine, Reader
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "repetition": "stop"}
@@ -40,6 +39,51 @@ class Event(Struct):
 
 
 _read = msgspec.json.Decoder(Event).decode
+
+
+class VllmReader(Reader):
+    """Reads `/v1/completions`. Events without choices (usage) say nothing about ids."""
+
+    def __init__(self, engine: str, prompt: bytes) -> None:
+        super().__init__()
+        self._engine = engine
+        self._prompt = prompt
+
+    def read(self, events: Sequence[bytes]) -> None:
+        for data in events:
+            try:
+                choices = _read(data).choices
+            except msgspec.DecodeError as error:
+                raise EngineError(f"{self._engine}: {error} in {data[:200]!r}") from error
+            if choices is None:
+                raise error_event(self._engine, data)
+            for choice in choices:
+                self._add(choice)
+
+    def _add(self, choice: Choice) -> None:
+        if choice.prompt_token_ids:
+            self._compare(bytes(choice.prompt_token_ids))
+        ids = choice.token_ids
+        if ids is None:
+            raise EngineError(f"{self._engine}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
+        if len(logprobs) != len(ids) or None in logprobs:
+            raise EngineError(
+                f"{self._engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
+            )
+        reason = choice.finish_reason
+        if reason is not None:
+            self.finish = FINISHES.get(reason)
+            if self.finish is None:
+                raise EngineError(f"{self._engine}: the server ended a generation by {reason!r}")
+        self.ids += ids
+        self.logprobs += logprobs  # type: ignore[arg-type]  # none of them is None
+
+    def _compare(self, seen: bytes) -> None:
+        if seen not in (self._prompt, b"null") and msgspec.json.decode(seen) != msgspec.json.decode(
+            self._prompt
+        ):
+            raise EngineError(f"{self._engine}: the server saw another prompt than the one it was sent")
 
 
 class VllmEngine(HttpEngine):
@@ -76,22 +120,10 @@ class VllmEngine(HttpEngine):
         served = await self.read_model()
         self.model = self.model or served
 
-    async def request(self, prompt_ids: Ids, params: SamplingParams) -> AsyncGenerator[Chunk, None]:
+    def ask(self, prompt_ids: Ids, params: SamplingParams) -> Ask:
         prompt = msgspec.json.encode(prompt_ids.tolist())
-        body = msgspec.json.encode(self._body(Raw(prompt), len(prompt_ids), params))
-        last: Chunk | None = None
-        async with aclosing(self.client.events("/v1/completions", body)) as events:
-            async for data in events:
-                for choice in self._choices(data):
-                    if choice.prompt_token_ids:
-                        self._compare(prompt, bytes(choice.prompt_token_ids))
-                    chunk = self._chunk(choice)
-                    if chunk.finish is not None:
-                        last = chunk
-                    elif len(chunk.ids):
-                        yield chunk
-        if last is not None:
-            yield last
+        body = self._body(Raw(prompt), len(prompt_ids), params)
+        return Ask("/v1/completions", msgspec.json.encode(body), VllmReader(self.name, prompt))
 
     async def pause_server(self) -> None:
         self._server_paused = await self.client.control("/pause?mode=abort&clear_cache=true")
@@ -132,6 +164,8 @@ class VllmEngine(HttpEngine):
             # Keys of old weights must not be found by requests under new ones.
             "cache_salt": f"v{self.version}",
         }
+        if params.whole:
+            body["stream_interval"] = GATHERED  # Read since v0.27.0; before, and harmlessly, not.
         if self.model:
             body["model"] = self.model
         if params.seed is not None:
@@ -143,30 +177,3 @@ class VllmEngine(HttpEngine):
         if params.grammar is not None:
             body["response_format"] = dict(params.grammar)
         return body
-
-    def _choices(self, data: bytes) -> list[Choice]:
-        try:
-            choices = _read(data).choices
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name}: {error} in {data[:200]!r}") from error
-        if choices is None:
-            raise error_event(self.name, data)
-        return choices
-
-    def _chunk(self, choice: Choice) -> Chunk:
-        ids = choice.token_ids
-        if ids is None:
-            raise EngineError(f"{self.name}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
-        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
-        if len(logprobs) != len(ids) or None in logprobs:
-            raise EngineError(f"{self.name}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each")
-        finish: Finish | None = None
-        if choice.finish_reason is not None:
-            finish = FINISHES.get(choice.finish_reason)
-            if finish is None:
-                raise EngineError(f"{self.name}: the server ended a generation by {choice.finish_reason!r}")
-        return Chunk(np.array(ids, np.int32), np.array(logprobs, np.float32), self.version, finish)
-
-    def _compare(self, prompt: bytes, seen: bytes) -> None:
-        if seen not in (prompt, b"null") and msgspec.json.decode(seen) != msgspec.json.decode(prompt):
-            raise EngineError(f"{self.name}: the server saw another prompt than the one it was sent")

@@ -7,6 +7,7 @@ quarter of the time of decoding and reading everything.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,8 +16,21 @@ import xxhash
 from msgspec import Raw
 
 T = TypeVar("T")
-_decode = msgspec.json.decode
 _digest = xxhash.xxh3_128_digest
+
+
+def decode_json(data: bytes | Raw) -> Any:
+    """A JSON value. Half an emoji, which JavaScript writes where it cuts a text, is no reason to refuse."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        text = bytes(data)
+        if b"\\ud" not in text.lower():
+            raise
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise error from None
 
 
 class BodyReader:
@@ -43,9 +57,11 @@ class BodyReader:
         """The body as a mapping. One of another shape is decoded whole, for somebody to refuse it by name."""
         try:
             found = self._decoder.decode(data)
-        except msgspec.ValidationError:
-            return _decode(data)
-        body: dict[str, Any] = {name: _decode(raw) for name in self._fields if (raw := getattr(found, name))}
+        except msgspec.DecodeError:
+            return decode_json(data)
+        body: dict[str, Any] = {
+            name: decode_json(raw) for name in self._fields if (raw := getattr(found, name))
+        }
         body[self._items] = getattr(found, self._items)
         return body
 
@@ -69,7 +85,7 @@ class Memory:
             digest = _digest(item)
             value = known.get(digest)
             if value is None:
-                value = parse(_decode(item), place)
+                value = parse(decode_json(item), place)
                 known[digest] = value
                 self.new_bytes += len(memoryview(item))
             found.append(value)

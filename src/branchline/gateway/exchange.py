@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from branchline.core.errors import MessageError
+from branchline.gateway.bodies import decode_json
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,7 +46,7 @@ class Exchange:
         scheme, _, token = self.headers.get("authorization", "").partition(" ")
         return token.strip() if scheme.lower() == "bearer" else self.headers.get("x-api-key", "")
 
-    async def json(self, max_bytes: int, decode: Callable[[bytes], object] = msgspec.json.decode) -> Any:
+    async def json(self, max_bytes: int, decode: Callable[[bytes], object] = decode_json) -> Any:
         """The body, read and decoded."""
         parts: list[bytes] = []
         size = 0

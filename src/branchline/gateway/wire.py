@@ -44,7 +44,8 @@ def error_of(error: BranchlineError) -> tuple[int, str, str | None, dict[str, st
     headers: dict[str, str] = {}
     if isinstance(error, SessionError):
         status = _STATUS[error.kind]
-        headers = {"retry-after": "1"} if error.kind == "busy" else {}
+        # SDKs try a 409 again unless they are told that it stays one.
+        headers = {"retry-after": "1"} if error.kind == "busy" else {"x-should-retry": "false"}
     elif isinstance(error, InputError | CodecError | EngineInputError):
         status = 400
     elif isinstance(error, JournalError):

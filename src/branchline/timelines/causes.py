@@ -8,7 +8,7 @@ and a reply shows by being continued that it reached its client. Where evidence 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from branchline.core.call import Call, Delivery
@@ -100,7 +100,7 @@ def judge(tree: Tree) -> Judgement:
     judgement = Judgement(unseen=_unseen(tree))
     evidence = Evidence(tree)
     for node in tree.nodes:
-        children = node.all_children()
+        children = _trunk_first(evidence, node.all_children())
         answers = _Answers(tree, judgement)
         for place, branch in enumerate(children):
             if place:
@@ -109,9 +109,32 @@ def judge(tree: Tree) -> Judgement:
                 judgement.forks.append(Fork(node, branch, beside, cause, evidence.first_call(branch)))
             if branch.is_sampled:
                 answers.add(branch)
-    judgement.forks.sort(key=lambda fork: fork.branch.id)
+    judgement.forks = _with_summaries(sorted(judgement.forks, key=lambda fork: fork.branch.id), judgement)
     judgement.main = _main_leaf(tree, judgement)
     return judgement
+
+
+def _trunk_first(evidence: Evidence, children: list[Node]) -> list[Node]:
+    """A title asked for before the work begins is no trunk: the work is, and the title its branch."""
+    if len(children) < 2 or children[0].is_sampled or not evidence.is_side_call(children[0]):
+        return children
+    for place, child in enumerate(children):
+        if not child.is_sampled and not evidence.is_side_call(child):
+            return [child, *children[:place], *children[place + 1 :]]
+    return children
+
+
+def _with_summaries(forks: Sequence[Fork], judgement: Judgement) -> list[Fork]:
+    """A branch nothing else explains, whose answer a new start quotes, was for that summary."""
+    quoted = {
+        node.id for edge in judgement.edges if edge.cause == Cause.COMPACTION for node in edge.source.path()
+    }
+    return [
+        replace(fork, cause=Cause.COMPACTION)
+        if fork.cause == Cause.UNKNOWN and fork.branch.id in quoted
+        else fork
+        for fork in forks
+    ]
 
 
 # -- outputs nobody saw ---------------------------------------------------------------------------------
@@ -181,6 +204,7 @@ class _Answers:
         self._tree = tree
         self._unseen = judgement.unseen
         self._last: Node | None = None
+        self.agents: set[str | None] = set()
         self._first_of_tools: dict[bytes, Node] = {}
         self._last_of_tools: dict[bytes, Node] = {}
         self._unseen_of_tools: dict[bytes, Node] = {}
@@ -189,9 +213,15 @@ class _Answers:
     def __bool__(self) -> bool:
         return self._last is not None
 
+    @property
+    def last(self) -> Node:
+        assert self._last is not None
+        return self._last
+
     def add(self, node: Node) -> None:
         tools = self._tree.call_of(node).tools
         self._last = node
+        self.agents.add(node.agent)
         self._first_of_tools.setdefault(tools, node)
         self._last_of_tools[tools] = node
         if node.id in self._unseen:
@@ -203,8 +233,7 @@ class _Answers:
         call = self._tree.call_of(branch)
         last = self._last_of_tools.get(call.tools)
         if last is None:
-            assert self._last is not None
-            return self._last, Cause.TOOLS_CHANGED
+            return self.last, Cause.TOOLS_CHANGED
         unseen = self._unseen_of_tools.get(call.tools)
         for node, beside in ((unseen, unseen), (branch, last)):
             drop = self._unseen.get(node.id) if node is not None else None
@@ -229,6 +258,10 @@ def _cause(
 ) -> tuple[Node, Cause]:
     if branch.is_sampled:
         if answers:
+            if branch.agent not in answers.agents and branch.agent != tree.calls[0].agent:
+                # Told the very same, and yet another: it goes on from its own answer.
+                _note_spawn(judgement, evidence.spawn(branch), branch)
+                return answers.last, Cause.SUB_AGENT
             return answers.cause(branch)
         # A context message stood here first; whatever made it a branch is the cause.
         return before[0], _other_context(tree, evidence, judgement, at, before[0], branch)
@@ -241,14 +274,16 @@ def _other_context(
 ) -> Cause:
     call = evidence.first_call(branch)
     other = evidence.first_call(beside)
-    if branch.message.key == beside.message.key:
-        return _same_message(tree, call, other, branch, beside)
-    spawn = evidence.spawn(branch)
-    if spawn is not None:
-        judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
+    is_same = branch.message.key == beside.message.key
+    if is_same and call.rewritten:
+        return Cause.THINK_STRIP if call.rewritten == Cause.THINK_STRIP else Cause.TEMPLATE
+    spawn = evidence.spawn(branch, is_strict=is_same)
+    _note_spawn(judgement, spawn, branch)
     another = call.agent != other.agent and call.agent != tree.calls[0].agent
     if spawn is not None or another or call.spawned_by:
         return Cause.SUB_AGENT
+    if is_same:
+        return _same_message(tree, call, other, branch, beside)
     new, old = evidence.prompt_below(branch), evidence.path_below(beside, branch)
     if branch.source != NOWHERE and at.parent is not None and at in tree.nodes[branch.source].path():
         # Shown without what led to it; where more of the old path is kept, it is that which was removed.
@@ -266,10 +301,13 @@ def _other_context(
     return Cause.UNKNOWN
 
 
+def _note_spawn(judgement: Judgement, spawn: Node | None, branch: Node) -> None:
+    if spawn is not None:
+        judgement.edges.append(Edge(Cause.SUB_AGENT, spawn, branch))
+
+
 def _same_message(tree: Tree, call: Call, other: Call, branch: Node, beside: Node) -> Cause:
     """The same message, and yet another node: its ids are others."""
-    if call.rewritten:
-        return Cause.THINK_STRIP if call.rewritten == Cause.THINK_STRIP else Cause.TEMPLATE
     if call.tools != other.tools:
         return Cause.TOOLS_CHANGED
     if call.agent != other.agent:

@@ -5,7 +5,7 @@ Nothing here decides a cause; it answers the questions `causes` asks of a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -21,7 +21,7 @@ _QUOTE = 16
 _TASK = 8
 """Characters of a first user text to be looked for in tool arguments."""
 _LOOKED_AT = 4
-"""New messages searched for quotations."""
+"""New messages searched for quotations and tasks."""
 NEIGHBOURS = 8
 """Siblings a branch is compared with, the latest ones: a thousand branches must not take a million looks."""
 
@@ -100,25 +100,46 @@ class Evidence:
 
         return max(siblings, key=likeness)
 
-    def spawn(self, branch: Node) -> Node | None:
-        """The latest earlier tool call of the agent a header names, or the one that hands over the task."""
+    def spawn(self, branch: Node, *, is_strict: bool = False) -> Node | None:
+        """The latest earlier tool call that hands over the branch's task; else the latest of its parent.
+
+        A first user text that a call holds is a task. Any other text of the user (a part behind a reminder,
+        a message behind a greeting) must be new to the caller, and the branch must not show that call: it
+        would be the caller's own conversation. Strict: the first text must pass that too.
+        """
         call = self.first_call(branch)
-        if call.spawned_by:
-            named = [
-                node
-                for node in self._callers
-                if node.agent == call.spawned_by and not self._is_later(node, call)
-            ]
-            return named[-1] if named else None
-        task = next((message.text for message in self.prompt_below(branch) if message.role == "user"), "")
-        if len(task.strip()) < _TASK:
+        parent = self._parent_of(call)
+        messages = self._asked_by(branch)
+        first, tasks = _tasks(messages)
+        if parent is None and not tasks:
             return None
+        shown = {message.key for message in messages}
+        latest: Node | None = None
         for node in reversed(self._callers):
-            if self._is_later(node, call):
+            if self._is_later(node, call) or (parent is not None and node.agent != parent):
                 continue
-            if any(_holds(made, task) for made in node.message.calls) and branch not in node.path():
+            latest = latest or (node if parent is not None else None)
+            held = [task for task in tasks if any(_holds(made, task) for made in node.message.calls)]
+            if not held or branch in node.path():
+                continue
+            if not is_strict and first in held:
                 return node
-        return None
+            if node.message.key not in shown and not _said_by_user(node.path()).issuperset(held):
+                return node
+        return latest
+
+    def _parent_of(self, call: Call) -> str | None:
+        """The agent that a header names; a name nobody has is how a client calls its first agent."""
+        if not call.spawned_by:
+            return None
+        known = any(node.agent == call.spawned_by for node in self._callers)
+        return call.spawned_by if known else self._tree.calls[0].agent
+
+    def _asked_by(self, branch: Node) -> list[Message]:
+        """What a branch's first call asks: all of its prompt where the branch is its answer."""
+        if not branch.is_sampled:
+            return self.prompt_below(branch)
+        return [node.message for node in self._tree.nodes[self.first_call(branch).prompt_node].path()]
 
     def _is_later(self, node: Node, call: Call) -> bool:
         return node.output is not None and not self._is_before(self._tree.calls[node.output.call], call)
@@ -147,25 +168,58 @@ class Evidence:
         return None
 
     def is_side_call(self, branch: Node) -> bool:
-        """Calls that nothing follows: without the tools of the first, or about what the user asked there."""
-        call, first = self.first_call(branch), self._tree.calls[0]
-        if call is first or branch.id in self._goes_on:
+        """Calls that nothing follows: without the tools of the main one, or about what the user asked there."""
+        call = self.first_call(branch)
+        main = self._main_call(call.agent)
+        if call is main or branch.id in self._goes_on:
             return False
-        if first.tools:
+        if main.tools:
             return not call.tools
         task = next((message.text for message in self._first_prompt if message.role == "user"), "").strip()
         return len(task) >= _TASK and any(
             task in message.text and task != message.text.strip() for message in self.prompt_below(branch)
         )
 
+    def _main_call(self, agent: str) -> Call:
+        """The first call; but a title may be asked for before the work begins, and then it is the next."""
+        first = self._tree.calls[0]
+        if first.tools or any(self._tree.nodes[output].children for output in first.outputs):
+            return first
+        return self._with_tools.get(agent, first)
+
+    @cached_property
+    def _with_tools(self) -> dict[str, Call]:
+        """The first call with tools of each agent."""
+        found: dict[str, Call] = {}
+        for call in self._tree.calls:
+            if call.tools:
+                found.setdefault(call.agent, call)
+        return found
+
     @cached_property
     def _first_prompt(self) -> list[Message]:
         return [node.message for node in self._tree.nodes[self._tree.calls[0].prompt_node].path()]
 
 
+def _tasks(messages: Sequence[Message]) -> tuple[str, set[str]]:
+    """The first user text; and the first texts of the user, whole and in parts, that can be looked for."""
+    said = [message for message in messages if message.role == "user"][:_LOOKED_AT]
+    texts = {text for text in _texts(said) if len(text) >= _TASK}
+    return (said[0].text.strip() if said else ""), texts
+
+
+def _texts(messages: Iterable[Message]) -> Iterator[str]:
+    for message in messages:
+        yield message.text.strip()
+        yield from (part.strip() for part in message.parts if isinstance(part, str))
+
+
+def _said_by_user(path: Sequence[Node]) -> set[str]:
+    return set(_texts(node.message for node in path if node.message.role == "user"))
+
+
 def _holds(made: ToolCall, task: str) -> bool:
     """Whether a tool call's arguments carry a task, however their JSON spells it."""
-    task = task.strip()
     # Both sides in one spelling: canonical arguments escape what this encoder escapes.
     return task in made.arguments or msgspec.json.encode(task)[1:-1] in made.meaning
 

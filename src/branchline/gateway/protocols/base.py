@@ -20,6 +20,7 @@ from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
 from branchline.engines.base import SamplingParams
 from branchline.gateway.answers import Said
+from branchline.gateway.bodies import decode_json
 from branchline.gateway.calls import Asked, Done
 from branchline.gateway.live import LiveSession
 
@@ -79,7 +80,7 @@ class Wire(Generic[A]):
     whole: Callable[[A, Done, Codec], dict[str, Any]]
     stream: Callable[[A, str, Codec], Stream]
     error: Callable[[int, str, str | None], dict[str, Any]]
-    decode: Callable[[bytes], object] = msgspec.json.decode
+    decode: Callable[[bytes], object] = decode_json
     """The body's bytes as what `read` takes."""
     count: Callable[[int], dict[str, Any]] | None = None
     """Where it is given, nothing is sampled: what the prompt's number of tokens is answered with."""

@@ -1,0 +1,285 @@
+"""One HTTP/1.1 client, as small as engines need it: kept connections, and answers as they arrive.
+
+Bytes leave the socket when they come, whether somebody waits for them or not. So a reader that wakes finds
+all that has arrived, and a reply that is cut from outside loses nothing of it. Closing a connection is what
+aborts a request at its server. Every failure is an EngineError that says where and in whose words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.engines.connection import Connection, Inbox
+from branchline.engines.events import EventReader
+
+# The server's way of saying that this request can never be answered, here or elsewhere.
+REFUSALS = frozenset({400, 413, 422})
+# A control endpoint that this server does not have, or does not open to us.
+ABSENT = frozenset({401, 403, 404, 405, 501})
+# What is kept for the next request. Who stands between may forget a silent connection without a word.
+KEPT, KEPT_S = 256, 30.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where an engine listens, and how long to wait for it."""
+
+    url: str
+    api_key: str = field(default="", repr=False)
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 600.0
+    """Between two pieces of a stream; the first waits for the server's queue and the whole prefill."""
+
+    def __post_init__(self) -> None:
+        try:
+            is_place = urlsplit(self.url).scheme in ("http", "https") and urlsplit(self.url).hostname
+            _ = urlsplit(self.url).port
+        except ValueError:
+            is_place = False
+        if not is_place:
+            raise InputError(f"url: got {self.url!r}, expected http://HOST:PORT")
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise InputError("api_key: has characters that no header can carry, expected printable ASCII")
+
+    @property
+    def root(self) -> str:
+        """The address without `/v1`."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    @property
+    def place(self) -> str:
+        """Host and port: the address as a name, without what might be secret in it."""
+        return urlsplit(self.url).netloc.rpartition("@")[2]
+
+    @property
+    def credentials(self) -> str:
+        """What to say in an `authorization` header; "" for nothing."""
+        if self.api_key:
+            return f"Bearer {self.api_key}"
+        user, at, _ = urlsplit(self.url).netloc.rpartition("@")
+        return f"Basic {base64.b64encode(unquote(user).encode()).decode()}" if at else ""
+
+
+class HttpClient:
+    """Requests to one server."""
+
+    def __init__(self, server: Server, base_url: str) -> None:
+        self.place = server.place
+        self._server = server
+        base = urlsplit(base_url)
+        self._prefix = base.path.rstrip("/")
+        self._tls = ssl.create_default_context() if base.scheme == "https" else None
+        self._host, self._port = base.hostname or "", base.port or (443 if self._tls else 80)
+        headers = [f"host: {server.place}", "content-type: application/json", "user-agent: branchline"]
+        if server.credentials:
+            headers.append(f"authorization: {server.credentials}")
+        self._headers = "\r\n".join(headers)
+        self._kept: deque[Connection] = deque()
+        """Waiting for a next request, the one that has waited longest first."""
+        self._open: set[Connection] = set()
+        self._is_closed = False
+
+    async def get(self, path: str) -> Any:
+        """The JSON that a path answers, or None for an empty body."""
+        content = await self._ask("GET", path)
+        try:
+            return msgspec.json.decode(content) if content else None
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.place}{path}: not JSON: {content[:200]!r}") from error
+
+    async def control(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> bool:
+        """Asks for something beside generations; False where the server has no such thing."""
+        try:
+            await self._ask("POST", path, msgspec.json.encode(body or {}), timeout_s)
+        except _AbsentError:
+            return False
+        return True
+
+    def post(self, path: str, body: bytes, *, whole: bool = False) -> Reply:
+        """A reply that streams; it is asked for when it is first read.
+
+        Of a whole one nothing is looked at before its end.
+        """
+        return Reply(self, self._request("POST", path, body), whole=whole)
+
+    async def close(self) -> None:
+        """Closes every connection; what still runs ends with an error."""
+        self._is_closed = True
+        await asyncio.gather(*[connection.close() for connection in self._open])
+
+    async def connection(self, *, fresh: bool = False) -> Connection:
+        """One that is kept, or a new one."""
+        if self._is_closed:
+            raise EngineError(f"{self.place}: closed by us")
+        while self._kept and not fresh:
+            kept = self._kept.pop()
+            if kept.is_open and not self._is_expired(kept):
+                return kept
+            kept.abort()
+        timeout_s = self._server.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self.keep, self._forget, self._server.read_timeout_s),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                )
+        except OSError as error:
+            words = str(error) or f"nothing came for {timeout_s:g} s"
+            raise EngineError(f"{self.place}: cannot connect: {words}") from error
+        self._open.add(connection)
+        return connection
+
+    def keep(self, connection: Connection) -> None:
+        """Takes back a connection whose answer has ended."""
+        if self._is_closed:
+            connection.abort()
+            return
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._kept.append(connection)
+        while len(self._kept) > KEPT or self._is_expired(self._kept[0]):
+            self._kept.popleft().abort()
+
+    def _is_expired(self, connection: Connection) -> bool:
+        return asyncio.get_running_loop().time() - connection.idle_since > KEPT_S
+
+    def _forget(self, connection: Connection) -> None:
+        self._open.discard(connection)
+
+    def _request(self, method: str, path: str, body: bytes) -> bytes:
+        line = f"{method} {self._prefix}{path} HTTP/1.1"
+        return f"{line}\r\n{self._headers}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+    async def _ask(self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None) -> bytes:
+        reply = Reply(self, self._request(method, path, body), whole=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, content = await reply.content()
+        except TimeoutError as error:
+            raise EngineError(f"{self.place}{path}: no answer within {timeout_s:g} s") from error
+        finally:
+            await reply.close()
+        if status in ABSENT:
+            raise _AbsentError(f"{self.place}{path}: status {status}")
+        if status // 100 != 2:
+            raise refusal(self.place, status, content)
+        return content
+
+
+class Reply:
+    """The answer to one request, as it arrives. What has arrived can be read even after a cut or a break."""
+
+    def __init__(self, client: HttpClient, request: bytes, *, whole: bool) -> None:
+        self._client = client
+        self._request = request
+        self._inbox = Inbox(whole=whole)
+        self._connection: Connection | None = None
+        self._reader = EventReader()
+        self.was_cut = False
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will arrive; what has may still be there to be read."""
+        return self._inbox.is_over
+
+    async def events(self) -> list[bytes]:
+        """The data of all events that have arrived since, one at least; none at the end or behind a cut.
+
+        Raises EngineError where the answer is a refusal, and behind the last event of one that broke.
+        """
+        while True:
+            await self._arrival()
+            if events := self.arrived():
+                return events
+            if self._inbox.is_over:
+                return [] if self.was_cut else self._last()
+
+    def arrived(self) -> list[bytes]:
+        """The events that can be had without waiting."""
+        return self._reader.feed(self._inbox.take()) if self._inbox.is_good else []
+
+    async def content(self) -> tuple[int, bytes]:
+        """The status, and all that was said."""
+        await self._arrival()
+        if self._inbox.error:
+            raise self._broken()
+        return self._inbox.status, self._inbox.take()
+
+    async def close(self) -> None:
+        """Closes the connection of an answer that has not ended; returns when it is closed."""
+        if not self._inbox.is_over:
+            self.was_cut = True
+            self._inbox.end()
+            if self._connection is not None:
+                await self._connection.close()
+
+    def _last(self) -> list[bytes]:
+        inbox = self._inbox
+        if inbox.status and not inbox.is_good:
+            raise refusal(self._client.place, inbox.status, inbox.take())
+        if inbox.error:
+            raise self._broken()
+        return self._reader.end()
+
+    def _broken(self) -> EngineError:
+        return EngineError(f"{self._client.place}: {self._inbox.error}")
+
+    async def _arrival(self) -> None:
+        if self._connection is None and not self._inbox.is_over:
+            await self._send(fresh=False)
+        await self._inbox.wait()
+        if self._inbox.is_stale:
+            # Its server closed a kept connection while the request was on its way: it saw nothing of it.
+            self._inbox, self._connection = Inbox(whole=self._inbox.whole), None
+            await self._send(fresh=True)
+            await self._inbox.wait()
+
+    async def _send(self, *, fresh: bool) -> None:
+        connection = await self._client.connection(fresh=fresh)
+        if self.was_cut:
+            self._client.keep(connection)
+        else:
+            self._connection = connection
+            connection.ask(self._request, self._inbox)
+
+
+class _AbsentError(EngineError):
+    """An endpoint that is not there for us."""
+
+
+def refusal(place: str, status: int, body: bytes) -> EngineError:
+    """The error for an answer that is none, in the server's own words."""
+    try:
+        words = _words(msgspec.json.decode(body))
+    except msgspec.DecodeError:
+        words = ""
+    words = words or body.decode(errors="replace").strip()[:500] or "no reason given"
+    kind = EngineInputError if status in REFUSALS else EngineError
+    return kind(f"{place}: status {status}: {words}")
+
+
+def error_event(place: str, event: bytes) -> EngineError:
+    """The error that a stream ended with: `{"error": {"message": …, "code": 400}}` and its variants."""
+    given = msgspec.json.decode(event)
+    error = given.get("error")
+    code = (error if isinstance(error, dict) else given).get("code")
+    return refusal(place, code if isinstance(code, int) else 500, event)
+
+
+def _words(given: Any) -> str:
+    while isinstance(given, dict):
+        given = next((given[key] for key in ("error", "message", "detail") if given.get(key)), "")
+    return given if isinstance(given, str) else str(given)

@@ -1,0 +1,48 @@
+"""Server-sent events out of bytes: wherever the bytes were cut on their way, the events are the same.
+
+Only `data` matters to us. An event is whole with the empty line behind it; what was begun and not ended is
+no event, unless the answer itself has ended there.
+"""
+
+from __future__ import annotations
+
+_DONE = b"[DONE]"
+"""How servers of OpenAI's kind end a stream; says nothing that the end of the answer does not."""
+
+
+class EventReader:
+    """Finds the data of events in the bytes of one answer.
+
+    >>> reader = EventReader()
+    >>> reader.feed(b'data: {"a": 1}\\n\\n: still here\\n\\ndata: {"a"')
+    [b'{"a": 1}']
+    >>> reader.feed(b": 2}\\r\\n\\r\\ndata: [DONE]\\n\\n")
+    [b'{"a": 2}']
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        """The line that has begun."""
+        self._data: list[bytes] = []
+        """The data of the event that has begun."""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of every event that this piece ends."""
+        text = self._rest + piece
+        if b"\r" in text:
+            text = text.replace(b"\r\n", b"\n")
+        *lines, self._rest = text.split(b"\n")
+        data, events = self._data, []
+        for line in lines:
+            if line.startswith(b"data:"):
+                data.append(line[6:] if line.startswith(b" ", 5) else line[5:])
+            elif data and not line:
+                event = b"\n".join(data)
+                data.clear()
+                if event != _DONE:
+                    events.append(event)
+        return events
+
+    def end(self) -> list[bytes]:
+        """The last event of an answer that forgot the empty line behind it."""
+        return self.feed(b"\n\n")

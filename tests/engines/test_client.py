@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.engines.client import KEPT, KEPT_S, HttpClient, Server
+from tests.engines.clock import Clock
+from tests.engines.model import run
+
+CERTIFICATE = Path(__file__).parent / "localhost.pem"
+"""Of localhost and 127.0.0.1, signed by itself; used nowhere else."""
+GONE = b""
+"""The connection is closed instead of an answer."""
+
+
+def said(body: bytes = b"{}", *headers: bytes, status: int = 200) -> bytes:
+    lines = [b"HTTP/1.1 %d X" % status, b"content-length: %d" % len(body), *headers, b"", body]
+    return b"\r\n".join(lines)
+
+
+class Place:
+    """A server that says one answer after another on each connection, and then waits or closes it."""
+
+    def __init__(self, connections: Sequence[Sequence[bytes]], *, closes: bool) -> None:
+        self.connections = iter(connections)
+        self.closes = closes
+        self.heads: list[list[bytes]] = []
+        """The request lines and headers of each connection."""
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads: list[bytes] = []
+        self.heads.append(heads)
+        for answer in next(self.connections):
+            head = await reader.readuntil(b"\r\n\r\n")
+            heads.append(head)
+            await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]))
+            writer.write(answer)
+            if answer == GONE:
+                break
+        else:
+            if not self.closes:
+                await reader.read()
+        writer.close()
+
+
+@asynccontextmanager
+async def place(
+    *connections: Sequence[bytes], tls: bool = False, closes: bool = False, **options: Any
+) -> AsyncGenerator[tuple[HttpClient, Place], None]:
+    """A client of a server with so many connections to give."""
+    there = Place(connections, closes=closes)
+    context = None
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(CERTIFICATE)
+    server = await asyncio.start_server(there.serve, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    there.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+    client = HttpClient(Server(there.url, **options), there.url)
+    try:
+        yield client, there
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def streamed(client: HttpClient, *, whole: bool = False) -> list[bytes]:
+    reply = client.post("/events", b"{}", whole=whole)
+    events: list[bytes] = []
+    try:
+        while more := await reply.events():
+            events += more
+    finally:
+        await reply.close()
+    return events
+
+
+def test_a_connection_is_used_again_and_again() -> None:
+    async def main() -> None:
+        async with place([said(b'{"a": 1}'), said(), said(b"data: 1\n\n"), said()]) as (client, there):
+            assert await client.get("/a") == {"a": 1}
+            assert await client.control("/b")
+            assert await streamed(client) == [b"1"]
+            assert await client.get("/c") == {}
+            lines = [head.split(b"\r\n")[0] for head in there.heads[0]]
+            assert lines == [
+                b"GET /a HTTP/1.1",
+                b"POST /b HTTP/1.1",
+                b"POST /events HTTP/1.1",
+                b"GET /c HTTP/1.1",
+            ]
+
+    run(main())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_kept_connection_that_the_server_closed_is_replaced_once(whole: bool) -> None:
+    async def main() -> None:
+        async with place([said(), GONE], [said(b"data: 1\n\n")]) as (client, there):
+            await client.get("/a")
+            assert await streamed(client, whole=whole) == [b"1"]
+            assert [len(heads) for heads in there.heads] == [2, 1]
+        async with place([said(), GONE], [GONE]) as (client, there):
+            await client.get("/a")
+            with pytest.raises(EngineError, match="broke before the answer ended: closed by the server"):
+                await streamed(client, whole=whole)
+            assert [len(heads) for heads in there.heads] == [2, 1]
+
+    run(main())
+
+
+def test_a_kept_connection_whose_end_was_seen_is_not_used() -> None:
+    async def main() -> None:
+        async with place([said()], [said(b"data: 1\n\n")], closes=True) as (client, there):
+            await client.get("/a")
+            while client._open:
+                await asyncio.sleep(0)
+            assert await streamed(client) == [b"1"]
+            assert [len(heads) for heads in there.heads] == [1, 1]
+
+    run(main())
+
+
+def test_a_last_event_without_its_empty_line_is_read() -> None:
+    async def main() -> None:
+        async with place([said(b"data: 1\n\ndata: 2\n")]) as (client, _):
+            assert await streamed(client) == [b"1", b"2"]
+
+    run(main())
+
+
+def test_a_new_connection_that_the_server_closed_is_not_replaced() -> None:
+    async def main() -> None:
+        async with place([GONE]) as (client, there):
+            with pytest.raises(EngineError, match="broke before the answer ended"):
+                await client.get("/a")
+            assert len(there.heads) == 1
+
+    run(main())
+
+
+def test_an_answer_that_had_begun_is_not_asked_for_again() -> None:
+    async def main() -> None:
+        half = said(b"data: 1\n\ndata: 2")[:-3]
+        async with place([said(), half], closes=True) as (client, there):
+            await client.get("/a")
+            reply = client.post("/events", b"{}")
+            assert await reply.events() == [b"1"]
+            with pytest.raises(EngineError, match="broke before the answer ended"):
+                await reply.events()
+            assert [len(heads) for heads in there.heads] == [2]
+
+    run(main())
+
+
+@pytest.mark.parametrize("close", [b"connection: close", b"Connection: Close"])
+def test_a_server_that_keeps_no_connection_gets_a_new_one_each_time(close: bytes) -> None:
+    async def main() -> None:
+        async with place([said(b"{}", close)], [said(b"{}", close)]) as (client, there):
+            await client.get("/a")
+            await client.get("/b")
+            assert len(there.heads) == 2
+
+    run(main())
+
+
+def with_clock(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        runner.run(main)
+
+
+def test_a_connection_that_was_silent_for_long_is_not_trusted() -> None:
+    async def main() -> None:
+        async with place([said()] * 3, [said()]) as (client, there):
+            await client.get("/a")
+            Clock.running().moved_s += KEPT_S - 1
+            await client.get("/b")
+            Clock.running().moved_s += KEPT_S + 1
+            await client.get("/c")
+            assert [len(heads) for heads in there.heads] == [2, 1]
+
+    with_clock(main())
+
+
+def test_only_so_many_connections_are_kept() -> None:
+    async def main() -> None:
+        async with place(*[[said()]] * (KEPT + 3)) as (client, _):
+            await asyncio.gather(*[client.get("/a") for _ in range(KEPT + 3)])
+            await asyncio.sleep(0)
+            assert len(client._kept) == len(client._open) == KEPT
+
+    run(main())
+
+
+def test_control_says_whether_the_server_has_it() -> None:
+    async def main() -> None:
+        answers = [said(status=404), said(status=405), said(status=204)]
+        async with place(answers) as (client, _):
+            assert [await client.control("/x") for _ in answers] == [False, False, True]
+        async with place([said(b'{"detail": "busy"}', status=503)]) as (client, _):
+            with pytest.raises(EngineError, match="status 503: busy"):
+                await client.control("/x")
+        async with place([said(b'{"detail": "no"}', status=400), said(b"<html>")]) as (client, _):
+            with pytest.raises(EngineInputError, match="status 400: no"):
+                await client.get("/x")
+            with pytest.raises(EngineError, match="/y: not JSON: b'<html>'"):
+                await client.get("/y")
+
+    run(main())
+
+
+def test_silence_ends_a_request() -> None:
+    async def main() -> None:
+        async with place([b"HTTP/1.1 200 OK\r\n"], read_timeout_s=0.02) as (client, _):
+            with pytest.raises(EngineError, match=r"127.0.0.1:\d+: nothing came for 0.02 s"):
+                await streamed(client)
+        async with place([b"HTTP/1.1 200 OK\r\n"]) as (client, _):
+            with pytest.raises(EngineError, match=r"/x: no answer within 0.02 s"):
+                await client.control("/x", timeout_s=0.02)
+            assert not client._open, "what was given up is closed"
+
+    run(main())
+
+
+def test_a_connection_that_does_not_come_about_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
+        client = HttpClient(Server("http://host:1", connect_timeout_s=0.02), "http://host:1")
+        with pytest.raises(EngineError, match=r"host:1: cannot connect: nothing came for 0.02 s"):
+            await client.get("/x")
+
+    run(main())
+
+
+def test_a_request_that_is_cut_while_it_connects_is_never_sent() -> None:
+    async def main() -> None:
+        async with place([said()]) as (client, there):
+            reply = client.post("/never", b"{}")
+            reading = asyncio.create_task(reply.events())
+            await asyncio.sleep(0)
+            await reply.close()
+            assert await reading == []
+            await client.get("/a")
+            assert [head.split(b"\r\n")[0] for head in there.heads[0]] == [b"GET /a HTTP/1.1"]
+
+    run(main())
+
+
+def test_a_connection_that_comes_about_after_the_end_is_closed() -> None:
+    async def main() -> None:
+        async with place([said()]) as (client, there):
+            reply = client.post("/never", b"{}")
+            reading = asyncio.create_task(reply.events())
+            await asyncio.sleep(0)
+            await reply.close()
+            await client.close()
+            assert await reading == []
+            while client._open:
+                await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="closed by us"):
+                await client.get("/a")
+            assert there.heads in ([], [[]])
+
+    run(main())
+
+
+def test_tls_is_spoken_with_servers_that_can_be_trusted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with place([said()], tls=True) as (client, _):
+            with pytest.raises(EngineError, match=r"cannot connect: .*certificate verify failed"):
+                await client.get("/a")
+        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+        async with place([said(b"data: 1\n\n"), said(b"data: 2\n\n")], tls=True) as (client, there):
+            assert await streamed(client) == [b"1"]
+            assert await streamed(client) == [b"2"]
+            assert len(there.heads) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("user", "key", "header"),
+    [
+        ("", "", None),
+        ("", "secret", b"Bearer secret"),
+        ("me:p%40ss@", "", b"Basic " + base64.b64encode(b"me:p@ss")),
+        ("me:pass@", "secret", b"Bearer secret"),
+    ],
+)
+def test_who_we_are_is_said_in_a_header(user: str, key: str, header: bytes | None) -> None:
+    async def main() -> None:
+        async with place([said()]) as (_, there):
+            url = there.url.replace("//", f"//{user}")
+            client = HttpClient(Server(url, api_key=key), url)
+            await client.get("/a")
+            lines = dict(line.split(b": ", 1) for line in there.heads[0][0].split(b"\r\n")[1:] if line)
+            assert lines.get(b"authorization") == header
+            assert lines[b"host"] == there.url.removeprefix("http://").encode()
+            await client.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "sch\xf6n", "tab\t"])
+def test_a_key_that_no_header_can_carry_is_refused_at_once(key: str) -> None:
+    with pytest.raises(InputError, match="api_key") as raised:
+        Server("http://host", api_key=key)
+    assert key not in str(raised.value)
+
+
+def test_a_server_may_live_below_a_path() -> None:
+    async def main() -> None:
+        async with place([said()]) as (_, there):
+            server = Server(there.url + "/below/v1")
+            client = HttpClient(server, server.root)
+            await client.get("/health")
+            assert there.heads[0][0].startswith(b"GET /below/health HTTP/1.1\r\n")
+            await client.close()
+
+    run(main())

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchline.engines.connection import Connection, Inbox
+from tests.engines.clock import Clock
+from tests.engines.model import run
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """The other end, in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: Connection | None = None
+
+    def write(self, data: Any) -> None: ...
+
+    def abort(self) -> None:
+        if self.protocol is not None:
+            protocol, self.protocol = self.protocol, None
+            asyncio.get_running_loop().call_soon(protocol.connection_lost, None)
+
+    close = abort
+
+    def is_closing(self) -> bool:
+        return self.protocol is None
+
+
+def connected(kept: list[Connection] | None = None, timeout_s: float = 60) -> Connection:
+    wire = Wire()
+    connection = Connection((kept if kept is not None else []).append, lambda _: None, timeout_s)
+    wire.protocol = connection
+    connection.connection_made(wire)
+    return connection
+
+
+def chunked(pieces: list[bytes], extension: bytes = b"", trailer: bytes = b"") -> bytes:
+    said = b"".join(b"%X%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces)
+    return said + b"0\r\n" + trailer + b"\r\n"
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[bytes, bytes, bool]:
+    """An answer as it is sent, what it says, and whether it lasts as long as its connection."""
+    pieces = draw(st.lists(st.binary(min_size=1, max_size=40), max_size=6))
+    body = b"".join(pieces)
+    framing = draw(st.sampled_from(["chunked", "length", "close"]))
+    head = CONTINUE * draw(st.integers(0, 2)) + b"HTTP/1.1 200 OK\r\nX-Other: 1\r\n"
+    if framing == "chunked":
+        extension, trailer = draw(st.sampled_from([(b"", b""), (b";a=b", b"x-sum: 1\r\n")]))
+        return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(pieces, extension, trailer), body, False
+    if framing == "length":
+        return head + b"Content-Length: %d\r\n\r\n" % len(body) + body, body, False
+    return head + b"\r\n" + body, body, True
+
+
+@given(answer=answers(), cuts=st.lists(st.integers(0, 1000), max_size=20), whole=st.booleans())
+def test_any_cut_of_the_bytes_gives_the_same_body(
+    answer: tuple[bytes, bytes, bool], cuts: list[int], whole: bool
+) -> None:
+    said, body, ends_by_close = answer
+
+    async def main() -> None:
+        kept: list[Connection] = []
+        connection = connected(kept)
+        inbox = Inbox(whole=whole)
+        connection.ask(b"GET", inbox)
+        places = [0, *sorted(cut % (len(said) + 1) for cut in cuts), len(said)]
+        taken = b""
+        for start, end in pairwise(places):
+            connection.data_received(said[start:end])
+            taken += inbox.take()
+        if ends_by_close:
+            assert not inbox.is_over
+            connection.connection_lost(None)
+        assert (taken, inbox.status, inbox.is_over, inbox.error) == (body, 200, True, "")
+        assert kept == ([] if ends_by_close else [connection])
+        await inbox.wait()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "framing", [b"transfer-encoding: chunked\r\n\r\n3\r\nab", b"content-length: 3\r\n\r\nab"]
+)
+@pytest.mark.parametrize("error", [None, ConnectionResetError("reset by peer")])
+def test_an_answer_that_breaks_keeps_what_came(framing: bytes, error: Exception | None) -> None:
+    async def main() -> None:
+        connection = connected()
+        inbox = Inbox(whole=False)
+        connection.ask(b"GET", inbox)
+        connection.data_received(b"HTTP/1.1 200 OK\r\n" + framing)
+        connection.connection_lost(error)
+        assert inbox.take() == b"ab"
+        assert "broke before the answer ended" in inbox.error
+        assert ("reset by peer" in inbox.error) == (error is not None)
+        assert not inbox.is_stale, "a byte of it had come"
+
+    run(main())
+
+
+async def is_waiting(inbox: Inbox) -> bool:
+    waiting = asyncio.ensure_future(inbox.wait())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return waiting.cancel()
+
+
+@pytest.mark.parametrize(
+    ("status", "whole", "wakes"), [(200, False, True), (200, True, False), (500, False, False)]
+)
+def test_only_a_good_answer_that_somebody_watches_wakes_before_its_end(
+    status: int, whole: bool, wakes: bool
+) -> None:
+    async def main() -> None:
+        connection = connected()
+        inbox = Inbox(whole=whole)
+        connection.ask(b"GET", inbox)
+        connection.data_received(CONTINUE)
+        assert await is_waiting(inbox)
+        connection.data_received(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\na" % status)
+        assert await is_waiting(inbox) != wakes
+        connection.data_received(b"b")
+        assert not await is_waiting(inbox)
+        assert (inbox.status, inbox.take()) == (status, b"ab")
+
+    run(main())
+
+
+def test_an_answer_without_a_length_may_follow_one_that_has_one() -> None:
+    async def main() -> None:
+        connection = connected()
+        first, second = Inbox(whole=False), Inbox(whole=False)
+        connection.ask(b"GET", first)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na")
+        connection.ask(b"GET", second)
+        connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nbc")
+        connection.connection_lost(None)
+        assert (first.take(), second.take(), second.error) == (b"a", b"bc", "")
+
+    run(main())
+
+
+def test_a_connection_that_is_lost_already_answers_nothing() -> None:
+    async def main() -> None:
+        connection = connected()
+        connection.connection_lost(None)
+        inbox = Inbox(whole=False)
+        connection.ask(b"GET", inbox)
+        await inbox.wait()
+        assert inbox.error == "the connection broke before anything was asked"
+
+    run(main())
+
+
+def test_what_is_not_http_is_an_error() -> None:
+    async def main() -> None:
+        connection = connected()
+        inbox = Inbox(whole=False)
+        connection.ask(b"GET", inbox)
+        connection.data_received(b"SSH-2.0-OpenSSH\r\n")
+        assert inbox.is_over
+        assert "not an HTTP/1.1 answer" in inbox.error
+        assert not connection.is_open
+
+    run(main())
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_bytes_that_nobody_asked_for_close_the_connection(together: bool) -> None:
+    async def main() -> None:
+        connection = connected()
+        inbox = Inbox(whole=False)
+        connection.ask(b"GET", inbox)
+        answer, more = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na", b"HTTP/1.1 200 OK\r\n"
+        for said in [answer + more] if together else [answer, more]:
+            connection.data_received(said)
+        assert (inbox.take(), inbox.is_over, inbox.error) == (b"a", True, "")
+        assert not connection.is_open
+
+    run(main())
+
+
+def test_a_connection_that_will_not_be_kept_is_closed() -> None:
+    async def main() -> None:
+        kept: list[Connection] = []
+        connection = connected(kept)
+        inbox = Inbox(whole=False)
+        connection.ask(b"GET", inbox)
+        connection.data_received(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 1\r\n\r\na")
+        assert (inbox.take(), inbox.is_over, inbox.error) == (b"a", True, "")
+        assert kept == []
+        assert not connection.is_open
+
+    run(main())
+
+
+def test_silence_is_measured_from_the_last_piece() -> None:
+    async def passes(seconds: float) -> None:
+        Clock.running().moved_s += seconds
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        connection = connected(timeout_s=10)
+        inbox = Inbox(whole=True)
+        connection.ask(b"GET", inbox)
+        await passes(9)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\na")
+        await passes(9)
+        assert not inbox.is_over
+        connection.data_received(b"b")
+        await passes(11)
+        await inbox.wait()
+        assert (inbox.take(), inbox.error) == (b"ab", "nothing came for 10 s")
+        assert not connection.is_open
+
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        runner.run(main())

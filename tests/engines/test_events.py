@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchline.engines.events import EventReader
+
+DATA = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1).map(str.encode)
+COMMENTS = st.sampled_from([b": keep-alive", b":", b"event: ping", b"id: 7", b"retry: 100"])
+
+
+def read(body: bytes, cuts: list[int]) -> list[bytes]:
+    """The events of a body that arrives in pieces."""
+    reader = EventReader()
+    places = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
+    events = []
+    for start, end in pairwise(places):
+        events += reader.feed(body[start:end])
+    return events + reader.end()
+
+
+@given(
+    events=st.lists(DATA.filter(lambda data: data != b"[DONE]" and not data.startswith(b" "))),
+    comments=st.lists(COMMENTS, max_size=3),
+    newline=st.sampled_from([b"\n", b"\r\n"]),
+    space=st.sampled_from([b"", b" "]),
+    cuts=st.lists(st.integers(0, 10_000), max_size=30),
+)
+def test_any_cut_of_the_bytes_gives_the_same_events(
+    events: list[bytes], comments: list[bytes], newline: bytes, space: bytes, cuts: list[int]
+) -> None:
+    body = b""
+    for event in events:
+        body += b"".join(comment + newline for comment in comments)
+        body += b"data:" + space + event + newline * 2
+    body += b"data: [DONE]" + newline * 2
+    assert read(body, cuts) == events
+    assert read(body, list(range(len(body)))) == events, "a byte at a time"
+
+
+def test_events_of_several_lines_are_joined() -> None:
+    assert read(b"data: a\ndata:b\ndata\ndata:\n\ndata: c\n\n", []) == [b"a\nb\n", b"c"]
+
+
+def test_an_event_without_its_empty_line_counts_only_where_the_answer_ends() -> None:
+    reader = EventReader()
+    assert reader.feed(b"data: 1\n\ndata: 2\n") == [b"1"]
+    assert reader.end() == [b"2"]
+    assert reader.end() == []
+
+
+def test_what_says_nothing_is_no_event() -> None:
+    assert read(b"\n\n: hello\n\nevent: ping\n\ndata: [DONE]\n\n\r\n", []) == []
