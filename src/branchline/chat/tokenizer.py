@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,17 @@ class _TokenizerFile(msgspec.Struct):
     decoder: Any = None
 
 
+class _Spelled(dict[int, bytes]):
+    """The bytes of each token, found once: what is spelled again is looked up without a line of Python."""
+
+    def __init__(self, spell: Callable[[int], bytes]) -> None:
+        self._spell = spell
+
+    def __missing__(self, token: int) -> bytes:
+        spelled = self[token] = self._spell(token)
+        return spelled
+
+
 class TokenizerDir:
     """The tokenizer of one model. Open it with `TokenizerDir.open(path)`."""
 
@@ -68,7 +79,9 @@ class TokenizerDir:
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self._known = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
         self._known[ids] = True
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = _Spelled(self._spell)
+        self.token_bytes: Callable[[int], bytes] = self._bytes.__getitem__
+        """The exact bytes that one token spells; CodecError for an id that is none."""
         self._sources = _template_sources(path, config)
         self._named_tokens = _named_tokens(config)
         self._templates: dict[str, ChatTemplate] = {}
@@ -116,13 +129,6 @@ class TokenizerDir:
             self.token_bytes(token) if self._knows(token) else b"<%d>" % token for token in ids.tolist()
         ]
         return b"".join(spelled).decode("utf-8", "replace")
-
-    def token_bytes(self, token: int) -> bytes:
-        """The exact bytes that one token spells."""
-        spelled = self._bytes.get(token)
-        if spelled is None:
-            spelled = self._bytes[token] = self._spell(token)
-        return spelled
 
     def check(self, ids: Ids) -> str | None:
         """None where every id decodes, else which one does not."""

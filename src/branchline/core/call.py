@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from branchline.core.echo import Equivalence
 from branchline.core.errors import MessageError
 from branchline.core.fields import clean_values
 from branchline.core.message import Message
-from branchline.core.reader import digest_of, read_messages, read_tools
+from branchline.core.reader import ToolList, digest_of, read_messages, read_tools
 from branchline.core.runs import Floats, Ids, Runs
 
 DEFAULT_AGENT = ""
@@ -69,13 +70,15 @@ class Request:
         *,
         agent: str = DEFAULT_AGENT,
         messages: tuple[Message, ...] | None = None,
+        tools: ToolList | None = None,
     ) -> Request:
-        """A request from the body of a chat completion request, its messages if they are not read yet."""
-        tools = read_tools(body.get("tools"))
+        """A request from the body of a chat completion request, but for what is read already."""
+        if tools is None:
+            tools = read_tools(body.get("tools"))
         template = body.get("chat_template_kwargs")
         if template is not None and not isinstance(template, dict):
             raise MessageError("chat_template_kwargs", template, "an object or null")
-        tolerated = (Equivalence.EMPTY_TOOLS,) if body.get("tools") == [] else ()
+        tolerated = (Equivalence.EMPTY_TOOLS,) if not tools and body.get("tools") is not None else ()
         return cls(
             read_messages(body.get("messages")) if messages is None else messages,
             tools,
@@ -94,7 +97,9 @@ class Request:
         """What decides a prompt beside its messages: the tools and the template's arguments."""
         if self.raw:
             return RAW_FRAME
-        return digest_of([dict(tool) for tool in self.tools], dict(self.template))
+        tools = self.tools if isinstance(self.tools, ToolList) else ToolList(map(dict, self.tools))
+        parts = tools.digest, digest_of(dict(self.template))
+        return xxhash.xxh3_128_digest(b"%b/%b" % parts) if any(parts) else b""
 
 
 @dataclass(frozen=True)

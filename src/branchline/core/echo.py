@@ -31,6 +31,8 @@ class Equivalence(StrEnum):
     """Arguments that are no JSON but read as a Python literal (`False` for `false`)."""
     EMPTY_ARGUMENTS = "empty_arguments"
     """No arguments at all for `{}`."""
+    DEFAULTS = "defaults_filled"
+    """Arguments that a tool's schema has defaults for, written out or left out."""
     REORDERED_CALLS = "reordered_calls"
     """Parallel calls in another order; results go back to the sampled order."""
     REORDERED_RESULTS = "reordered_results"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -235,10 +236,18 @@ def _arguments_text(arguments: object) -> str:
 # -- the rest of a request ---------------------------------------------------------------------------
 
 
-def read_tools(raw: object, where: str = "tools") -> tuple[dict[str, Any], ...]:
+class ToolList(tuple[dict[str, Any], ...]):
+    """A request's tools; what identifies them is made once, for they come with every request."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        return digest_of([dict(tool) for tool in self])
+
+
+def read_tools(raw: object, where: str = "tools") -> ToolList:
     """A request's tool list; null, absent and empty are the same."""
     if raw is None:
-        return ()
+        return ToolList()
     if not isinstance(raw, list | tuple):
         raise MessageError(where, raw, "a list of tools (objects) or null")
     for index, tool in enumerate(raw):
@@ -250,7 +259,7 @@ def read_tools(raw: object, where: str = "tools") -> tuple[dict[str, Any], ...]:
     except (UnicodeEncodeError, TypeError, OverflowError, RecursionError):
         # Rare: texts that UTF-8 cannot carry. What is no JSON at all is refused where it is digested.
         tools = clean_values(tools)
-    return tuple(tools)
+    return ToolList(tools)
 
 
 def digest_of(*values: object) -> bytes:

@@ -17,6 +17,8 @@ from msgspec import Raw
 
 T = TypeVar("T")
 _digest = xxhash.xxh3_128_digest
+_FIELD_SEED = 1
+"""Keeps a field apart from an item of the same bytes."""
 
 
 def decode_json(data: bytes | Raw) -> Any:
@@ -34,21 +36,22 @@ def decode_json(data: bytes | Raw) -> Any:
 
 
 class BodyReader:
-    """Reads bodies of one protocol: `items` stay bytes, the other fields named are decoded.
+    """Reads bodies of one protocol: `items` and what is `kept` stay bytes, the other fields are decoded.
 
     >>> body = BodyReader("messages", ["model"]).read(b'{"model": "m", "messages": [{"role": "user"}]}')
     >>> body["model"], bytes(body["messages"][0])
     ('m', b'{"role": "user"}')
     """
 
-    def __init__(self, items: str, fields: Sequence[str]) -> None:
+    def __init__(self, items: str, fields: Sequence[str], kept: Sequence[str] = ()) -> None:
         self._items = items
         self._fields = tuple(fields)
+        self._kept = tuple(kept)
         shape = msgspec.defstruct(
             "Body",
             [
                 (items, list[Raw] | None, None),
-                *((name, Raw, msgspec.field(default=Raw())) for name in fields),
+                *((name, Raw, msgspec.field(default=Raw())) for name in (*fields, *kept)),
             ],
         )
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(shape)
@@ -62,6 +65,7 @@ class BodyReader:
         body: dict[str, Any] = {
             name: decode_json(raw) for name in self._fields if (raw := getattr(found, name))
         }
+        body.update((name, raw) for name in self._kept if (raw := getattr(found, name)))
         body[self._items] = getattr(found, self._items)
         return body
 
@@ -89,6 +93,16 @@ class Memory:
                 known[digest] = value
                 self.new_bytes += len(memoryview(item))
             found.append(value)
+        return found
+
+    def value(self, given: object, parse: Callable[[object], T]) -> T:
+        """One field of a body as `parse` reads it."""
+        if type(given) is not Raw:
+            return parse(given)
+        digest = _digest(given, _FIELD_SEED)
+        if digest not in self._known:
+            self._known[digest] = parse(decode_json(given))
+        found: T = self._known[digest]
         return found
 
     def clear(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from branchline.gateway.live import LiveSession
-from branchline.gateway.record import CallRecord
+from branchline.gateway.record import CallRecord, Outcome, Phase
 from branchline.timelines.causes import judge
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 120)
@@ -16,22 +18,26 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._calls = Counter(
-            "branchline_calls", "Calls by how they ended.", ["outcome"], registry=self._registry
-        )
-        self._tokens = Counter(
+        calls = Counter("branchline_calls", "Calls by how they ended.", ["outcome"], registry=self._registry)
+        tokens = Counter(
             "branchline_tokens",
             "Tokens: of prompts, sampled, made by encoding text, reused from the tree.",
             ["kind"],
             registry=self._registry,
         )
-        self._seconds = Histogram(
+        seconds = Histogram(
             "branchline_call_seconds",
             "Where calls spend their time.",
             ["phase"],
             buckets=_SECONDS,
             registry=self._registry,
         )
+        # Looked up once: finding a label costs more than counting.
+        self._outcomes = {outcome: calls.labels(outcome) for outcome in get_args(Outcome)}
+        kinds = ("prompt", "sampled", "encoded", "reused")
+        found = [tokens.labels(kind) for kind in kinds]
+        self._prompt_tokens, self._sampled_tokens, self._encoded_tokens, self._reused_tokens = found
+        self._phases = {phase: seconds.labels(phase) for phase in get_args(Phase)}
         self._echoes = Counter(
             "branchline_echo_equivalences",
             "What was tolerated to recognise a reply.",
@@ -51,16 +57,16 @@ class Metrics:
 
     def note_call(self, record: CallRecord) -> None:
         """A call that is over, however it ended."""
-        self._calls.labels(record.outcome).inc()
+        self._outcomes[record.outcome].inc()
         if record.done is None:
             return
         call = record.done.call
-        self._tokens.labels("prompt").inc(record.done.prompt_tokens)
-        self._tokens.labels("sampled").inc(record.done.sampled_tokens)
-        self._tokens.labels("encoded").inc(call.encoded_tokens)
-        self._tokens.labels("reused").inc(record.done.reused_tokens)
+        self._prompt_tokens.inc(record.done.prompt_tokens)
+        self._sampled_tokens.inc(record.done.sampled_tokens)
+        self._encoded_tokens.inc(call.encoded_tokens)
+        self._reused_tokens.inc(record.done.reused_tokens)
         for phase, spent in record.seconds.items():
-            self._seconds.labels(phase).observe(spent)
+            self._phases[phase].observe(spent)
         for echo in call.echoes:
             self._echoes.labels(echo.equivalence).inc()
         self._ambiguous.inc(call.ambiguous_echo)

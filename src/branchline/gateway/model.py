@@ -20,6 +20,7 @@ from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
 from branchline.engines.openai import UpstreamChat
 from branchline.gateway.access import Access
+from branchline.gateway.agents import named_by
 from branchline.gateway.calls import Done, Event, begin, run_call
 from branchline.gateway.capture import run_capture
 from branchline.gateway.config import GatewayConfig
@@ -45,9 +46,7 @@ WIRES: dict[str, Wire[Any]] = {
     "messages": MESSAGES,
     "messages/count_tokens": COUNT_TOKENS,
 }
-AGENT_HEADERS = ("x-branchline-agent", "x-claude-code-agent-id")
 RESUME_HEADER = "x-branchline-resume"
-PARENT_HEADERS = ("x-branchline-parent-agent", "x-claude-code-parent-agent-id")
 
 
 @dataclass(frozen=True)
@@ -183,8 +182,9 @@ class ModelApi:
     ) -> Ask:
         headers = exchange.headers
         user = body.get("user") if isinstance(body, dict) else None
+        named = named_by(headers)
         agent = (
-            _first(headers, AGENT_HEADERS)
+            named.agent
             or place.agent
             or (user if isinstance(user, str) else "")
             or live.options.agent
@@ -195,7 +195,7 @@ class ModelApi:
             live,
             agent,
             int(retry) if retry.isdigit() else 0,
-            _first(headers, PARENT_HEADERS),
+            named.parent,
             self._config.default_max_tokens,
         )
         ask: Ask = wire.read(body, caller)
@@ -263,11 +263,3 @@ class ModelApi:
             status, message, field, _ = error_of(error)
             record.outcome, record.status, record.failure = "failed", status, Failure.of(error)
             await exchange.stream(stream.failed(status, message, field), last=True)
-
-
-def _first(headers: Any, names: Sequence[str]) -> str:
-    for name in names:
-        value: str = headers.get(name, "")
-        if value:
-            return value
-    return ""

@@ -111,13 +111,17 @@ class SegmentEncoder:
 
     def spell_bytes(self, ids: Ids) -> bytes:
         """The bytes that ids spell; ids beyond the vocabulary spell U+FFFD."""
-        spelled: list[bytes] = []
-        for token in ids.tolist():
-            try:
-                spelled.append(self._tokenizer.token_bytes(token))
-            except CodecError:
-                spelled.append("\ufffd".encode())
-        return b"".join(spelled)
+        tokens, token_bytes = ids.tolist(), self._tokenizer.token_bytes
+        try:
+            return b"".join(map(token_bytes, tokens))
+        except CodecError:
+            return b"".join([self._spell_any(token) for token in tokens])
+
+    def _spell_any(self, token: int) -> bytes:
+        try:
+            return self._tokenizer.token_bytes(token)
+        except CodecError:
+            return "\ufffd".encode()
 
     def added_in(self, text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
         """Added tokens written out in a text: (start, end, id)."""

@@ -100,6 +100,23 @@ class OutputParser:
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
         """What is certain after these ids."""
+        ids = list(ids)
+        if self._stop is None and self._stop_ids.isdisjoint(ids[:-1]):
+            # Mostly: at most the last one is a stop id.
+            if ids and ids[-1] in self._stop_ids:
+                self._stop = int(ids.pop())
+            text = self._decode(self._spell_all(ids), final=False)
+        else:
+            text = self._decode(self._spell_around_stops(ids), final=False)
+        return self._record(self._parser.feed(text)) if text else []
+
+    def _spell_all(self, ids: list[int]) -> bytes:
+        try:
+            return b"".join(map(self._token_bytes, ids))
+        except (CodecError, LookupError, ValueError):
+            return b"".join([self._spell(token) for token in ids])
+
+    def _spell_around_stops(self, ids: list[int]) -> bytes:
         spelled = []
         for token in ids:
             if self._stop is not None:
@@ -109,8 +126,7 @@ class OutputParser:
                 self._stop = int(token)
             else:
                 spelled.append(self._spell(int(token)))
-        text = self._decode(b"".join(spelled), final=False)
-        return self._record(self._parser.feed(text)) if text else []
+        return b"".join(spelled)
 
     def finish(self, finish_reason: str | None) -> list[Delta]:
         """What was held back. An output is cut unless it ends in a stop id or its reason is a stop."""

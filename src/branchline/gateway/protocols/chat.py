@@ -17,7 +17,7 @@ from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.errors import MessageError
 from branchline.core.message import Message, ToolCall
-from branchline.core.reader import read_message, read_messages
+from branchline.core.reader import ToolList, read_message, read_messages, read_tools
 from branchline.core.runs import Floats, Ids
 from branchline.gateway.answers import Answer, Said
 from branchline.gateway.bodies import BodyReader
@@ -52,9 +52,10 @@ def read(body: object, caller: Caller) -> ChatAsk:
     given = wishes(body, caller)
     assert isinstance(body, dict)
     request = Request.read(
-        {**body, "tools": None} if _hides_tools(given) else body,
+        body,
         agent=caller.agent,
         messages=_messages(body.get("messages"), caller),
+        tools=ToolList() if _hides_tools(given) else caller.live.memory.value(body.get("tools"), read_tools),
     )
     # The session's own limit goes before the client's, whichever of the two names the client uses.
     is_newer = "max_completion_tokens" in given and "max_tokens" not in caller.live.options.sampling
@@ -256,7 +257,6 @@ _BODY = BodyReader(
     [
         *SAMPLING,
         "model",
-        "tools",
         "tool_choice",
         "parallel_tool_calls",
         "chat_template_kwargs",
@@ -271,6 +271,7 @@ _BODY = BodyReader(
         "return_token_ids",
         "user",
     ],
+    kept=["tools"],
 )
 
 CHAT = Wire("chat", "chatcmpl-", read, whole, Stream, error, _BODY.read)

@@ -3,7 +3,8 @@
 Whatever asks for something we do not have (cache_control, betas, thinking budgets, context management,
 output configuration, service tiers, containers, tools that run on Anthropic's servers) is passed over.
 `tool_choice` none hides the tools; any other shows them and leaves the choice to the model, as in Chat
-Completions. An assistant's message at the end is context, and the answer a new message behind it.
+Completions. An assistant's message at the end is context, and the answer a new message behind it. A client
+that goes on from a message by its id (`thread`) is told that it is not here, and sends the whole conversation.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ from branchline.gateway.protocols.messages_blocks import (
 )
 
 _CHOICES = ("auto", "any", "tool", "none")
+_THREAD = "thread.previous_message_id"
 
 
 def read(body: object, caller: Caller) -> Ask:
     """A request's body; the session's own sampling goes before the client's."""
     given = wishes(body, caller)
+    _refuse_thread(given.get("thread"))
     hides_tools, single_call = _read_choice(given)
     request = Request.read(
         {**given, "tools": None if hides_tools else _read_tools(given.get("tools"))},
@@ -65,6 +68,12 @@ def read(body: object, caller: Caller) -> Ask:
     return Ask(
         Asked(request, params, single_call=single_call), model_name(given), stream=flag(given, "stream")
     )
+
+
+def _refuse_thread(thread: object) -> None:
+    """Passed over, it would leave the model with the end of a conversation. A thread that begins is whole."""
+    if isinstance(thread, dict) and thread.get("type") == "continue":
+        raise MessageError(_THREAD, thread.get("previous_message_id"), "nothing: send the whole conversation")
 
 
 def _read_choice(given: Fields) -> tuple[bool, bool]:
@@ -251,10 +260,14 @@ _KINDS = {
 }
 
 
-def error(status: int, message: str, _field: str | None = None) -> dict[str, Any]:
+def error(status: int, message: str, field_name: str | None = None) -> dict[str, Any]:
     """The envelope of this protocol's errors; its words name the field, for it has no other place."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    problem: dict[str, Any] = {"type": kind, "message": message}
+    if field_name == _THREAD:
+        # The code by which clients know that they can send everything again.
+        problem["details"] = {"error_code": "thread_not_found"}
+    return {"type": "error", "error": problem, "request_id": None}
 
 
 MESSAGES = Wire("messages", "msg_", read, whole, Stream, error)
