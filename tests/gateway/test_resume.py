@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import ToyCodec
+from branchline import Delivery, ToyCodec
 from branchline.engines.scripted import Ask, ScriptedEngine
+from branchline.engines.vllm import VllmEngine
+from tests.engines.fake import FakeVllm
 from tests.gateway.running import Agent, agent, run
 
 ANSWER = "a long answer about many things"
@@ -113,6 +115,41 @@ def test_only_a_cancelled_call_goes_on_with_its_own_prompt_and_once() -> None:
             assert refused.status_code == 409
             assert "resumed already" in refused.text
             assert (await a.ask("p", headers={"x-branchline-resume": done.json()["id"]})).status_code == 409
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_server_had_sent_when_the_client_left_is_kept(stream: bool) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.hold_after = 5
+            async with agent(fleet=VllmEngine(server.url), sampling={"max_tokens": 9}) as a:
+                asking = asyncio.create_task(a.ask("p", stream=stream))
+                await server.held.wait()
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                tree = a.session.live.session.tree
+                while not tree.calls or tree.delivery(tree.calls[0]) != Delivery.CANCELLED:
+                    await asyncio.sleep(0.001)
+                ids = tree.nodes[-1].sampled_ids
+                assert ids is not None
+                assert 0 < len(ids) <= 5
+
+    run(test)
+
+
+def test_nothing_is_kept_behind_a_stop_text_though_the_server_had_sent_more() -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.per_event = 3
+            async with agent(fleet=VllmEngine(server.url), sampling={"max_tokens": 12}) as a:
+                whole = (await a.ask("p")).json()["choices"][0]["message"]["content"]
+                answer = (await a.ask("p", stop=whole[1], return_token_ids=True)).json()["choices"][0]
+                assert answer["message"]["content"] == whole[: whole.index(whole[1])]
+                assert len(a.session.live.session.tree.nodes[-1].sampled_ids or ()) == len(
+                    answer["token_ids"]
+                )
 
     run(test)
 

@@ -7,7 +7,7 @@ last, has a finish reason.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -41,6 +41,9 @@ class SamplingParams:
     """Handed to an HTTP engine as it is."""
     whole: bool = False
     """Nobody reads this as it arrives: an engine may hand out larger chunks, later. Ids stay the same."""
+
+    left: Callable[[Chunk], object] | None = None
+    """Gets what had arrived and was not handed out yet when a generation is left; nothing sampled is lost."""
 
     def continued(self, produced: int) -> SamplingParams:
         """What is left to ask for behind ids that were produced already."""

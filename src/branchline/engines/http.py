@@ -100,6 +100,11 @@ class Run:
             self._ready.append(self.ask.reader.take(self._version))
         self._version = version
 
+    def left(self) -> list[Chunk]:
+        """What has arrived and nobody took."""
+        self.turn(self._version)
+        return list(self._ready)
+
     def _read(self, events: Sequence[bytes]) -> None:
         try:
             self.ask.reader.read(events)
@@ -152,6 +157,11 @@ class HttpEngine:
                     yield chunk
                     if chunk.finish is not None:
                         return
+            except (GeneratorExit, asyncio.CancelledError):
+                if params.left is not None:
+                    for chunk in run.left():
+                        params.left(chunk)
+                raise
             finally:
                 self._running.discard(run)
                 await self._leave(run)

@@ -125,6 +125,11 @@ class Choice:
                 deltas = [*deltas, *self._watched(self.parser.finish(chunk.finish)), *self._flushed()]
         return Said(self.index, [self._named(delta) for delta in deltas], chunk.ids, chunk.logprobs)
 
+    def keep(self, chunk: Chunk) -> None:
+        """Takes what arrived behind the client's back; behind an end that it asked for there is nothing."""
+        if not self.ended:
+            self.take(chunk)
+
     def _feed_one_by_one(self, ids: Ids) -> tuple[list[Delta], int]:
         """Token by token, so that the one behind which it ends is known."""
         deltas: list[Delta] = []

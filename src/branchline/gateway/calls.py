@@ -246,6 +246,7 @@ async def _generate(
 async def _one(
     engine: Engine, prompt_ids: Ids, params: SamplingParams, choice: Choice, session: str
 ) -> AsyncGenerator[Said, None]:
+    params = replace(params, left=choice.keep)
     async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             yield choice.take(chunk)
