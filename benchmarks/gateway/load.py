@@ -21,7 +21,7 @@ from benchmarks.gateway.scratch import scratch
 from benchmarks.gateway.wire import Answer, Connection
 from benchmarks.measure import Report, percentile
 from branchline.chat.toy import ToyCodec
-from branchline.gateway.live import Sessions
+from branchline.gateway.sessions import Sessions
 from branchline.tree.journal import Journal
 
 _MODEL = "scripted"

@@ -22,8 +22,8 @@ from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
 from branchline.gateway import calls
 from branchline.gateway.exchange import Exchange
-from branchline.gateway.live import Sessions
 from branchline.gateway.model import ModelApi
+from branchline.gateway.sessions import Sessions
 from branchline.tree.match import Matcher
 from branchline.tree.session import Session
 

@@ -7,7 +7,8 @@ import hmac
 from dataclasses import dataclass
 
 from branchline.core.errors import SessionError
-from branchline.gateway.live import LiveSession, Sessions, keys_match
+from branchline.gateway.live import LiveSession, keys_match
+from branchline.gateway.sessions import Sessions
 
 
 @dataclass(frozen=True)

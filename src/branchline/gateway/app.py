@@ -10,10 +10,10 @@ from branchline.gateway.control import ControlApi
 from branchline.gateway.exchange import Exchange, Receive, Scope, Send
 from branchline.gateway.fleet import Fleet
 from branchline.gateway.forks import ForkWatch
-from branchline.gateway.live import Sessions
 from branchline.gateway.metrics import Metrics
 from branchline.gateway.model import ModelApi, Place
 from branchline.gateway.record import Observer, SessionObserver
+from branchline.gateway.sessions import Sessions
 
 
 class GatewayApp:

@@ -1,6 +1,6 @@
 """The control API: sessions are opened, read, paid and ended here; the policy is paused; engines come and go.
 
-POST /sessions                            GET /sessions/{id} (+ /tree /timelines /samples /report /wait)
+POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /wait
 POST /sessions/{id}/reward|complete|finalize|abort
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
 GET /healthz · /metrics
@@ -25,10 +25,11 @@ from branchline.gateway.access import Access
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.exchange import Exchange
 from branchline.gateway.fleet import Fleet
-from branchline.gateway.live import LiveSession, SessionOptions, Sessions, State
+from branchline.gateway.live import LiveSession, SessionOptions, State
 from branchline.gateway.metrics import Metrics
 from branchline.gateway.protocols.chat import error
 from branchline.gateway.record import SessionObserver
+from branchline.gateway.sessions import Sessions
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
 from branchline.gateway.wire import error_of, json_response, read_reward
 
@@ -79,6 +80,8 @@ class ControlApi:
             Route("/healthz", self._health, methods=["GET"]),
             route("/metrics", self._metrics_text, "GET"),
             route("/sessions", self._open, "POST"),
+            route("/sessions", self._list, "GET"),
+            route(one, self._forget, "DELETE"),
             *(route(one + path, self._view(view), "GET") for path, view in _VIEWS.items()),
             route(one + "/wait", self._wait, "GET"),
             route(one + "/reward", self._reward, "POST"),
@@ -103,6 +106,23 @@ class ControlApi:
         root = (self.base_url or str(http.base_url)).rstrip("/") + f"/sessions/{live.id}"
         urls = {"base_url": root + "/v1", "openai_base_url": root + "/v1", "anthropic_base_url": root}
         return json_response({"id": live.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
+
+    async def _list(self, http: HttpRequest) -> Response:
+        """What is in memory, oldest first; `state` and `group` choose."""
+        self._access.require_admin(_key(http))
+        wanted = {name: http.query_params[name] for name in ("state", "group") if name in http.query_params}
+        shown = [
+            view
+            for view in map(session_view, self._sessions)
+            if all(view[name] == value for name, value in wanted.items())
+        ]
+        return json_response({"sessions": shown})
+
+    async def _forget(self, http: HttpRequest) -> Response:
+        """Lets go of a closed session's memory; a journal keeps what it has."""
+        live = self._access.control(http.path_params["id"], _key(http))
+        self._sessions.forget(live)
+        return Response(status_code=204)
 
     def _view(self, view: View) -> Handler:
         async def show(http: HttpRequest) -> Response:
@@ -155,6 +175,7 @@ class ControlApi:
             await asyncio.wrap_future(durable)
         if live.is_closed and not was_closed:
             self._fleet.forget(live.id)
+            self._sessions.note_closed(live)
             self.tell_ended(live)
             await asyncio.to_thread(self._metrics.note_end, live)
 

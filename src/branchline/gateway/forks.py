@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 
-from branchline.gateway.live import Sessions
 from branchline.gateway.record import CallRecord
+from branchline.gateway.sessions import Sessions
 from branchline.timelines.causes import judge
 from branchline.timelines.diagnosis import diagnose
 

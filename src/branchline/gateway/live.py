@@ -1,7 +1,7 @@
-"""A session as the gateway keeps it: its tree, its keys, its state; and all of them, journaled.
+"""A session as the gateway keeps it: its tree, its keys, its state, and the records that make it survive.
 
-What changes a session goes through its journal first: it was opened, paid, ended. Keys are kept as hashes
-only and compared in constant time. On start the journal is replayed and open sessions go on.
+What changes a session is written to its journal: it was opened, paid, ended. Keys are kept as hashes only
+and compared in constant time.
 """
 
 from __future__ import annotations
@@ -10,29 +10,24 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
-from branchline.chat.base import Codec, History
 from branchline.core.errors import JournalError, SessionError
 from branchline.gateway.bodies import Memory
 from branchline.tree.delta import Delivered, Delta, decode_array, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
-from branchline.tree.tree import Tree
 
 log = logging.getLogger("branchline.sessions")
 
 State = Literal["open", "completed", "finalized", "aborted"]
 CLOSED: tuple[State, ...] = ("finalized", "aborted")
-DEFAULT_SESSION = "default"
 
 
 class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,9 +71,14 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     reason: str = ""
 
 
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Delta | Delivered | Opened | Rewarded | Ended, dec_hook=decode_array
+SessionRecord = Delta | Delivered | Opened | Rewarded | Ended
+_decoder: msgspec.msgpack.Decoder[SessionRecord] = msgspec.msgpack.Decoder(
+    SessionRecord, dec_hook=decode_array
 )
+
+
+def decode_session_record(data: bytes) -> SessionRecord:
+    return _decoder.decode(data)
 
 
 @dataclass
@@ -164,114 +164,22 @@ class LiveSession:
         )
         return self._write(Ended(state, reason))
 
+    def apply(self, record: Rewarded | Ended | Delta | Delivered) -> None:
+        """What the journal says happened, again."""
+        if isinstance(record, Rewarded):
+            self.rewards.append(record.reward)
+        elif isinstance(record, Ended):
+            self.state, self.reason = record.state, record.reason
+            self.left_open.set()
+        else:
+            self.session.tree.apply(record)
+
     def _write(self, record: Rewarded | Ended) -> Future[int] | None:
         return self.journal.append(self.id, encode_record(record)) if self.journal else None
 
 
 def key_hash(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-class Sessions:
-    """All sessions of a gateway, by id and by key."""
-
-    def __init__(
-        self, codec: Codec, *, history: History = "template", journal: Journal | None = None
-    ) -> None:
-        self._codec = codec
-        self._history: History = history
-        self._journal = journal
-        self._by_id: dict[str, LiveSession] = {}
-        self._by_api_key: dict[bytes, LiveSession] = {}
-        if journal is not None:
-            self._replay(journal)
-
-    def __iter__(self) -> Iterator[LiveSession]:
-        return iter(self._by_id.values())
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def open(self, options: SessionOptions) -> tuple[LiveSession, str, str]:
-        """A new session with its two keys, which nobody can read again."""
-        session_id = options.id or secrets.token_hex(8)
-        if not _is_name(session_id):
-            raise SessionError(
-                "exists", f"id: got {session_id!r}, expected letters, digits, '-', '_' or '.', at most 128"
-            )
-        if session_id in self._by_id:
-            raise SessionError("exists", f"session {session_id} exists already")
-        api_key, control_key = "sk-bl-" + secrets.token_urlsafe(24), "ck-bl-" + secrets.token_urlsafe(24)
-        opened = Opened(options, key_hash(api_key), key_hash(control_key), time.time())
-        live = self._add(session_id, opened, Tree())
-        if self._journal is not None:
-            self._journal.append(session_id, encode_record(opened)).result()
-        log.info(
-            "session opened",
-            extra={
-                "session": session_id,
-                "group": options.group,
-                "agent": options.agent,
-                "eval": options.eval,
-            },
-        )
-        return live, api_key, control_key
-
-    def default(self) -> LiveSession:
-        """The session of those who name none, where no keys are asked for."""
-        if DEFAULT_SESSION not in self._by_id:
-            self.open(SessionOptions(id=DEFAULT_SESSION))
-        return self._by_id[DEFAULT_SESSION]
-
-    def idle(self, idle_s: float) -> list[LiveSession]:
-        """Sessions that take calls and have not been used for so long; 0 stands for ever."""
-        before = time.monotonic() - idle_s
-        return [
-            live
-            for live in self
-            if idle_s and not live.is_closed and not live.in_flight and live.last_used < before
-        ]
-
-    def get(self, session_id: str) -> LiveSession:
-        live = self._by_id.get(session_id)
-        if live is None:
-            raise SessionError("unknown", f"no session {session_id!r}")
-        return live
-
-    def by_api_key(self, key: str) -> LiveSession | None:
-        """The session a key opens. A hash is looked up, so nothing is learnt from how long it takes."""
-        return self._by_api_key.get(key_hash(key))
-
-    def _add(self, session_id: str, opened: Opened, tree: Tree) -> LiveSession:
-        started = datetime.fromtimestamp(opened.at)
-        session = Session(
-            session_id, self._codec, history=self._history, journal=self._journal, tree=tree, started=started
-        )
-        live = LiveSession(
-            session, opened.options, opened.api_key, opened.control_key, opened.at, self._journal
-        )
-        self._by_id[session_id] = live
-        self._by_api_key[opened.api_key] = live
-        return live
-
-    def _replay(self, journal: Journal) -> None:
-        for session_id, data in journal.replay():
-            record = _decoder.decode(data)
-            if isinstance(record, Opened):
-                self._add(session_id, record, Tree())
-                continue
-            live = self._by_id[session_id]
-            if isinstance(record, Rewarded):
-                live.rewards.append(record.reward)
-            elif isinstance(record, Ended):
-                live.state, live.reason = record.state, record.reason
-                live.left_open.set()
-            else:
-                live.session.tree.apply(record)
-
-
-def _is_name(text: str) -> bool:
-    return 0 < len(text) <= 128 and all(letter.isalnum() or letter in "-_." for letter in text)
 
 
 def keys_match(given: str, expected: bytes) -> bool:

@@ -29,8 +29,9 @@ from branchline.engines.openai import UpstreamChat
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.fleet import Fleet
-from branchline.gateway.live import LiveSession, SessionOptions, Sessions
+from branchline.gateway.live import LiveSession, SessionOptions
 from branchline.gateway.record import Observer, SessionObserver
+from branchline.gateway.sessions import Sessions
 from branchline.gateway.views import samples_view
 from branchline.tree.journal import Durability, Journal
 

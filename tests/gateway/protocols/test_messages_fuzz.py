@@ -22,7 +22,6 @@ from branchline.gateway.answers import Answer, Said
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.calls import Asked, Done
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.live import Sessions
 from branchline.gateway.protocols.base import Ask
 from branchline.gateway.protocols.messages import Stream
 from branchline.gateway.protocols.messages_blocks import (
@@ -32,6 +31,7 @@ from branchline.gateway.protocols.messages_blocks import (
     tool_use,
     write_blocks,
 )
+from branchline.gateway.sessions import Sessions
 from tests.gateway.protocols.anthropic_agent import CALL, blocks_in, events_in
 from tests.gateway.running import run
 

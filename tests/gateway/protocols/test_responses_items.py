@@ -58,6 +58,25 @@ def call(name: str, **more: Any) -> dict[str, Any]:
 # -- what becomes one message ------------------------------------------------------------------------
 
 
+def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_included() -> None:
+    task = {
+        "type": "agent_message",
+        "author": "/root",
+        "recipient": "/root/first",
+        "content": [
+            {"type": "input_text", "text": "Payload:\n"},
+            {"type": "encrypted_content", "encrypted_content": "count the files"},
+        ],
+    }
+    (told,) = read(task)
+    assert (told.role, told.text) == ("user", "Payload:\ncount the files")
+    assert [message.role for message in read(words("hm"), task, call("look"))] == [
+        "assistant",
+        "user",
+        "assistant",
+    ]
+
+
 def test_the_items_of_one_answer_become_one_message() -> None:
     (message,) = read(thought("hm"), words("a"), call("f"), call("g"), words("b"))
     assert (message.role, message.text, message.reasoning) == ("assistant", "ab", "hm")

@@ -262,6 +262,15 @@ class ItemReader:
             # The text of an answer that went on behind a call is all under its first number.
             self._reply("message", given).parts += () if number else (said.text,)
 
+    def _agent_message(self, item: Fields) -> None:
+        """What one agent tells another. Whoever wrote it wrote it here, so its sealed part is plain text."""
+        content = item.get("content")
+        if isinstance(content, list):
+            content = [_unsealed(part) for part in content]
+        read = read_message({"role": "user", "content": content}, "")
+        self._close()
+        self._messages.append(_plain(read))
+
     def _additional_tools(self, item: Fields) -> None:
         tools, aliases = read_tools(item.get("tools"))
         self.tools += tools
@@ -276,6 +285,7 @@ _READERS: dict[str, Callable[[ItemReader, Fields], None]] = {
     "custom_tool_call": ItemReader._custom_tool_call,
     "custom_tool_call_output": ItemReader._output,
     "item_reference": ItemReader._item_reference,
+    "agent_message": ItemReader._agent_message,
     "additional_tools": ItemReader._additional_tools,
 }
 
@@ -283,6 +293,12 @@ _READERS: dict[str, Callable[[ItemReader, Fields], None]] = {
 def _plain(message: Message) -> Message:
     """A list of parts is this protocol's own way to write a text, and nothing to be tolerated."""
     return replace(message, form=int(Form.PLAIN)) if message.form else message
+
+
+def _unsealed(part: object) -> object:
+    if not isinstance(part, dict) or part.get("type") != "encrypted_content":
+        return part
+    return {"type": "text", "text": text_field(part, "encrypted_content")}
 
 
 def _texts(item: Fields, name: str) -> str:

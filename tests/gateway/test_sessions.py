@@ -1,0 +1,93 @@
+"""Sessions come back from their journal, and closed ones do not fill the memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from branchline import Journal, ToyCodec
+from branchline.core.errors import MessageError, SessionError
+from branchline.gateway.live import SessionOptions
+from branchline.gateway.sessions import Sessions
+from tests.gateway.running import agent, run
+
+
+def _ended(sessions: Sessions, name: str) -> None:
+    live, _, _ = sessions.open(SessionOptions(id=name, metadata={"name": name}))
+    live.post_reward({"score": 1.0})
+    live.end("finalized")
+    sessions.note_closed(live)
+
+
+def test_closed_sessions_leave_the_memory_and_are_read_back_when_asked_for(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal:
+        sessions = Sessions(ToyCodec(), journal=journal, kept_closed=2)
+        sessions.open(SessionOptions(id="open"))
+        for name in ("a", "b", "c", "d"):
+            _ended(sessions, name)
+        assert [live.id for live in sessions] == ["open", "c", "d"]
+        journal.flush()
+        back = sessions.get("a")
+        assert (back.state, back.reward, back.options.metadata) == ("finalized", 1.0, {"name": "a"})
+        assert [live.id for live in sessions] == ["open", "d", "a"]
+        with pytest.raises(SessionError, match="exists already"):
+            sessions.open(SessionOptions(id="b"))
+        with pytest.raises(SessionError, match="no session"):
+            sessions.get("never")
+        again = Sessions(ToyCodec(), journal=journal, kept_closed=1)
+        assert [live.id for live in again] == ["open", "d"]
+        assert again.get("b").reward == 1.0
+
+
+def test_without_a_journal_closed_sessions_stay_until_they_are_forgotten() -> None:
+    sessions = Sessions(ToyCodec(), kept_closed=1)
+    for name in ("a", "b", "c"):
+        _ended(sessions, name)
+    assert len(sessions) == 3
+    sessions.forget(sessions.get("b"))
+    with pytest.raises(SessionError, match="no session 'b'"):
+        sessions.get("b")
+    live, _, _ = sessions.open(SessionOptions(id="d"))
+    with pytest.raises(SessionError, match="finalize or abort it first"):
+        sessions.forget(live)
+
+
+def test_of_those_who_open_one_id_at_once_one_gets_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j") as journal, ThreadPoolExecutor(8) as threads:
+        sessions = Sessions(ToyCodec(), journal=journal)
+
+        def attempt(_: int) -> bool:
+            try:
+                sessions.open(SessionOptions(id="one"))
+            except SessionError:
+                return False
+            return True
+
+        assert sum(threads.map(attempt, range(16))) == 1
+
+
+@pytest.mark.parametrize("name", ["a/b", "..%2f", "x" * 129, "a b"])
+def test_an_id_that_is_no_name_is_refused_with_what_is_expected(name: str) -> None:
+    with pytest.raises(MessageError, match="expected letters, digits"):
+        Sessions(ToyCodec()).open(SessionOptions(id=name))
+
+
+def test_sessions_are_listed_and_forgotten_over_http() -> None:
+    async def test() -> None:
+        async with agent("x", group="g") as a:
+            other = await a.gateway.session(id="other")
+            await other.finalize()
+            admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
+            url = f"{a.gateway.url}/sessions"
+            everything = (await a.http.get(url, headers=admin)).json()["sessions"]
+            assert [view["id"] for view in everything] == [a.session.id, "other"]
+            chosen = (await a.http.get(f"{url}?group=g&state=open", headers=admin)).json()["sessions"]
+            assert [view["id"] for view in chosen] == [a.session.id]
+            assert (await a.http.get(url)).status_code == 401
+            assert (await a.http.delete(f"{url}/{a.session.id}", headers=admin)).status_code == 409
+            assert (await a.http.delete(f"{url}/other", headers=admin)).status_code == 204
+            assert (await a.http.get(f"{url}/other", headers=admin)).status_code == 404
+
+    run(test)
