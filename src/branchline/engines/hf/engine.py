@@ -98,7 +98,6 @@ class HfEngine:
         """Reads a model folder; `options` go to `from_pretrained`. float32 on a CPU, else the model's own."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if device == "cpu" else "auto")
-        options = {"attn_implementation": "sdpa", **options}
         auto: Any = transformers.AutoModelForCausalLM
         try:
             model = auto.from_pretrained(str(path), dtype=dtype, **options)
@@ -132,9 +131,10 @@ class HfEngine:
         check_request(prompt_ids, params, self._limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         job, stream = Job(prompt_ids, params, seed), _Stream()
-        self._ask(partial(self._add, job, stream))
+        added = self._ask(partial(self._add, job, stream))
         is_open = True
         try:
+            await asyncio.wrap_future(added)  # raises where nothing would ever come
             while is_open:
                 item = await stream.items.get()
                 is_open = isinstance(item, Chunk) and item.finish is None
@@ -161,7 +161,6 @@ class HfEngine:
         Names and shapes are those of the model's `state_dict`; a weight tied to another may be left out.
         A mapping that does not fit raises EngineInputError and changes nothing.
         """
-        check_weights(weights, self._model.state_dict())
         await asyncio.wrap_future(self._ask(partial(self._swap, weights, version)))
 
     async def close(self) -> None:
@@ -216,7 +215,7 @@ class HfEngine:
             self._scheduler.fail(failure)
         outbox = self._scheduler.outbox
         is_due = time.monotonic() - self._delivered_s >= self._config.stream_interval_s
-        if is_due or any(item.is_last for item in outbox):
+        if is_due or any(item.is_first or item.is_last for item in outbox):
             self._deliver()
 
     def _do_what_was_asked(self) -> None:
@@ -272,8 +271,9 @@ class HfEngine:
         self._is_paused = False
 
     def _swap(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self._change_version(version)
         own = self._model.state_dict()
+        check_weights(weights, own)
+        self._change_version(version)
         with torch.inference_mode(False), torch.no_grad():
             for key, value in weights.items():
                 own[key].copy_(value)
@@ -290,13 +290,12 @@ class HfEngine:
         """Nothing waits for a thread that is gone."""
         with self._asking:
             self._is_closing = self._is_closed = True
-        for job, stream in self._streams.items():
-            self._scheduler.remove(job)
+        for stream in self._streams.values():
             error: Delivery = (stream, EngineError(f"engine {self._name!r} was closed"))
             with suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(_put, [error])
         self._streams.clear()
-        self._scheduler.forget()
+        self._scheduler.end()
         self._do_what_was_asked()
 
 

@@ -66,5 +66,9 @@ class Sampled(NamedTuple):
     error: Exception | None = None
 
     @property
+    def is_first(self) -> bool:
+        return self.job.length == len(self.job.prompt_ids) + 1
+
+    @property
     def is_last(self) -> bool:
         return self.finish is not None or self.error is not None

@@ -43,6 +43,8 @@ class Prefixes:
     def __init__(self, limit_bytes: int, token_bytes: int) -> None:
         self._limit = limit_bytes // token_bytes
         self._entries: list[Prefix] = []
+        self.evictions = 0
+        """Entries that went because others needed their room."""
 
     @property
     def tokens(self) -> int:
@@ -72,6 +74,7 @@ class Prefixes:
         room = self._limit - len(ids)
         while self.tokens > room:
             del self._entries[0]
+            self.evictions += 1
         self._entries.append(Prefix(ids.copy(), read()))
 
     def clear(self) -> None:

@@ -23,11 +23,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from branchline.core.errors import EngineInputError
 from branchline.core.runs import Ids
-from branchline.engines.hf import attention
+from branchline.engines.hf import attention, linear
 from branchline.engines.hf.prefixes import KeysValues
 
 # Rows grow by this many tokens: a copy of the whole, each time as many tokens were decoded.
 BLOCK: Final = 256
+_KINDS: Final = {"full_attention", "sliding_attention", "global"}
+"""Kinds of layers whose past is keys and values, seen whole or through a window."""
 Array = np.ndarray[Any, Any]
 
 
@@ -114,8 +116,8 @@ class Rows:
         self.token_bytes = sum(shape.token_bytes for layer in self._layers for shape in layer.shapes)
         self._limit = limit_bytes // self.token_bytes
         self._cache = Cache(layers=cast(Any, self._layers))
-        self._open = torch.zeros((), dtype=model.dtype, device=model.device)
-        self._closed = torch.full_like(self._open, torch.finfo(model.dtype).min)
+        self._open = torch.zeros((), dtype=self._layers[0].shapes[0].dtype, device=self.device)
+        self._closed = torch.full_like(self._open, torch.finfo(self._open.dtype).min)
         self.capacity = (0, 0)
 
     def reserve(self, rows: int, length: int) -> bool:
@@ -231,27 +233,42 @@ def _resized(old: Tensor, new: Tensor) -> Tensor:
 def _layers_of(model: Any) -> tuple[list[Layer], dict[str, int | None]]:
     """A layer for each of the model's own, and the window of each kind, found by asking the model once."""
     attention.install(model)
+    linear.install(model)
     kind = model.config._attn_implementation
     if kind not in (attention.NAME, "sdpa", "eager"):
         raise EngineInputError(
             f"attn_implementation: got {kind!r}, expected 'sdpa' or 'eager', which take a mask"
         )
+    config = model.config.get_text_config()
+    named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
+    if other := sorted(set(named) - _KINDS):
+        raise _unfit(f"layers of {other[0]!r}")
     cache: Any = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    except Exception as error:
+        raise _unfit(f"{type(model).__name__} ({type(error).__name__}: {error})") from error
     layers: list[Layer] = []
     windows: dict[str, int | None] = {}
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
             windows["full_attention"] = None
         elif type(layer) is DynamicSlidingWindowLayer:
-            windows["sliding_attention"] = layer.sliding_window
+            if windows.setdefault("sliding_attention", layer.sliding_window) != layer.sliding_window:
+                raise _unfit("windows of several sizes")
         else:
-            raise EngineInputError(
-                f"model: got a cache of {type(layer).__name__}, expected layers of full or sliding attention"
-            )
+            raise _unfit(f"a cache of {type(layer).__name__}")
+        if layer.keys is None:
+            raise _unfit(f"{type(model).__name__}, which leaves a layer of its cache empty")
         layers.append(Layer(*(_shape_of(states) for states in (layer.keys, layer.values))))
     return layers, windows
+
+
+def _unfit(got: str) -> EngineInputError:
+    return EngineInputError(
+        f"model: got {got}, expected layers of full or sliding attention that cache keys and values"
+    )
 
 
 def _shape_of(states: Tensor) -> Shape:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
-from branchline.core.errors import EngineError
+from branchline.core.errors import EngineError, EngineInputError
 from branchline.engines.base import Finish, LogprobKind
 from branchline.engines.hf.job import Job, Sampled
 from branchline.engines.hf.prefixes import KeysValues, Prefixes, shared
 from branchline.engines.hf.rows import Rows
 from branchline.engines.hf.sampling import sample
+from branchline.engines.hf.trial import try_out
 
 # A request waits for a neighbour that is computing at least this many ids it needs too.
 _WORTH_WAITING: Final = 16
@@ -39,9 +40,15 @@ class HfConfig:
     """Keys and values kept for next turns."""
     prefill_tokens: int = 512
     """Prompt ids computed between two steps of those that are decoding."""
-    stream_interval_s: float = 0.005
-    """Ids sampled within this time travel in one chunk: waking the event loop costs a small model a step."""
+    stream_interval_s: float = 0.02
+    """Ids sampled within this time travel in one chunk, but for the first: every chunk of every stream costs
+    the event loop, and a small model samples hundreds of ids a second."""
     logprobs: LogprobKind = "raw"
+
+    def __post_init__(self) -> None:
+        for field in ("max_batch", "prefill_tokens"):
+            if (value := getattr(self, field)) < 1:
+                raise EngineInputError(f"{field}: got {value}, expected 1 or more: nothing would be computed")
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class HfStats:
     sampled_tokens: int
     steps: int
     cached_tokens: int
+    evictions: int
+    """Sequences kept for a next turn that had to go, to stay within `cache_bytes`."""
     held: int
     """Times a running request had to wait again."""
 
@@ -67,6 +76,7 @@ class Scheduler:
     def __init__(self, model: Any, config: HfConfig, decode: Callable[[Sequence[int]], str] | None) -> None:
         self._config = config
         self._decode = decode
+        try_out(model)
         self._rows = Rows(model, config.batch_bytes, config.max_batch)
         self._prefixes = Prefixes(config.cache_bytes, self._rows.token_bytes)
         self._waiting: deque[Job] = deque()
@@ -90,6 +100,7 @@ class Scheduler:
             sampled_tokens=self._sampled,
             steps=self._steps,
             cached_tokens=self._prefixes.tokens,
+            evictions=self._prefixes.evictions,
             held=self._held,
         )
 
@@ -109,9 +120,12 @@ class Scheduler:
         """The weights are others now: nothing computed counts, running jobs start again behind their ids."""
         for job in sorted(self._running, key=lambda job: job.ticket, reverse=True):
             self._wait_again(job)
-        self._running.clear()
-        self._prefixes.clear()
-        self._rows.release()
+        self._let_go()
+
+    def end(self) -> None:
+        """Forgets every job and everything computed."""
+        self._waiting.clear()
+        self._let_go()
 
     def fail(self, error: Exception) -> None:
         """Ends every running job with an error, or the first that waits if none was running."""
@@ -174,6 +188,11 @@ class Scheduler:
             return best, entry.kv
         return 0, []
 
+    def _let_go(self) -> None:
+        self._running.clear()
+        self._prefixes.clear()
+        self._rows.release()
+
     def _leave(self, job: Job, *, keep: bool = True) -> None:
         """Frees a job's row; the last row moves into the gap."""
         row = self._running.index(job)
@@ -181,10 +200,11 @@ class Scheduler:
             self._prefixes.add(job.ids[: job.filled], lambda: self._rows.read(row, job.filled))
         if job.pending > 1 or not keep:  # no logits have shown yet that these are numbers, or they are not
             self._rows.clear(row)
-        last = self._running.pop()
-        if last is not job:
-            self._rows.write(row, self._rows.view(len(self._running), last.filled), last.filled)
+        last = self._running[-1]
+        if last is not job:  # until it is copied, both are running: should that fail, both are told
+            self._rows.write(row, self._rows.view(len(self._running) - 1, last.filled), last.filled)
             self._running[row] = last
+        self._running.pop()
 
     def _make_room(self) -> None:
         """Room for one more id in every row; where there is none, the youngest wait."""
@@ -204,18 +224,22 @@ class Scheduler:
     # Computing
 
     def _prompts_to_compute(self) -> list[Job]:
-        """The oldest pending prompt, and those beside it that cost no more padding than work."""
+        """One pending prompt, and those beside it that cost no more padding than work.
+
+        The oldest and the shortest take turns: a long prompt does not hold up short ones, nor they it.
+        """
         limit = self._config.prefill_tokens
         pending = [job for job in self._running if job.pending > 1]
         if not pending:
             return []
-        oldest = min(pending, key=lambda job: job.ticket)
-        chosen, work = [oldest], min(oldest.pending, limit)
+        is_turn_of_oldest = self._steps % 2
+        first = min(pending, key=lambda job: job.ticket if is_turn_of_oldest else job.pending)
+        chosen, work = [first], min(first.pending, limit)
         width = work
         for job in sorted(pending, key=lambda job: job.pending, reverse=True):
             size = min(job.pending, limit)
             padded = max(width, size) * (len(chosen) + 1)
-            if job is not oldest and padded <= limit and padded <= 2 * (work + size):
+            if job is not first and padded <= limit and padded <= 2 * (work + size):
                 chosen.append(job)
                 width, work = max(width, size), work + size
         return sorted(chosen, key=self._running.index)

@@ -1,0 +1,185 @@
+"""What goes wrong in the embedded engine ends what it must, in words, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import EngineError
+from branchline.core.runs import as_ids
+from branchline.engines.base import SamplingParams
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
+
+from branchline.engines.hf.rows import Rows
+from tests.engines.tiny import VOCAB, Gate, collect, greedy, hf, plain, prompt, run, running, tiny, torch
+
+
+def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
+    model = tiny()
+    forward = model.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    async def body() -> None:
+        async with running(model) as engine:
+            model.forward = failing
+            for outcome in await asyncio.gather(
+                *(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)), return_exceptions=True
+            ):
+                assert isinstance(outcome, EngineError)
+                assert "RuntimeError: out of memory" in str(outcome)
+            model.forward = forward
+            output = await collect(engine, prompt(1, 30), greedy(5))
+        assert output.ids == plain(tiny(), prompt(1, 30), 5)
+
+    run(body())
+
+
+def test_a_model_that_fails_half_way_spares_those_that_wait_and_what_was_sampled() -> None:
+    model = tiny()
+    forward, left = model.forward, 12
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    async def body() -> None:
+        async with running(model, hf.HfConfig(max_batch=3, stream_interval_s=3600)) as engine:
+            model.forward = failing
+            got: list[list[int]] = [[] for _ in range(5)]
+
+            async def one(n: int) -> None:
+                async for chunk in engine.generate(prompt(n, 20 + n), greedy(15)):
+                    got[n] += chunk.ids.tolist()
+
+            await engine.pause()
+            tasks = [asyncio.create_task(one(n)) for n in range(5)]
+            await asyncio.sleep(0)
+            await engine.resume()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for n, outcome in enumerate(outcomes):
+            assert isinstance(outcome, EngineError) == (n < 3), outcome
+            # Eleven steps had been sampled when the twelfth failed, and none of them is lost.
+            assert got[n] == plain(tiny(), prompt(n, 20 + n), 11 if n < 3 else 15)
+
+    run(body())
+
+
+def test_a_failure_between_two_rows_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> None:
+        raise RuntimeError("no copy")
+
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(Rows, "write", failing)  # when the first ends, the last moves into its row
+                outcomes = await asyncio.gather(
+                    *(collect(engine, prompt(n, 30), greedy(5 + 10 * n)) for n in range(3)),
+                    return_exceptions=True,
+                )
+            assert [isinstance(outcome, EngineError) for outcome in outcomes] == [False, True, True]
+            output = await collect(engine, prompt(1, 30), greedy(5))
+        assert output.ids == plain(tiny(), prompt(1, 30), 5)
+
+    run(body())
+
+
+def test_a_failure_to_make_room_ends_the_one_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> bool:
+        raise MemoryError("no room")
+
+    async def body() -> None:
+        async with running(tiny()) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(Rows, "reserve", failing)
+                with pytest.raises(EngineError, match="no room"):
+                    await collect(engine, prompt(1, 30), greedy(5))
+            await collect(engine, prompt(1, 30), greedy(5))
+
+    run(body())
+
+
+def test_a_computing_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ValueError("a defect")
+
+    async def body() -> None:
+        model, died = tiny(), []
+        monkeypatch.setattr(threading, "excepthook", lambda told: died.append(told.exc_type))
+        async with running(model) as engine:
+            gate = Gate(model, 1)
+            monkeypatch.setattr(engine, "_deliver", broken)
+            added = asyncio.create_task(collect(engine, prompt(1, 30), greedy(5)))
+            late = asyncio.create_task(collect(engine, prompt(2, 30), greedy(5)))
+            # The first is in the model when the second is asked for, which nobody will take up any more.
+            await asyncio.to_thread(gate.is_reached.wait)
+            gate.is_open.set()
+            for outcome in await asyncio.gather(added, late, return_exceptions=True):
+                assert isinstance(outcome, EngineError)
+                assert "closed" in str(outcome)
+            with pytest.raises(EngineError, match="is closed"):
+                await collect(engine, prompt(1, 30), greedy(5))
+        assert died == [ValueError]
+
+    run(body())
+
+
+def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCAB - 1] = float("nan")
+    poison = as_ids([*prompt(0, 40).tolist(), VOCAB - 1])
+
+    async def body() -> None:
+        async with running(model) as engine:
+            good, bad, drawn = await asyncio.gather(
+                collect(engine, prompt(1, 30), greedy(20)),
+                collect(engine, poison, greedy(20)),
+                collect(engine, poison, SamplingParams(max_tokens=20, top_p=0.5)),
+                return_exceptions=True,
+            )
+            assert isinstance(bad, EngineError)
+            assert isinstance(drawn, EngineError)
+            assert "NaN" in str(bad)
+            # Whoever gets the row next, longer or shorter, sees nothing of it.
+            later = [collect(engine, prompt(n, 20 * n), greedy(20)) for n in range(2, 6)]
+            outputs = [good, *await asyncio.gather(*later)]
+        sizes = [30, 40, 60, 80, 100]
+        assert [output.ids for output in outputs] == [
+            plain(tiny(), prompt(n, size), 20) for n, size in enumerate(sizes, 1)
+        ]
+
+    run(body())
+
+
+def test_closing_ends_open_generations_and_refuses_new_ones() -> None:
+    async def body() -> None:
+        engine = hf.HfEngine(tiny(), hf.HfConfig(max_batch=3, stream_interval_s=0))
+        streams = [engine.generate(prompt(n, 30), greedy(1500)) for n in range(3)]
+        for stream in streams:
+            await anext(stream)
+        waiting = asyncio.create_task(collect(engine, prompt(4, 30), greedy(5)))
+        await asyncio.sleep(0)
+        await asyncio.gather(engine.close(), engine.close())
+        for stream in streams:
+            with pytest.raises(EngineError, match="was closed"):
+                async for _ in stream:
+                    pass
+        with pytest.raises(EngineError, match="was closed"):
+            await waiting
+        assert (engine.stats.running, engine.stats.waiting, engine.stats.cached_tokens) == (0, 0, 0)
+        for refused in (collect(engine, prompt(1, 30), greedy(5)), engine.pause(), engine.resume()):
+            with pytest.raises(EngineError, match="is closed"):
+                await refused
+        await engine.close()
+
+    run(body())
