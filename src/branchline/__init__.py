@@ -27,6 +27,7 @@ from branchline.core.reader import read_message, read_messages, write_message
 from branchline.core.sample import Report, Sample
 from branchline.export.jsonl import read_jsonl, write_jsonl
 from branchline.export.samples import Export, ExportPolicy, export_samples
+from branchline.loop.agents import agent
 from branchline.timelines.causes import Cause, Fork, Judgement, judge
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import MergePolicy
@@ -76,6 +77,7 @@ __all__ = [
     "TreeError",
     "Turn",
     "__version__",
+    "agent",
     "diagnose",
     "echo",
     "export_samples",

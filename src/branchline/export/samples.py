@@ -72,7 +72,7 @@ def export_samples(
     judgement: Judgement | None = None,
 ) -> Export:
     """The samples of a tree; reads, changes nothing. A session that goes on in another thread is read
-    inside `session.reading()`."""
+    as `session.reading()` gives it."""
     policy = policy or ExportPolicy()
     judgement = judgement or judge(tree)
     pruned = _pruned(tree, policy, judgement)

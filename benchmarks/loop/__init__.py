@@ -1,0 +1,1 @@
+"""What a thousand agent loops on one core cost."""

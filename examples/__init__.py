@@ -1,0 +1,1 @@
+"""Things to run and to copy from."""

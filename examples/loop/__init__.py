@@ -1,0 +1,1 @@
+"""Tools, an interaction and generated data for the agent loop."""

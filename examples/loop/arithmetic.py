@@ -1,0 +1,186 @@
+"""Arithmetic with a calculator: generated problems, and a tool that knows when one is solved.
+
+The same seed gives the same problems. A sample hands the right answer to the tool's instance and not to the
+model: `calc_reward` is 1 if the last thing that was calculated is the answer.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
+
+_PEOPLE = ("Ada", "Emil", "Ines", "Jon", "Mira", "Otto", "Runa", "Sami")
+_GOODS = ("apples", "bolts", "candles", "maps", "pens", "stamps")
+_STORIES = (
+    ("{who} has {a} boxes of {b} {goods} and gives {c} away. How many {goods} are left?", "{a} * {b} - {c}"),
+    ("{who} finds {a} {goods} a day for {b} days and buys {c} more. How many are there?", "{a} * {b} + {c}"),
+    (
+        "{who} packs {a} {goods} in each of {b} bags, in each of {c} cars. How many {goods}?",
+        "{a} * {b} * {c}",
+    ),
+    (
+        "Each week {who} finds {a} {goods} and buys {b}. How many {goods} are that in {c} weeks?",
+        "({a} + {b}) * {c}",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, a way to calculate it, and what comes out."""
+
+    question: str
+    expression: str
+    answer: int
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """A row for the loop: a prompt, the tools it may use, what their instances are created with."""
+        return {
+            "agent_name": "tool",
+            "prompt": [{"role": "user", "content": self.question}],
+            "tools": [Calculator.name],
+            "tool_arguments": {Calculator.name: {"answer": self.answer}},
+        }
+
+
+def problems(count: int, seed: int = 0) -> list[Problem]:
+    """Problems out of a seed.
+
+    >>> problems(1)[0].expression
+    '(35 + 38) * 8'
+    """
+    draw = random.Random(seed)
+    made: list[Problem] = []
+    for _ in range(count):
+        story, sum_up = draw.choice(_STORIES)
+        numbers = {"a": draw.randint(11, 40), "b": draw.randint(12, 60), "c": draw.randint(3, 99)}
+        expression = sum_up.format(**numbers)
+        question = story.format(who=draw.choice(_PEOPLE), goods=draw.choice(_GOODS), **numbers)
+        made.append(Problem(question, expression, int(evaluate(expression))))
+    return made
+
+
+@dataclass
+class Slate:
+    """What one trajectory calculated."""
+
+    answer: int | None
+    results: list[Fraction] = field(default_factory=list)
+
+
+class Calculator(BaseTool):
+    """Calculates what the model writes; an expression it cannot read is told to the model."""
+
+    name = "calculator"
+    schema = function_schema(
+        name,
+        "Calculates an expression with + - * / and parentheses.",
+        {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "For example (3 + 4) * 12."}},
+            "required": ["expression"],
+            "additionalProperties": False,
+        },
+    )
+
+    async def create(self, trajectory: str, *, answer: int | None = None, **arguments: Any) -> Slate:
+        if arguments:
+            raise TypeError(f"got {sorted(arguments)}, expected only answer")
+        return Slate(answer)
+
+    async def execute(self, instance: Slate, arguments: Mapping[str, Any]) -> ToolResult:
+        value = evaluate(arguments["expression"])
+        instance.results.append(value)
+        return ToolResult(spell(value), extras={"value": float(value)})
+
+    def save(self, instance: Slate) -> list[str]:
+        return [str(result) for result in instance.results]
+
+    async def restore(self, trajectory: str, saved: list[str], *, answer: int | None = None) -> Slate:
+        return Slate(answer, [Fraction(result) for result in saved])
+
+    async def calc_reward(self, instance: Slate) -> float | None:
+        if instance.answer is None:
+            return None
+        return float(bool(instance.results) and instance.results[-1] == instance.answer)
+
+
+# -- expressions -------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])")
+_LONGEST = 200
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value; ValueError says where an expression cannot be read.
+
+    >>> evaluate("2 * (3 + 4) / 4")
+    Fraction(7, 2)
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"got {len(expression)} characters, expected at most {_LONGEST}")
+    reader = _Reader(expression)
+    value = reader.sum()
+    if reader.next:
+        raise ValueError(f"got {reader.next!r} behind {value}, expected + - * / or the end")
+    return value
+
+
+def spell(value: Fraction) -> str:
+    """A number as people write it."""
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
+
+
+class _Reader:
+    def __init__(self, expression: str) -> None:
+        self._rest = expression.rstrip()
+        self.next = ""
+        self._step()
+
+    def sum(self) -> Fraction:
+        value = self._product()
+        while self.next in ("+", "-"):
+            value = value + self._product() if self._step() == "+" else value - self._product()
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._number()
+        while self.next in ("*", "/"):
+            if self._step() == "*":
+                value *= self._number()
+            else:
+                divisor = self._number()
+                if not divisor:
+                    raise ValueError("division by zero")
+                value /= divisor
+        return value
+
+    def _number(self) -> Fraction:
+        token = self._step()
+        if token == "-":
+            return -self._number()
+        if token == "(":
+            value = self.sum()
+            if self._step() != ")":
+                raise ValueError("expected a closing parenthesis")
+            return value
+        if not token[:1].isdigit():
+            raise ValueError(f"got {token or 'the end'!r}, expected a number")
+        return Fraction(token)
+
+    def _step(self) -> str:
+        """The token that was next; reads the one behind it."""
+        token, self.next = self.next, ""
+        if self._rest:
+            found = _TOKEN.match(self._rest)
+            if found is None:
+                raise ValueError(f"got {self._rest[:10]!r}, expected a number, + - * / or a parenthesis")
+            self.next, self._rest = found[1], self._rest[found.end() :]
+        return token

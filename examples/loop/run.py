@@ -1,0 +1,183 @@
+"""Agent loops side by side on generated tasks: a calculator, a search, a tutor. Nothing has to be installed.
+
+    python examples/loop/run.py                in process
+    python examples/loop/run.py --over-http    through a gateway on loopback: the same, token for token
+
+The model is scripted: it knows the way but not always the answer. In the middle of it all the policy changes:
+every loop is cancelled at once, wherever it is, and goes on under the new version behind its own tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from branchline.chat.toy import ToyCodec
+from branchline.core.message import Message, ToolCall
+from branchline.core.runs import Ids
+from branchline.engines.base import Chunk, SamplingParams
+from branchline.engines.scripted import Ask, ScriptedEngine
+from branchline.gateway.live import SessionOptions
+from branchline.gateway.server import Gateway
+from branchline.gateway.sessions import Sessions
+from branchline.loop.agents import Setting, check, run_agent
+from branchline.loop.cancel import CancelToken
+from branchline.loop.interactions.registry import InteractionRegistry
+from branchline.loop.model import Model, SessionModel
+from branchline.loop.output import LoopOutput, output_of
+from branchline.loop.remote import HttpModel
+from branchline.loop.state import LoopLimits, LoopState, Task
+from branchline.loop.tools.registry import ToolRegistry
+from examples.loop.arithmetic import Calculator, Problem, problems
+from examples.loop.search import Question, questions, search_tool, towns
+from examples.loop.tutor import ArithmeticTutor, sample
+
+CODEC = ToyCodec.chatml()
+OPENING = CODEC.encode("\nassistant:")
+CORPUS = towns()
+LIMITS = LoopLimits(
+    max_assistant_turns=6, tool_response_length=300, tool_response_side="right", tool_timeout_s=10
+)
+
+
+class Continuing(ScriptedEngine):
+    """Goes on behind half an answer with the other half, as every model does and a script does not."""
+
+    async def generate(
+        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        begun = len(prompt_ids) - prompt_ids.tobytes().rfind(OPENING.tobytes()) // 4 - len(OPENING)
+        params = replace(params, max_tokens=params.max_tokens + begun)
+        prompt_ids = prompt_ids[: len(prompt_ids) - begun]
+        async for chunk in super().generate(prompt_ids, params, session=session):
+            # One id a chunk: what was said is not said again.
+            begun -= 1
+            if begun < 0:
+                yield chunk
+
+
+class Scripted:
+    """What the model says: it looks for a question it knows, and does the next thing."""
+
+    def __init__(self, sums: Sequence[Problem], facts: Sequence[Question]) -> None:
+        self._sums = {one.question: one for one in sums}
+        self._facts = {one.text: one for one in facts}
+        self.on_ask: CancelToken | None = None
+        """Cancelled when the model has been asked often enough: the trainer has new weights."""
+
+    def say(self, ask: Ask) -> Message:
+        if ask.number == 9 and self.on_ask is not None:
+            self.on_ask.cancel()
+        problem = next((one for text, one in self._sums.items() if text in ask.text), None)
+        if problem is not None and "Answer with a number." in ask.text:
+            tries = ask.text.count("Try again")
+            return Message("assistant", f"I think it is {problem.answer if tries else problem.answer + 10}.")
+        if problem is not None:
+            return self._look_up(ask, "calculator", {"expression": problem.expression}, str(problem.answer))
+        fact = next(one for text, one in self._facts.items() if text in ask.text)
+        return self._look_up(ask, "search", {"query": fact.text, "limit": 2}, fact.answer)
+
+    @staticmethod
+    def _look_up(ask: Ask, tool: str, arguments: dict[str, object], answer: str) -> Message:
+        _, found, result = ask.text.rpartition("tool:")
+        if not found:
+            return Message("assistant", "Let me see.", calls=(ToolCall(tool, json.dumps(arguments)),))
+        return Message("assistant", f"It is {answer}." if answer in result else "I could not find out.")
+
+
+async def play(*, over_http: bool) -> list[LoopOutput]:
+    """All tasks at once, cancelled once, resumed, and read back."""
+    sums, facts = problems(6, seed=1), questions(CORPUS, 3, seed=1)
+    rows = (
+        [one.sample for one in sums[:3]] + [one.sample for one in facts] + [sample(one) for one in sums[3:]]
+    )
+    tasks = [Task.read({**row, "id": f"task-{place}"}) for place, row in enumerate(rows)]
+    tools = ToolRegistry([Calculator(), search_tool(CORPUS)])
+    interactions = InteractionRegistry([ArithmeticTutor()])
+    check(tasks, tools, interactions)
+    script = Scripted(sums, facts)
+    engine = Continuing(CODEC, script.say, chunk_size=1)
+    async with AsyncExitStack() as stack:
+        models = await _models(stack, engine, len(tasks), over_http=over_http)
+
+        async def run(states: Sequence[LoopState], cancel: CancelToken | None) -> list[LoopState]:
+            settings = [Setting(model, tools, interactions, LIMITS, cancel) for model in models]
+            return await asyncio.gather(*map(run_agent, states, settings))
+
+        script.on_ask = CancelToken()
+        halves = await run([LoopState.begin(task) for task in tasks], script.on_ask)
+        engine.version += 1
+        # A state is a value: this could as well be another process.
+        states = await run([LoopState.decode(state.encode()) for state in halves], None)
+        return [await output_of(state, model) for state, model in zip(states, models, strict=True)]
+
+
+async def _models(
+    stack: AsyncExitStack, engine: ScriptedEngine, count: int, *, over_http: bool
+) -> Sequence[Model]:
+    """A session for each task."""
+    if not over_http:
+        sessions = Sessions(CODEC)
+        return [SessionModel(sessions.open(SessionOptions())[0], engine) for _ in range(count)]
+    gateway = await stack.enter_async_context(Gateway(engine=engine, codec=CODEC))
+    opened = [await gateway.session() for _ in range(count)]
+    return [
+        await stack.enter_async_context(HttpModel(one.base_url, one.api_key, one.control_key, codec=CODEC))
+        for one in opened
+    ]
+
+
+def show(outputs: Sequence[LoopOutput], console: Console) -> None:
+    table = Table("task", "ended by", "turns", "sampled", "told", "versions", "cut", "reward")
+    for output in outputs:
+        state: LoopState = output.extra_fields["state"]
+        sampled = int(output.response_mask.sum())
+        versions = output.outputs[-1].response_versions
+        table.add_row(
+            state.trajectory,
+            str(state.reason),
+            str(output.num_turns),
+            str(sampled),
+            str(len(output.response_mask) - sampled),
+            " ".join(str(version) for version in sorted({*versions.tolist()} - {-1})),
+            str(output.metrics.num_preempted),
+            "" if output.reward_score is None else f"{output.reward_score:g}",
+        )
+    console.print(table)
+    for place in (0, -1):
+        console.print("\nWhat is trained is bold:\n")
+        console.print(_masked(outputs[place]))
+
+
+def _masked(output: LoopOutput) -> Text:
+    text = Text(CODEC.decode(output.prompt_ids), style="dim")
+    edges = [0, *(output.response_mask[1:] != output.response_mask[:-1]).nonzero()[0] + 1, None]
+    for start, end in pairwise(edges):
+        style = "bold green" if output.response_mask[start] else "dim"
+        text.append(CODEC.decode(output.response_ids[start:end]), style=style)
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--over-http", action="store_true", help="through a gateway on loopback")
+    given = parser.parse_args(arguments)
+    show(asyncio.run(play(over_http=given.over_http)), Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""An arithmetic interaction: a tutor who asks, hears the answer, and asks again while it is wrong.
+
+A turn scores 1 when its last number is the answer and 0 otherwise; the whole conversation is worth 1 less
+`HINT_COST` for each wrong try, and nothing if the answer never came.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from branchline.core.message import Message
+from branchline.loop.interactions.base import BaseInteraction, Response
+from examples.loop.arithmetic import Problem
+
+HINT_COST = 0.25
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass
+class Lesson:
+    """One conversation."""
+
+    question: str
+    answer: int
+    wrong: int = 0
+    solved: bool = False
+
+
+class ArithmeticTutor(BaseInteraction):
+    """Says "Try again." `patience` times at most."""
+
+    name = "tutor"
+
+    def __init__(self, patience: int = 3) -> None:
+        self._patience = patience
+
+    async def start(self, trajectory: str, **arguments: Any) -> tuple[Lesson, str]:
+        lesson = Lesson(**arguments)
+        return lesson, lesson.question
+
+    async def respond(self, state: Lesson, messages: Sequence[Message]) -> Response:
+        said = last_number(messages[-1].text)
+        if said == state.answer:
+            state.solved = True
+            return Response(True, "That is right.", score=1.0)
+        state.wrong += 1
+        extras = {"heard": said}
+        if state.wrong >= self._patience:
+            return Response(True, f"No, it is {state.answer}.", score=0.0, extras=extras)
+        heard = "I hear no number" if said is None else "That is not right"
+        return Response(False, f"{heard}. Try again: {state.question}", score=0.0, extras=extras)
+
+    def save(self, state: Lesson) -> dict[str, Any]:
+        return asdict(state)
+
+    async def restore(self, trajectory: str, saved: dict[str, Any], **arguments: Any) -> Lesson:
+        return Lesson(**saved)
+
+    async def score(self, state: Lesson) -> float | None:
+        return max(0.0, 1.0 - HINT_COST * state.wrong) if state.solved else 0.0
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text, which is where people put an answer.
+
+    >>> last_number("12 * 7 = 84, so 1,084 in all.")
+    1084.0
+    """
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def sample(problem: Problem) -> dict[str, Any]:
+    """A row for the loop: the tutor asks, so the prompt holds no question."""
+    return {
+        "agent_name": "tool",
+        "prompt": [{"role": "system", "content": "Answer with a number."}],
+        "interaction": ArithmeticTutor.name,
+        "interaction_arguments": {"question": problem.question, "answer": problem.answer},
+    }

@@ -1,0 +1,49 @@
+"""What fits: of a tool's result, of an answer, of a whole conversation. Numbers in, numbers out."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from branchline.chat.base import Codec
+from branchline.core.message import Message
+from branchline.loop.state import Ending, LoopLimits
+from branchline.loop.tools.truncate import truncate
+
+
+def room(limits: LoopLimits, tokens: int, first_tokens: int) -> int | None:
+    """How many tokens an answer may have behind so many, of which so many are the first prompt's.
+
+    >>> room(LoopLimits(response_length=100, model_length=150), tokens=80, first_tokens=20)
+    40
+    """
+    rooms = [limits.max_new_tokens]
+    if limits.response_length is not None:
+        rooms.append(limits.response_length - (tokens - first_tokens))
+    if limits.model_length is not None:
+        rooms.append(limits.model_length - tokens)
+    return min([room for room in rooms if room is not None], default=None)
+
+
+def fullness(limits: LoopLimits, tokens: int, first_tokens: int) -> tuple[Ending, str]:
+    """Which limit leaves no room, and its figures."""
+    used = tokens - first_tokens
+    if limits.response_length is not None and used >= limits.response_length:
+        return Ending.RESPONSE_LENGTH, f"{used} tokens of {limits.response_length}"
+    return Ending.MODEL_LENGTH, f"{tokens} tokens of {limits.model_length}"
+
+
+def shorten(result: Message, limits: LoopLimits, codec: Codec | None) -> Message:
+    """A tool's result, its text cut to size; what else it shows stays."""
+    if limits.tool_response_length is None:
+        return result
+    text = truncate(
+        result.text,
+        limits.tool_response_length,
+        limits.tool_response_side,
+        limits.tool_response_unit,
+        encode=codec.encode if codec is not None else None,
+        decode=codec.decode if codec is not None else None,
+    )
+    if text == result.text:
+        return result
+    return structs.replace(result, text=text, parts=(text, *result.media) if result.media else ())

@@ -1,0 +1,182 @@
+"""What a loop asks: a session's model, in process or over HTTP, in the same words and with the same record.
+
+`SessionModel` runs the gateway's own calls on a session, without HTTP between; `remote.HttpModel` asks a
+gateway. Either way a call is a path of the session's tree, and the same conversation gives the same tree.
+
+Cancelling whoever waits in `ask` is the client going away: what was sampled until then stays in the tree as
+a cancelled call. Asked again under the same name, the model goes on behind its very ids, and what it had said
+to nobody it says again. The name is chosen before anything is sent, so a cancel can come at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from branchline.chat.base import Codec
+from branchline.core.call import DEFAULT_AGENT, Request
+from branchline.core.errors import MessageError
+from branchline.core.fields import clean_values
+from branchline.core.message import Message
+from branchline.core.runs import Floats, Ids
+from branchline.core.sample import Sample
+from branchline.engines.base import Engine
+from branchline.export.samples import ExportPolicy, export_samples
+from branchline.gateway.calls import Asked, Done, begin, run_call
+from branchline.gateway.live import LiveSession
+from branchline.gateway.protocols.base import Caller, flag, sampling_params, wishes
+from branchline.gateway.protocols.chat import CHAT
+from branchline.gateway.record import CallRecord
+from branchline.gateway.resume import earlier_attempt, next_attempt
+
+Schemas = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer, whole, and the tokens it is made of."""
+
+    message: Message
+    finish: str
+    """`stop`, `length` or `tool_calls`."""
+    call_id: str
+    prompt_ids: Ids
+    ids: Ids
+    logprobs: Floats | None = None
+    versions: tuple[int, ...] | None = None
+    """The policy versions that sampled it, ascending; None where it is not said."""
+
+
+class Model(Protocol):
+    """The model of one session."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """Its tokens, where they are known here; results can be cut by tokens then."""
+        ...
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Schemas = (),
+        params: Mapping[str, Any] | None = None,
+        name: str = "",
+    ) -> Reply:
+        """The answer to a conversation. `params` are those of Chat Completions.
+
+        A call that was asked under this name before is gone on with.
+        """
+        ...
+
+    async def count(
+        self, messages: Sequence[Message], *, tools: Schemas = (), params: Mapping[str, Any] | None = None
+    ) -> int:
+        """How many tokens the prompt of a conversation has. Nothing is sampled or recorded."""
+        ...
+
+    async def samples(self) -> list[Sample]:
+        """What the session would be trained on now."""
+        ...
+
+
+class SessionModel:
+    """A session and an engine in this process."""
+
+    def __init__(self, live: LiveSession, engine: Engine, *, agent: str = "") -> None:
+        self.live = live
+        self.engine = engine
+        self.agent = agent or live.options.agent or DEFAULT_AGENT
+
+    @property
+    def codec(self) -> Codec:
+        return self.live.session.codec
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Schemas = (),
+        params: Mapping[str, Any] | None = None,
+        name: str = "",
+    ) -> Reply:
+        call_id = next_attempt(self.live, name) if name else CHAT.id_prefix + secrets.token_hex(12)
+        resumes = await earlier_attempt(self.live, call_id)
+        asked, record = self._asked(messages, tools, params or {}, resumes), self._record(call_id)
+        done: Done | None = None
+        async with aclosing(run_call(self.live, self.engine, asked, record)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    # Read on: the call counts as delivered when its last event was taken.
+                    done = event
+        assert done is not None, "a call ends with its Done, or raises"
+        answer = done.answers[0]
+        return Reply(
+            answer.message,
+            answer.finish,
+            done.call.id,
+            done.prompt_ids,
+            answer.ids,
+            answer.logprobs,
+            answer.versions,
+        )
+
+    async def count(
+        self, messages: Sequence[Message], *, tools: Schemas = (), params: Mapping[str, Any] | None = None
+    ) -> int:
+        asked = self._asked(messages, tools, params or {})
+        return len((await begin(self.live, asked, self._record(""), None)).prompt_ids)
+
+    async def samples(self) -> list[Sample]:
+        return await asyncio.to_thread(self._samples)
+
+    def _samples(self) -> list[Sample]:
+        live = self.live
+        with live.session.reading() as tree:
+            if live.options.eval or not tree.calls:
+                return []
+            policy = ExportPolicy(missing_logprobs=True)
+            return export_samples(tree, policy, session=live.id, reward=live.reward).samples
+
+    def _record(self, call_id: str) -> CallRecord:
+        live = self.live
+        return CallRecord(
+            live.id,
+            "loop",
+            call_id,
+            live.created,
+            agent=self.agent,
+            group=live.options.group,
+            engine=self.engine.name,
+            # As it is sampled: a cancel keeps what has arrived, so it had better arrive.
+            streamed=True,
+        )
+
+    def _asked(
+        self,
+        messages: Sequence[Message],
+        tools: Schemas,
+        params: Mapping[str, Any],
+        resumes: str = "",
+    ) -> Asked:
+        caller = Caller(self.live, self.agent)
+        given = wishes(dict(params), caller)
+        template = given.get("chat_template_kwargs", {})
+        if not isinstance(template, Mapping):
+            raise MessageError("chat_template_kwargs", template, "an object or null")
+        request = Request(
+            tuple(messages),
+            tuple(tools),
+            template=clean_values(dict(template)),
+            agent=self.agent,
+            resumes=resumes,
+        )
+        return Asked(
+            request,
+            sampling_params(given, "max_tokens", caller),
+            single_call=not flag(given, "parallel_tool_calls", True),
+        )

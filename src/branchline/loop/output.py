@@ -1,0 +1,87 @@
+"""What a trainer gets of a trajectory: the tokens as the session's tree has them, and the loop's own account.
+
+The arrays are a sample's. A template that strips thinking makes several samples of one trajectory, each of
+whose tokens counts once: `outputs` has them all, and the flat fields are those of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.core.message import Media, MediaKind
+from branchline.core.runs import NO_IDS, Floats, Ids
+from branchline.core.sample import Sample
+from branchline.loop.model import Model
+from branchline.loop.state import LoopState
+
+
+@dataclass(frozen=True)
+class LoopMetrics:
+    """Seconds and counts."""
+
+    generate_sequences: float
+    tool_calls: float
+    num_preempted: int
+
+
+@dataclass(frozen=True)
+class LoopOutput:
+    """One trajectory, for a trainer."""
+
+    prompt_ids: Ids
+    response_ids: Ids
+    response_mask: NDArray[np.int8]
+    """1 where the model sampled a token, 0 where it was told one."""
+    response_logprobs: Floats
+    reward_score: float | None
+    num_turns: int
+    metrics: LoopMetrics
+    extra_fields: Mapping[str, Any]
+    """`turn_scores`, `tool_rewards`, `final_rewards`, `is_cancel`, and the `state` to go on from."""
+    multi_modal_data: Mapping[MediaKind, tuple[Media, ...]]
+    """Media by kind, in the order they stand in the last sample."""
+    outputs: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
+        """The output of a trajectory, out of its session's samples: those that hold one of its calls."""
+        own = set(state.calls)
+        outputs = tuple(sample for sample in samples if not own.isdisjoint(sample.calls))
+        last = outputs[-1] if outputs else None
+        return cls(
+            prompt_ids=NO_IDS if last is None else last.prompt_ids,
+            response_ids=NO_IDS if last is None else last.response_ids,
+            response_mask=np.zeros(0, np.int8) if last is None else last.response_mask,
+            response_logprobs=np.zeros(0, np.float32) if last is None else last.response_logprobs,
+            reward_score=state.reward_score,
+            num_turns=state.num_turns,
+            metrics=LoopMetrics(state.metrics.generate_s, state.metrics.tool_s, state.metrics.num_preempted),
+            extra_fields={
+                "turn_scores": state.turn_scores,
+                "tool_rewards": state.tool_rewards,
+                "final_rewards": dict(state.final_rewards),
+                "is_cancel": state.is_cancel,
+                "state": state,
+            },
+            multi_modal_data={} if last is None else _media(last, state),
+            outputs=outputs,
+        )
+
+
+async def output_of(state: LoopState, model: Model) -> LoopOutput:
+    """The output of a trajectory as its session stands now; a cancelled one can be read too."""
+    return LoopOutput.of(state, await model.samples())
+
+
+def _media(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:
+    """A sample that came over HTTP has digests only; the loop has the bytes."""
+    known = {media.digest: media for message in state.messages for media in message.media}
+    found: dict[MediaKind, tuple[Media, ...]] = {}
+    for media in sample.media:
+        found[media.kind] = (*found.get(media.kind, ()), known.get(media.digest, media))
+    return found

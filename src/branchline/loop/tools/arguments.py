@@ -1,0 +1,108 @@
+"""A call's arguments: read as JSON, and held against the tool's schema before the tool sees them.
+
+The reading is strict, because the model is told what is wrong and can say it better. Numbers mean what they
+mean to JSON: `2.0` arrives as `2`, so that a tool that wants a whole number gets one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from jsonschema.exceptions import SchemaError, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
+
+from branchline.core.arguments import canonical_json
+from branchline.core.errors import InputError
+from branchline.core.fields import clean_values
+from branchline.loop.tools.base import Tool
+
+_SHOWN_PROBLEMS = 3
+_SHOWN_LETTERS = 200
+_REMEMBERED_SCHEMAS = 512
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call; ValueError says in words for the model what is wrong with them.
+
+    >>> read_arguments('{"a": 2.0}'), read_arguments("")
+    ({'a': 2}, {})
+    """
+    if not text or text.isspace():
+        return {}
+    try:
+        value = json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {type(value).__name__}")
+    # Escapes can spell half a surrogate pair, which no file and no server would take.
+    clean: dict[str, Any] = clean_values(value)
+    return clean
+
+
+def argument_check(tool: Tool) -> ArgumentCheck:
+    """What a tool's arguments are held against; InputError if its schema is none."""
+    function = tool.schema.get("function")
+    if not isinstance(function, Mapping) or function.get("name") != tool.name:
+        raise InputError(
+            f"schema of tool {tool.name!r}: got {tool.schema!r}, "
+            f"expected {{'type': 'function', 'function': {{'name': {tool.name!r}, …}}}}"
+        )
+    try:
+        return _check_of(canonical_json(function.get("parameters") or {}))
+    except (SchemaError, TypeError, ValueError) as error:
+        problem = error.message if isinstance(error, SchemaError) else str(error)
+        raise InputError(
+            f"parameters of tool {tool.name!r}: expected a JSON schema, but {problem}"
+        ) from error
+
+
+class ArgumentCheck:
+    """A schema, ready to be used on many calls."""
+
+    def __init__(self, validator: Validator) -> None:
+        self._validator = validator
+
+    def problems(self, arguments: Mapping[str, Any]) -> str:
+        """What does not fit, in words for the model; empty if all does."""
+        errors = self._validator.iter_errors(arguments)
+        problems = [_told(error) for error in islice(errors, _SHOWN_PROBLEMS)]
+        if problems and next(errors, None) is not None:
+            problems.append("and more")
+        return "; ".join(problems)
+
+
+@lru_cache(_REMEMBERED_SCHEMAS)
+def _check_of(schema_json: bytes) -> ArgumentCheck:
+    """Making a validator takes a hundred times as long as using it, and every trajectory asks for it."""
+    schema = json.loads(schema_json)
+    kind = validator_for(schema, default=Draft202012Validator)
+    kind.check_schema(schema)
+    # With a registry of its own a schema cannot make us fetch what it refers to.
+    return ArgumentCheck(kind(schema, registry=Registry()))
+
+
+def _told(error: ValidationError) -> str:
+    path = "".join([f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path])
+    message = error.message
+    if len(message) > _SHOWN_LETTERS:
+        message = message[: _SHOWN_LETTERS - 1] + "…"
+    return f"arguments{path}: {message}"
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large a number")
+    return int(value) if value.is_integer() else value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,223 @@
+"""Tools of MCP servers, through the official SDK.
+
+    async with McpTools.stdio("uvx", "mcp-server-time") as tools:
+        registry = ToolRegistry(tools)
+
+One connection serves all trajectories: a server that keeps state is opened once per trajectory by whoever
+needs that. The connection lives in a task of its own that nobody cancels, because the SDK's orderly end of a
+server process does not survive a cancellation from outside; leaving the block ends it, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import msgspec
+from mcp import Client, StdioServerParameters, stdio_client, types
+from mcp.client.streamable_http import streamable_http_client
+
+from branchline.core.errors import InputError, ToolError
+from branchline.core.message import Media
+from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
+from branchline.loop.tools.results import media_of
+from branchline.loop.waiting import settle, told
+
+_START_S = 30.0
+_END_S = 15.0
+"""An orderly end takes the SDK less; after that it is cut short."""
+_CONNECT_S, _READ_S = 30.0, 300.0
+_LARGEST_EVENT = 64 * 1024 * 1024
+"""Pictures arrive as one event."""
+_MOST_PAGES = 100
+
+
+class McpTools:
+    """The ways to reach a server; each is an async context that gives its tools."""
+
+    @staticmethod
+    def stdio(
+        command: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        prefix: str = "",
+        start_timeout_s: float = _START_S,
+    ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
+        """A server started as a process; `env` is added to the little it inherits, its stderr is ours.
+
+        `prefix` goes before the names of the tools, where two servers use the same.
+        """
+        server = StdioServerParameters(command=command, args=list(args), env=dict(env or {}), cwd=cwd)
+        streams = stdio_client(server, errlog=sys.__stderr__ or sys.stderr)
+        return tools_of(_client(streams), " ".join((command, *args)), prefix, start_timeout_s)
+
+    @staticmethod
+    def http(
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        prefix: str = "",
+        start_timeout_s: float = _START_S,
+    ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
+        """A server that is already there, over streamable HTTP."""
+        return tools_of(_http_client(url, dict(headers or {})), url, prefix, start_timeout_s)
+
+
+class McpTool(BaseTool):
+    """One tool of a server."""
+
+    def __init__(self, connection: _Connection, tool: types.Tool, prefix: str) -> None:
+        self.name = prefix + tool.name
+        self.schema = function_schema(self.name, tool.description or "", tool.input_schema)
+        self._connection = connection
+        self._remote_name = tool.name
+
+    async def create(self, trajectory: str, **arguments: Any) -> Any:
+        if arguments:
+            raise InputError(f"tool_arguments: got {sorted(arguments)}, expected none: the server takes none")
+        return None
+
+    async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        return _result(await self._connection.client.call_tool(self._remote_name, dict(arguments)))
+
+
+# -- the connection ----------------------------------------------------------------------------------
+
+
+class _Connection:
+    """A client and the task it lives in."""
+
+    def __init__(self, opening: AbstractAsyncContextManager[Client], server: str, limit_s: float) -> None:
+        self._opening = opening
+        self._server = server
+        self._limit_s = limit_s
+        self._client: Client | None = None
+        self._scope = anyio.CancelScope()
+        self._opened = asyncio.Event()
+        self._leave = asyncio.Event()
+        self._problem = "is not connected"
+        self.listed: list[types.Tool] = []
+        self._task = asyncio.create_task(self._live())
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            raise ToolError(self._server, "call", self._problem)
+        return self._client
+
+    async def open(self) -> None:
+        """Returns when the tools are known."""
+        await self._opened.wait()
+        if self._client is None:
+            raise ToolError(self._server, "connect", self._problem)
+
+    async def close(self) -> None:
+        self._leave.set()
+        if not self._opened.is_set():
+            self._scope.cancel()
+        done, _ = await asyncio.wait({self._task}, timeout=_END_S)
+        if not done:
+            self._scope.cancel()
+            await asyncio.wait({self._task})
+
+    async def _live(self) -> None:
+        scope = self._scope
+        scope.deadline = anyio.current_time() + self._limit_s
+        try:
+            with scope:
+                async with self._opening as client:
+                    self.listed = await _listed(client)
+                    scope.deadline = math.inf
+                    self._client = client
+                    self._opened.set()
+                    await self._leave.wait()
+                    self._client = None
+            if not self._opened.is_set():
+                self._problem = f"timed out after {self._limit_s:g} s"
+        except Exception as error:
+            self._problem = told(error)
+        finally:
+            self._client = None
+            self._opened.set()
+
+
+@asynccontextmanager
+async def tools_of(
+    opening: AbstractAsyncContextManager[Client], server: str, prefix: str, limit_s: float
+) -> AsyncGenerator[tuple[McpTool, ...], None]:
+    """The tools of whatever a client of the SDK can reach."""
+    connection = _Connection(opening, server, limit_s)
+    try:
+        await connection.open()
+        yield tuple(McpTool(connection, tool, prefix) for tool in connection.listed)
+    finally:
+        await settle(connection.close())
+
+
+@asynccontextmanager
+async def _client(streams: Any) -> AsyncGenerator[Client, None]:
+    async with Client(streams) as client:
+        yield client
+
+
+@asynccontextmanager
+async def _http_client(url: str, headers: dict[str, str]) -> AsyncGenerator[Client, None]:
+    timeout = httpx2.Timeout(_CONNECT_S, read=_READ_S)
+    async with httpx2.AsyncClient(headers=headers, timeout=timeout) as http:
+        streams = streamable_http_client(url, http_client=http, max_sse_event_size=_LARGEST_EVENT)
+        async with Client(streams) as client:
+            yield client
+
+
+async def _listed(client: Client) -> list[types.Tool]:
+    """All tools, page by page."""
+    tools: list[types.Tool] = []
+    cursor: str | None = None
+    for _ in range(_MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+# -- results -----------------------------------------------------------------------------------------
+
+
+def _result(result: types.CallToolResult) -> ToolResult:
+    texts: list[str] = []
+    media: list[Media] = []
+    for block in result.content:
+        content = _content(block)
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            media.append(content)
+    structured = result.structured_content
+    if structured is not None and not (texts or media):
+        texts.append(msgspec.json.encode(structured).decode())
+    extras = {} if structured is None else {"structured": structured}
+    return ToolResult("\n".join(texts), tuple(media), extras=extras, is_error=result.is_error)
+
+
+def _content(block: types.ContentBlock) -> str | Media:
+    if isinstance(block, types.TextContent):
+        return block.text
+    if isinstance(block, types.ImageContent | types.AudioContent):
+        return media_of(base64.b64decode(block.data), block.mime_type)
+    if isinstance(block, types.ResourceLink):
+        return f"{block.name}: {block.uri}"
+    resource = block.resource
+    if isinstance(resource, types.TextResourceContents):
+        return resource.text
+    return media_of(base64.b64decode(resource.blob), resource.mime_type or "application/octet-stream")

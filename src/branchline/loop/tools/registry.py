@@ -1,0 +1,68 @@
+"""Tools by name, and what a sample chooses of them.
+
+A sample says `tools: [names]` (all of them if it says nothing) and `tool_arguments: {name: {…}}`. Both are
+read here, before anything runs: a name that is not there never costs a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from branchline.core.errors import InputError
+from branchline.loop.names import Names
+from branchline.loop.tools.arguments import argument_check
+from branchline.loop.tools.base import Tool
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tools of one sample, and the arguments each instance is created with."""
+
+    tools: tuple[Tool, ...] = ()
+    arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """What the model is told of them."""
+        return tuple(tool.schema for tool in self.tools)
+
+
+class ToolRegistry(Names[Tool]):
+    """All tools there are.
+
+    registry = ToolRegistry([calculator])
+    registry.select(["calculator"], {"calculator": {"answer": 42}})
+    """
+
+    def add(self, thing: Tool) -> Tool:
+        argument_check(thing)
+        return super().add(thing)
+
+    def select(
+        self, names: Sequence[str] | None = None, arguments: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Selection:
+        """What a sample asks for; None stands for all tools."""
+        if isinstance(names, str):
+            raise InputError(f"tools: got {names!r}, expected a list of names")
+        chosen = self.names if names is None else tuple(names)
+        tools = tuple(self.get(name, f"tools[{place}]") for place, name in enumerate(chosen))
+        twice = sorted({name for name in chosen if chosen.count(name) > 1})
+        if twice:
+            raise InputError(f"tools: got {twice[0]!r} twice, expected names that differ")
+        return Selection(tools, read_tool_arguments(arguments or {}, chosen))
+
+
+def read_tool_arguments(
+    arguments: Mapping[str, Any], names: Sequence[str]
+) -> Mapping[str, Mapping[str, Any]]:
+    """A sample's `tool_arguments`, if each belongs to a tool the sample has."""
+    for name, given in arguments.items():
+        if name not in names:
+            raise InputError(
+                f"tool_arguments: got {name!r}, expected one of the sample's tools, {list(names)}"
+            )
+        if not isinstance(given, Mapping):
+            raise InputError(f"tool_arguments[{name!r}]: got {given!r}, expected an object")
+    return arguments

@@ -1,0 +1,73 @@
+"""What a plain function returns, as a tool result: text as it is, data as JSON, pictures as media.
+
+Bytes are media and are known by how they begin; bytes that begin otherwise are refused, because a guess
+would show the model something else than the tool meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import xxhash
+
+from branchline.core.message import Media, MediaKind
+from branchline.loop.tools.base import ToolResult
+
+_BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89PNG\r\n\x1a\n", "image/png"),
+    (0, b"\xff\xd8\xff", "image/jpeg"),
+    (0, b"GIF8", "image/gif"),
+    (8, b"WEBP", "image/webp"),
+    (4, b"ftyp", "video/mp4"),
+    (0, b"\x1aE\xdf\xa3", "video/webm"),
+)
+
+
+def result_of(value: Any) -> ToolResult:
+    """A tool result from whatever a function returned.
+
+    >>> result_of({"price": 3}).text
+    '{"price":3}'
+    """
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, list | tuple) and any(isinstance(item, Media | bytes) for item in value):
+        return _mixed(value)
+    if isinstance(value, Media | bytes):
+        return _mixed((value,))
+    return ToolResult(_text(value))
+
+
+def media_of(payload: bytes, mime: str = "") -> Media:
+    """Media from bytes; the type is read from how they begin where it is not given."""
+    mime = mime or _mime(payload)
+    return Media(_kind(mime), xxhash.xxh3_128_hexdigest(payload), payload, mime=mime)
+
+
+def _mixed(items: list[Any] | tuple[Any, ...]) -> ToolResult:
+    media = tuple(
+        item if isinstance(item, Media) else media_of(item)
+        for item in items
+        if isinstance(item, Media | bytes)
+    )
+    texts = [_text(item) for item in items if not isinstance(item, Media | bytes)]
+    return ToolResult("\n".join(texts), media)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _mime(payload: bytes) -> str:
+    for place, beginning, mime in _BEGINNINGS:
+        if payload.startswith(beginning, place):
+            return mime
+    raise TypeError(f"bytes that begin {payload[:8]!r}: expected a PNG, JPEG, GIF, WebP, MP4 or WebM")
+
+
+def _kind(mime: str) -> MediaKind:
+    kind = mime.partition("/")[0]
+    return kind if kind in ("image", "video", "audio") else "file"  # type: ignore[return-value]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import InputError
+from branchline.core.message import Message, ToolCall
+from branchline.loop.interactions.base import Response
+from branchline.loop.interactions.simulated import GREETING, STOP, SimulatedUser, users_view
+from tests.loop.running import run
+
+TALK = (
+    Message("system", "You sell trains."),
+    Message("user", "A train, please."),
+    Message("assistant", "", reasoning="where to?", calls=(ToolCall("trains", "{}", "c1"),)),
+    Message("tool", "none", answers="c1"),
+    Message("assistant", "Where to?", reasoning="ask"),
+)
+
+
+class Actor:
+    """Says its lines in turn, and notes what it was shown."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+        self.seen: list[tuple[Message, ...]] = []
+
+    async def __call__(self, messages: Sequence[Message]) -> str:
+        self.seen.append(tuple(messages))
+        return self.lines.pop(0)
+
+
+def shown(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(message.role, message.text) for message in messages]
+
+
+def test_the_user_sees_the_conversation_from_the_other_chair() -> None:
+    assert shown(users_view("You are Ann.", TALK)) == [
+        ("system", "You are Ann."),
+        ("user", GREETING),
+        ("assistant", "A train, please."),
+        ("user", "Where to?"),
+    ]
+
+
+def test_speeches_around_a_tool_call_are_one_to_the_user() -> None:
+    calling = Message("assistant", "Let me look.", calls=(ToolCall("trains", "{}"),))
+    talk = (*TALK[:2], calling, Message("tool", "none"), Message("assistant", "There are none."))
+    assert shown(users_view("", talk))[-1] == ("user", "Let me look.\n\nThere are none.")
+
+
+def test_an_assistant_that_speaks_first_needs_no_greeting() -> None:
+    talk = (Message("assistant", "Hi."), Message("assistant", "Well?"), Message("user", "Yes."))
+    assert shown(users_view("B", talk)) == [
+        ("system", "B"),
+        ("user", "Hi.\n\nWell?"),
+        ("assistant", "Yes."),
+    ]
+
+
+def test_persona_and_goal_come_from_the_sample_or_from_the_interaction() -> None:
+    async def test() -> None:
+        user = SimulatedUser(Actor("To Bergen."), persona="A traveller.", goal="A train.")
+        state, first = await user.start("t1")
+        assert first is None
+        assert "A traveller." in state.briefing
+        assert "A train." in state.briefing
+        assert STOP in state.briefing
+        state, _ = await user.start("t2", persona="A {pilot}.", goal="A plane.")
+        assert "A {pilot}." in state.briefing
+        assert "A plane." in state.briefing
+
+    run(test)
+
+
+def test_a_reply_goes_on_until_the_marker() -> None:
+    async def test() -> None:
+        actor = Actor(" To Bergen. ", f"Thanks.\n{STOP}", STOP, "  ")
+        user = SimulatedUser(actor, goal="A train.")
+        state, _ = await user.start("t1")
+        replies = [await user.respond(state, TALK) for _ in range(4)]
+        assert replies == [
+            Response(False, "To Bergen."),
+            Response(True, "Thanks.", extras={"ended_by": "marker"}),
+            Response(True, "", extras={"ended_by": "marker"}),
+            Response(True, "", extras={"ended_by": "silence"}),
+        ]
+        assert actor.seen == [users_view(state.briefing, TALK)] * 4
+        assert await user.score(state) is None
+        await user.finalize(state)
+
+    run(test)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_user_that_opens_speaks_before_anybody_else(per_sample: bool) -> None:
+    async def test() -> None:
+        actor = Actor("A train, please.")
+        user = SimulatedUser(actor, goal="A train.", opens=not per_sample, name="ann", stop="<end>")
+        arguments: dict[str, Any] = {"opens": True} if per_sample else {}
+        state, first = await user.start("t1", **arguments)
+        assert first == "A train, please."
+        assert shown(actor.seen[0])[1:] == [("user", GREETING)]
+        assert "<end>" in state.briefing
+
+    run(test)
+
+
+def test_what_cannot_be_played_is_refused() -> None:
+    async def test() -> None:
+        with pytest.raises(InputError, match="goal of 'simulated_user': got none, expected what"):
+            await SimulatedUser(Actor()).start("t1")
+        with pytest.raises(InputError, match=r"got \['gaol'\], expected persona, goal, opens"):
+            await SimulatedUser(Actor(), goal="x").start("t1", gaol="y")
+
+    run(test)
+    with pytest.raises(InputError, match="stop: got ''"):
+        SimulatedUser(Actor(), stop="")

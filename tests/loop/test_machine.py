@@ -1,0 +1,457 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from branchline import export_samples
+from branchline.chat.toy import END_CALL
+from branchline.core.errors import EngineError, InputError
+from branchline.core.message import Message
+from branchline.loop.cancel import CancelToken
+from branchline.loop.interactions.base import BaseInteraction, Response
+from branchline.loop.interactions.registry import Partner
+from branchline.loop.machine import AgentLoop
+from branchline.loop.output import output_of
+from branchline.loop.state import Ending, LoopLimits, LoopState, State
+from branchline.loop.tools.registry import Selection
+from tests.loop.playing import Deed, Script, Turn, stage
+from tests.loop.running import move_clock, run
+
+WORK = Turn("let me see", deeds=(Deed(text="seen"),))
+
+
+def roles(state: LoopState) -> list[str]:
+    return [message.role for message in state.messages]
+
+
+# -- lengths -----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_leaves_no_room_is_not_asked() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            for limit in (10, 20):
+                state = await s.run_once(limits=LoopLimits(model_length=limit))
+                assert (state.reason, state.assistant_turns) == (Ending.MODEL_LENGTH, 0)
+            size = await s.model.count(s.task().messages, tools=[s.tool.schema])
+            state = await s.run_once(limits=LoopLimits(model_length=size))
+            assert (state.reason, state.detail) == (Ending.MODEL_LENGTH, f"{size} tokens of {size}")
+            assert not s.engine.asked
+            state = await s.run_once(limits=LoopLimits(model_length=size + 1))
+            assert (state.reason, len(s.model.replies[0].ids)) == (Ending.MODEL_LENGTH, 1)
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_engine_that_has_no_room_ends_the_trajectory(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(Script((WORK, Turn("end"))), over_http=over_http) as s:
+            await s.run_once()
+            size = len(s.model.replies[1].prompt_ids)
+            for most, detail in (
+                (size, f"{size} tokens leave the engine room for none"),
+                (size - 1, f"prompt is too long: {size} tokens > {size - 1} maximum context length"),
+            ):
+                s.engine.max_context = most
+                s.engine.asked.clear()
+                state = await s.run_once(model=await s.another())
+                assert (state.reason, state.detail) == (Ending.MODEL_LENGTH, detail)
+                assert (roles(state)[-1], state.assistant_turns) == ("tool", 1)
+                assert len(s.engine.asked) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (LoopLimits(max_new_tokens=2), Ending.LENGTH),
+        (LoopLimits(response_length=2), Ending.RESPONSE_LENGTH),
+        (LoopLimits(response_length=3, max_new_tokens=2), Ending.LENGTH),
+        (LoopLimits(response_length=2, max_new_tokens=3), Ending.RESPONSE_LENGTH),
+        (LoopLimits(response_length=4), Ending.STOP),
+    ],
+)
+def test_a_cut_answer_says_which_limit_cut_it(limits: LoopLimits, reason: Ending) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            state = await s.run_once(limits=limits)
+            assert state.reason is reason
+            assert len(s.model.replies[0].ids) == min(2 if reason is not Ending.STOP else 4, 4)
+
+    run(test)
+
+
+def test_each_answer_has_the_room_that_is_left_of_the_response() -> None:
+    async def test() -> None:
+        async with stage(Script((WORK, WORK, Turn("a long goodbye")))) as s:
+            await s.run_once()
+            lengths = [len(reply.prompt_ids) for reply in s.model.replies]
+            room = lengths[2] - lengths[0] + 3
+            model = await s.another()
+            state = await s.run_once(model=model, limits=LoopLimits(response_length=room))
+            assert state.reason is Ending.RESPONSE_LENGTH
+            assert state.messages[-1].text == "a l"
+            assert len((await output_of(state, model)).response_ids) == room
+
+    run(test)
+
+
+def test_of_an_answer_cut_in_its_second_call_the_first_is_run() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn(deeds=(Deed(text="seen"),) * 2), Turn("end")))) as s:
+            room = s.engine.answers[0].tolist().index(END_CALL) + 4
+            state = await s.run_once(limits=LoopLimits(max_new_tokens=room))
+            assert s.model.replies[0].finish == "length"
+            assert s.tool.done == [(0, 0)]
+            assert roles(state)[2:] == ["assistant", "tool", "assistant"]
+            assert state.reason is Ending.STOP
+
+    run(test)
+
+
+# -- the clock ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["generating", "tools"])
+def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
+    async def test() -> None:
+        held = Turn("never mind", holds=(3,)) if where == "generating" else Turn(deeds=(Deed(holds=1),))
+        async with stage(Script((WORK, held))) as s:
+            task = asyncio.create_task(s.run_once(limits=LoopLimits(wall_clock_s=100)))
+            await (s.engine if where == "generating" else s.tool).held.wait()
+            move_clock(101)
+            state = await task
+            assert (state.state, state.reason) == (State.TERMINATED, Ending.WALL_CLOCK)
+            assert not state.is_cancel
+            assert state.final_rewards == {"deed": 0.5}
+            assert (s.tool.created, s.tool.released) == (1, 1)
+            report = export_samples(s.tree).report
+            assert report.is_balanced
+            assert [(dropped.reason, dropped.tokens) for dropped in report.dropped] == (
+                [("cancelled", 3)] if where == "generating" else []
+            )
+            output = await output_of(state, s.model)
+            assert output.outputs[-1].calls == tuple(state.calls)
+
+    run(test)
+
+
+def test_the_time_of_all_runs_counts() -> None:
+    async def test() -> None:
+        script = Script((replace(WORK, holds=(2,)), Turn("end")))
+        async with stage(script) as s:
+            state = LoopState.begin(s.task())
+            state.spent_s = 99.0
+            cancel = CancelToken()
+            task = asyncio.create_task(s.run_once(state, cancel, limits=LoopLimits(wall_clock_s=100)))
+            await s.engine.held.wait()
+            cancel.cancel()
+            assert (await task).is_cancel
+            assert 99.0 < state.spent_s < 100
+            state.spent_s = 100.0
+            state = await s.run_once(state, limits=LoopLimits(wall_clock_s=100))
+            assert state.reason is Ending.WALL_CLOCK
+            assert len(s.engine.asked) == 1
+
+    run(test)
+
+
+# -- cancel and resume -------------------------------------------------------------------------------
+
+
+def test_a_cancelled_task_is_cancelled_and_leaves_a_state_to_go_on_from() -> None:
+    async def test() -> None:
+        script = Script((Turn("a long story", holds=(4,)),))
+        async with stage(script) as s:
+            state = LoopState.begin(s.task())
+            task = asyncio.create_task(s.run_once(state))
+            await s.engine.held.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert state.is_cancel
+            assert (await s.run_once(state)).messages[-1].text == "a long story"
+            assert not state.is_cancel
+            assert [len(ids) for _, ids in s.engine.asked] == [
+                len(s.model.replies[0].prompt_ids),
+                len(s.model.replies[0].prompt_ids) + 4,
+            ]
+
+    run(test)
+
+
+def test_a_token_that_was_used_lets_nothing_begin() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            cancel = CancelToken()
+            cancel.cancel()
+            state = await s.run_once(cancel=cancel)
+            assert (state.is_cancel, state.state, s.engine.asked) == (True, State.PENDING, [])
+
+    run(test)
+
+
+def test_finished_tool_calls_are_kept_and_do_not_run_again() -> None:
+    async def test() -> None:
+        script = Script((Turn(deeds=(Deed(text="quick"), Deed(text="slow", holds=1))), Turn("end")))
+        async with stage(script) as s:
+            state, cancel = LoopState.begin(s.task()), CancelToken()
+            task = asyncio.create_task(s.run_once(state, cancel))
+            await s.tool.held.wait()
+            while 0 not in state.outcomes:
+                await asyncio.sleep(0)
+            cancel.cancel()
+            state = LoopState.decode((await task).encode())
+            assert (state.state, list(state.outcomes)) == (State.PROCESSING_TOOLS, [0])
+            state = await s.run_once(state)
+            assert s.tool.done == [(0, 0), (0, 1)]
+            assert [m.text for m in state.messages[3:5]] == ["quick", "slow"]
+            assert state.tool_rewards == [5.0, 4.0]
+            assert [(record.tool, record.turn) for record in state.tool_records] == [("deed", 1)] * 2
+
+    run(test)
+
+
+class Waiting:
+    """A model that stops to think when it counts."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.counting = asyncio.Event()
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    async def count(self, messages: Sequence[Message], **options: Any) -> int:
+        if not self.passes:
+            self.counting.set()
+            await asyncio.Event().wait()
+        self.passes -= 1
+        return int(await self._model.count(messages, **options))
+
+
+class Counted(BaseInteraction):
+    """Counts what it is asked."""
+
+    name = "counted"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
+        return None, "first words"
+
+    async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
+        self.asked += 1
+        return Response(self.asked == 2, f"answer {self.asked}", score=float(self.asked))
+
+
+def test_what_somebody_has_said_is_not_asked_for_twice() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("one"), Turn("two")))) as s:
+            model, partner = Waiting(s.model), Partner(Counted())
+            state = LoopState.begin(s.task())
+            limits = LoopLimits(response_length=1000)
+            # Cancelled while the first prompt is counted, and again while the answer of the interaction is.
+            for passes in (0, 1):
+                model.passes = passes
+                model.counting.clear()
+                cancel = CancelToken()
+                async with AgentLoop(model, state, partner=partner, limits=limits) as loop:  # type: ignore[arg-type]
+                    task = asyncio.create_task(loop.run(cancel))
+                    await model.counting.wait()
+                    cancel.cancel()
+                    assert (await task).is_cancel
+                state = LoopState.decode(state.encode())
+            assert state.response is not None
+            model.passes = 9
+            async with AgentLoop(model, state, partner=partner, limits=limits) as loop:  # type: ignore[arg-type]
+                state = await loop.run()
+            assert [m.text for m in state.messages[2:]] == [
+                *["first words", "one", "answer 1", "two", "answer 2"]
+            ]
+            assert state.turn_scores == [1.0, 2.0]
+            assert (state.reason, state.user_turns) == (Ending.INTERACTION, 1)
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_answer_that_nobody_heard_is_heard_and_counted_once(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("heard by nobody"),)), over_http=over_http) as s:
+            state = LoopState.begin(s.task())
+            state.state, state.call = State.GENERATING, "turn-1"
+            # The very call that the loop is about to make, made and answered; then its client was gone.
+            lost = await s.model.ask(state.messages, tools=[s.tool.schema], name="turn-1")
+            state = await s.run_once(state)
+            assert state.messages[-1].text == "heard by nobody"
+            assert len(s.engine.asked) == 1, "nothing was sampled twice"
+            assert [call.id for call in s.tree.calls] == ["turn-1", "turn-1~2"]
+            (sample,) = (await output_of(state, s.model)).outputs
+            assert sample.response_ids.tolist() == lost.ids.tolist()
+            assert export_samples(s.tree).report.sampled_tokens == len(lost.ids)
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_answer_that_was_begun_with_other_tools_is_begun_again(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("a long story", holds=(3,)),)), over_http=over_http) as s:
+            state, cancel = LoopState.begin(s.task()), CancelToken()
+            task = asyncio.create_task(s.run_once(state, cancel))
+            await s.engine.held.wait()
+            cancel.cancel()
+            assert (await task).is_cancel
+            s.engine.memory.clear()
+            async with AgentLoop(s.model, state) as loop:
+                state = await loop.run()
+            assert (state.messages[-1].text, state.reason) == ("a long story", Ending.STOP)
+            (dropped,) = export_samples(s.tree).report.dropped
+            assert (dropped.reason, dropped.tokens) == ("cancelled", 3)
+
+    run(test)
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_error_of_the_engine_is_raised_and_the_state_goes_on_afterwards(over_http: bool) -> None:
+    async def test() -> None:
+        script = Script((WORK, Turn("and so on", holds=(3,))))
+        async with stage(script, over_http=over_http) as s:
+            state, cancel = LoopState.begin(s.task()), CancelToken()
+            task = asyncio.create_task(s.run_once(state, cancel))
+            await s.engine.held.wait()
+            cancel.cancel()
+            assert (await task).is_cancel
+            s.engine.failure = EngineError("out of order")
+            with pytest.raises(EngineError, match="out of order"):
+                await s.run_once(state)
+            assert (state.is_cancel, state.is_over) == (False, False)
+            s.engine.failure = None
+            state = await s.run_once(state)
+            assert state.messages[-1].text == "and so on"
+            report = export_samples(s.tree).report
+            assert not report.dropped, "what was sampled before the error is gone on from"
+            assert (s.tool.created, s.tool.released) == (3, 3)
+
+    run(test)
+
+
+def test_an_interaction_that_never_ends_is_left_behind() -> None:
+    class Clinging(BaseInteraction):
+        name = "clinging"
+
+        async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
+            return Response(True, "half a \ud800 pair")
+
+        async def finalize(self, state: Any) -> None:
+            putting_away.set()
+            await asyncio.Event().wait()
+
+    putting_away = asyncio.Event()
+
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+
+            async def play() -> None:
+                async with AgentLoop(s.model, state, partner=Partner(Clinging())) as loop:
+                    await loop.run()
+
+            state = LoopState.begin(s.task())
+            task = asyncio.create_task(play())
+            await putting_away.wait()
+            move_clock(11)
+            with pytest.raises(TimeoutError):
+                await task
+            assert LoopState.decode(state.encode()).messages[-1].text == "half a \ufffd pair"
+
+    run(test)
+
+
+class Broken(BaseInteraction):
+    """Breaks where it is told to."""
+
+    name = "broken"
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.finalized = 0
+
+    async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
+        return self._at("start"), None
+
+    async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
+        self._at("respond")
+        return Response(True)
+
+    async def score(self, state: Any) -> float | None:
+        self._at("score")
+        return 1.0
+
+    async def finalize(self, state: Any) -> None:
+        self.finalized += 1
+        self._at("finalize")
+
+    def _at(self, where: str) -> None:
+        if where == self._where:
+            raise LookupError(where)
+
+
+@pytest.mark.parametrize("where", ["start", "respond", "score", "finalize"])
+def test_an_interaction_that_breaks_is_raised_and_everything_is_put_away(where: str) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            broken, state = Broken(where), LoopState.begin(s.task())
+            with pytest.raises(LookupError, match=where):
+                async with AgentLoop(
+                    s.model, state, tools=Selection((s.tool,)), partner=Partner(broken)
+                ) as loop:
+                    await loop.run()
+            assert (s.tool.created, s.tool.released) == (1, 1)
+            assert broken.finalized == (where != "start")
+            assert state.is_over == (where == "finalize")
+            if where == "score":
+                async with AgentLoop(s.model, state, partner=Partner(Broken(""))) as loop:
+                    state = await loop.run()
+                assert (state.is_over, state.score, len(s.engine.asked)) == (True, 1.0, 1)
+
+    run(test)
+
+
+def test_a_state_that_is_over_stays_as_it_is() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            state = await s.run_once()
+            written = state.encode()
+            assert (await s.run_once(state)).encode() == written
+            assert len(s.engine.asked) == 1
+
+    run(test)
+
+
+def test_results_cannot_be_cut_by_tokens_that_are_not_known() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            model = Waiting(s.model)
+            model.codec = None  # type: ignore[attr-defined]
+            for unit in ("tokens", "characters"):
+                limits = LoopLimits(tool_response_length=3, tool_response_unit=unit)  # type: ignore[arg-type]
+                state = LoopState.begin(s.task())
+                if unit == "characters":
+                    AgentLoop(model, state, limits=limits)  # type: ignore[arg-type]
+                    continue
+                with pytest.raises(InputError, match="tool_response_unit: got 'tokens'"):
+                    AgentLoop(model, state, limits=limits)  # type: ignore[arg-type]
+
+    run(test)

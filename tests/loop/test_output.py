@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from branchline import ToyCodec
+from branchline.core.media import read_media_part
+from branchline.loop.machine import AgentLoop
+from branchline.loop.output import output_of
+from branchline.loop.state import LoopLimits, LoopState
+from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
+from branchline.loop.tools.registry import Selection
+from tests.loop.playing import Deed, Script, Turn, stage
+from tests.loop.running import run
+
+SCRIPT = Script((Turn("look", deeds=(Deed(text="found"),)), Turn("so"), Turn("end")), user=("and?",))
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_output_has_every_field(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(SCRIPT, over_http=over_http) as s:
+            state = await s.run_once()
+            output = await output_of(state, s.model)
+            assert s.codec.decode(output.prompt_ids).endswith("user:Begin.<end>\nassistant:")
+            said = s.codec.decode(output.response_ids)
+            assert said == (
+                'look<call>deed {"turn": 0, "place": 0}</call><end>\ntool:found<end>\nassistant:so<end>'
+                "\nuser:and?<end>\nassistant:end<end>"
+            )
+            sampled = "".join(
+                s.codec.decode(output.response_ids[place : place + 1])
+                for place in output.response_mask.nonzero()[0]
+            )
+            assert sampled == 'look<call>deed {"turn": 0, "place": 0}</call><end>so<end>end<end>'
+            assert (output.response_logprobs[output.response_mask == 0] == 0).all()
+            assert (output.response_logprobs[output.response_mask == 1] <= 0).all()
+            assert output.reward_score == 2.0
+            assert output.num_turns == 6
+            assert output.metrics.generate_sequences > 0
+            assert output.metrics.tool_calls > 0
+            assert output.metrics.num_preempted == 0
+            assert output.multi_modal_data == {}
+            extra = dict(output.extra_fields)
+            assert extra.pop("state") is state
+            assert extra == {
+                "turn_scores": [0.0, 1.0],
+                "tool_rewards": [5.0],
+                "final_rewards": {"deed": 0.5},
+                "is_cancel": False,
+            }
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_of_a_session_that_others_use_too_an_output_has_its_own_samples(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("one"), Turn("two"))), over_http=over_http) as s:
+            states = []
+            for _ in range(2):
+                state = LoopState.begin(s.task())
+                state.messages.append(state.messages[-1])
+                async with AgentLoop(s.model, state) as loop:
+                    states.append(await loop.run())
+                s.engine.memory[s.live.id] = [s.model.replies[0].prompt_ids[:1]]
+            assert len(await s.model.samples()) == 2
+            for state, said in zip(states, ("one", "two"), strict=True):
+                output = await output_of(state, s.model)
+                assert s.codec.decode(output.response_ids) == f"{said}<end>"
+                assert len(output.outputs) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize("is_eval", [False, True])
+def test_where_there_is_nothing_to_train_the_arrays_are_empty(over_http: bool, is_eval: bool) -> None:
+    async def test() -> None:
+        async with stage(SCRIPT, over_http=over_http, eval=is_eval) as s:
+            state = await s.run_once() if is_eval else LoopState.begin(s.task())
+            output = await output_of(state, s.model)
+            assert output.outputs == ()
+            arrays = (output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs)
+            assert [len(array) for array in arrays] == [0] * 4
+            assert output.reward_score == (2.0 if is_eval else None)
+
+    run(test)
+
+
+# -- media, thinking ---------------------------------------------------------------------------------
+
+DOT = read_media_part({"image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}, "image_url")
+FILM = read_media_part({"video_url": {"url": "data:video/mp4;base64,AAAAIGZ0eXA="}}, "video_url")
+
+
+class Camera(BaseTool):
+    """Shows what it sees."""
+
+    name = "deed"
+    schema = function_schema("deed", "Looks.", {"type": "object"})
+
+    async def execute(self, instance: Any, arguments: Any) -> ToolResult:
+        return ToolResult("a very long caption", media=(DOT, FILM))
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(
+            Script((Turn("look", deeds=(Deed(text="found"),)), Turn("end"))), over_http=over_http
+        ) as s:
+            state = LoopState.begin(s.task())
+            limits = LoopLimits(tool_response_length=6, tool_response_unit="characters")
+            async with AgentLoop(s.model, state, tools=Selection((Camera(),)), limits=limits) as loop:
+                state = LoopState.decode((await loop.run()).encode("json"))
+            told = state.messages[3]
+            assert told.parts == ("a v...(truncated)...ion", DOT, FILM)
+            shown = s.codec.decode(s.model.replies[1].prompt_ids)
+            assert f"a v...(truncated)...ion<image {DOT.digest}><video {FILM.digest}>" in shown
+            output = await output_of(state, s.model)
+            assert output.multi_modal_data == {"image": (DOT,), "video": (FILM,)}
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_where_thinking_is_stripped_a_trajectory_has_several_samples(over_http: bool) -> None:
+    async def test() -> None:
+        script = Script((Turn("first", "hm"), Turn("second", "well")), user=("go on",))
+        codec = ToyCodec.chatml(strip_thinking=True)
+        async with stage(script, codec, over_http=over_http) as s:
+            state = await s.run_once()
+            output = await output_of(state, s.model)
+            assert len(output.outputs) == 2
+            said = [codec.decode(one.response_ids) for one in output.outputs]
+            assert said == ["<think>hm</think>first<end>", "<think>well</think>second<end>"]
+            assert codec.decode(output.response_ids) == said[1]
+            assert codec.decode(output.prompt_ids).count("first") == 1
+            assert "hm" not in codec.decode(output.prompt_ids)
+
+    run(test)

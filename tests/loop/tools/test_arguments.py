@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from branchline.core.errors import InputError
+from branchline.loop.tools.arguments import argument_check, read_arguments
+from tests.loop.tools.doubles import Diary
+
+
+def problems(parameters: Any, arguments: Any) -> str:
+    return argument_check(Diary(parameters=parameters)).problems(arguments)
+
+
+def test_arguments_are_read_as_json_means_them() -> None:
+    assert read_arguments('{"a": 2.0, "b": 2.5, "c": [1e2], "d": true, "e": null}') == {
+        "a": 2,
+        "b": 2.5,
+        "c": [100],
+        "d": True,
+        "e": None,
+    }
+    assert type(read_arguments('{"a": 2.0}')["a"]) is int
+    assert read_arguments(" \n") == read_arguments("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": 1e999}', "1e999 is too large a number"),
+        ('{"a": 1} {"b": 2}', "Extra data"),
+        ('"text"', "expected an object, got str"),
+        ("null", "expected an object, got NoneType"),
+        ('{"a":' + "[" * 100_000, "nested too deep"),
+    ],
+)
+def test_what_is_no_json_object_is_refused_in_words(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read_arguments(text)
+
+
+def test_half_a_surrogate_pair_does_not_reach_a_tool() -> None:
+    assert read_arguments('{"a": ["\\ud83d"]}') == {"a": ["\ufffd"]}
+
+
+def test_arguments_that_fit_have_no_problems() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    assert problems(schema, {"n": 1}) == ""
+    assert problems({}, {"anything": 1}) == ""
+
+
+def test_a_problem_names_where_it_stands() -> None:
+    schema = {"type": "object", "properties": {"rows": {"items": {"properties": {"n": {"type": "integer"}}}}}}
+    assert problems(schema, {"rows": [{"n": 1}, {"n": "x"}]}) == (
+        "arguments.rows[1].n: 'x' is not of type 'integer'"
+    )
+    assert problems({"required": ["n"]}, {}) == "arguments: 'n' is a required property"
+
+
+def test_only_the_first_problems_are_shown_and_none_at_length() -> None:
+    schema = {"properties": {name: {"type": "integer"} for name in "abcd"}}
+    told = problems(schema, dict.fromkeys("abcd", "x"))
+    assert told.count("is not of type") == 3
+    assert told.endswith("; and more")
+    assert not problems(schema, dict.fromkeys("abc", "x")).endswith("more")
+    assert len(problems(schema, {"a": "x" * 10_000})) < 250
+
+
+def test_references_inside_a_schema_are_followed() -> None:
+    schema = {"properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"required": ["x"]}}}
+    assert problems(schema, {"p": {}}) == "arguments.p: 'x' is a required property"
+
+
+def test_a_schema_cannot_make_us_fetch_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(*_: Any, **__: Any) -> Any:
+        pytest.fail("fetched")
+
+    monkeypatch.setattr("urllib.request.urlopen", fetched)
+    with pytest.raises(Exception, match=r"Unresolvable|http://127.0.0.1/s.json"):
+        problems({"$ref": "http://127.0.0.1/s.json"}, {})
+
+
+def test_a_schema_that_is_none_is_refused_with_the_tools_name() -> None:
+    with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema, but 'wizard'"):
+        argument_check(Diary(parameters={"type": "wizard"}))
+    with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema"):
+        argument_check(Diary(parameters={"default": object()}))
+
+
+@pytest.mark.parametrize("schema", [{}, {"function": "x"}, {"function": {"name": "other"}}])
+def test_a_tool_is_called_what_its_schema_calls_it(schema: Any) -> None:
+    tool = Diary()
+    tool.schema = schema
+    with pytest.raises(InputError, match=r"schema of tool 'diary': got .*, expected"):
+        argument_check(tool)

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import datetime
+import threading
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import pytest
+from msgspec import Meta
+
+from branchline.core.errors import InputError, ToolError
+from branchline.loop.tools.base import ToolResult
+from branchline.loop.tools.functions import FunctionTool, tool
+from tests.loop.running import move_clock, run
+from tests.loop.tools.doubles import call, shop
+from tests.loop.tools.server import PIXEL
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Place:
+    city: str
+    zip: int = 0
+
+
+@tool
+def book(
+    guests: int,
+    where: Place,
+    when: datetime.date,
+    colour: Colour = Colour.RED,
+    stars: Annotated[int, Meta(ge=1, le=5)] = 3,
+    board: Literal["half", "full"] | None = None,
+    tags: list[str] = [],  # noqa: B006
+) -> dict[str, Any]:
+    """Books a room.
+
+    Only for tests: nothing is booked.
+
+    Args:
+        guests: How many people
+            will come.
+        where (Place): The place: a city.
+        stars: At least one.
+
+    Returns:
+        What was booked.
+    """
+    return {"guests": guests, "city": where.city, "year": when.year, "colour": colour, "tags": tags}
+
+
+def parameters(tool: FunctionTool) -> Any:
+    return tool.schema["function"]["parameters"]
+
+
+async def answer(tool: FunctionTool, arguments: str = "", **per_sample: Any) -> str:
+    async with shop(tool, arguments={tool.name: per_sample}) as workshop:
+        (outcome,) = await workshop.run([call(tool.name, arguments)])
+    return outcome.message.text
+
+
+# -- the schema --------------------------------------------------------------------------------------
+
+
+def test_the_schema_says_what_annotations_and_docstring_say() -> None:
+    assert book.name == "book"
+    function = book.schema["function"]
+    assert function["description"] == "Books a room.\n\nOnly for tests: nothing is booked."
+    schema = function["parameters"]
+    assert schema["type"] == "object"
+    assert schema["required"] == ["guests", "where", "when"]
+    assert schema["additionalProperties"] is False
+    properties = schema["properties"]
+    assert properties["guests"] == {"type": "integer", "description": "How many people will come."}
+    assert properties["where"] == {"$ref": "#/$defs/Place", "description": "The place: a city."}
+    assert properties["when"] == {"type": "string", "format": "date"}
+    assert properties["colour"] == {"$ref": "#/$defs/Colour", "default": "red"}
+    assert properties["stars"] == {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 5,
+        "description": "At least one.",
+        "default": 3,
+    }
+    assert properties["board"]["default"] is None
+    assert properties["tags"] == {"type": "array", "items": {"type": "string"}, "default": []}
+    assert schema["$defs"]["Place"]["required"] == ["city"]
+
+
+def test_name_and_description_can_be_given() -> None:
+    @tool(name="other", description="Says so.")
+    def plain(value: Any = None) -> str:
+        """Not this."""
+        return "x"
+
+    assert plain.schema["function"] == {
+        "name": "other",
+        "description": "Says so.",
+        "parameters": {
+            "type": "object",
+            "properties": {"value": {"default": None}},
+            "required": [],
+            "additionalProperties": False,
+        },
+    }
+
+
+UNSPELLABLE = object()
+
+
+def test_a_default_that_json_cannot_spell_is_left_out() -> None:
+    @tool
+    def look(deep: float = float("inf"), way: Any = UNSPELLABLE) -> str:
+        return "x"
+
+    assert parameters(look)["properties"] == {"deep": {"type": "number"}, "way": {}}
+
+
+def test_a_tool_is_still_the_function_it_was() -> None:
+    assert book(1, Place("Rome"), datetime.date(2030, 1, 1))["city"] == "Rome"
+
+
+def no_annotation(a) -> str:  # type: ignore[no-untyped-def]
+    return "x"
+
+
+def many(*words: str) -> str:
+    return "x"
+
+
+def anything(**named: str) -> str:
+    return "x"
+
+
+def unknown_type(a: NoSuchThing) -> str:  # type: ignore[name-defined]  # noqa: F821
+    return "x"
+
+
+def no_json(a: threading.Thread) -> str:
+    return "x"
+
+
+def misspelt(guests: int) -> str:
+    """Books.
+
+    Args:
+        gusets: How many.
+    """
+    return "x"
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (no_annotation, "tool 'no_annotation': parameter 'a' has no annotation"),
+        (many, r"tool 'many': got parameter .*\*words.*, expected one with a name of its own"),
+        (anything, r"tool 'anything': got parameter .*\*\*named"),
+        (unknown_type, "annotations of tool 'unknown_type': .*NoSuchThing"),
+        (no_json, "annotations of tool 'no_json': expected types that JSON can carry"),
+        (misspelt, r"docstring of tool 'misspelt': Args describes 'gusets', expected one of \['guests'\]"),
+    ],
+)
+def test_a_function_a_model_could_not_call_is_refused_where_it_is_made(function: Any, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        tool(function)
+
+
+# -- calls -------------------------------------------------------------------------------------------
+
+
+def test_arguments_arrive_as_what_the_annotations_say() -> None:
+    async def test() -> None:
+        given = '{"guests": 2.0, "where": {"city": "Rome"}, "when": "2030-05-01", "colour": "blue"}'
+        assert await answer(book, given) == '{"guests":2,"city":"Rome","year":2030,"colour":"blue","tags":[]}'
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (
+            '{"guests": "two", "where": {"city": "Rome"}, "when": "2030-05-01"}',
+            "arguments.guests: 'two' is not",
+        ),
+        (
+            '{"guests": 2, "where": {}, "when": "2030-05-01"}',
+            "arguments.where: 'city' is a required property",
+        ),
+        ('{"guests": 2, "where": {"city": "Rome"}, "when": "May"}', "Invalid RFC3339 encoded date"),
+        ('{"guests": 2, "where": {"city": "R"}, "when": "2030-05-01", "stars": 6}', "6 is greater than"),
+        ('{"gusets": 2}', "'gusets' was unexpected"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_told_to_the_model(given: str, why: str) -> None:
+    async def test() -> None:
+        text = await answer(book, given)
+        assert text.startswith("Error executing tool 'book': ")
+        assert why in text
+
+    run(test)
+
+
+def test_coroutine_functions_run_on_the_loop_and_plain_ones_in_a_thread() -> None:
+    variable = contextvars.ContextVar("variable", default="unset")
+    threads: list[threading.Thread] = []
+
+    @tool
+    async def here() -> str:
+        threads.append(threading.current_thread())
+        return variable.get()
+
+    @tool
+    def there() -> str:
+        threads.append(threading.current_thread())
+        return variable.get()
+
+    @tool
+    def wrapped() -> Awaitable[str]:
+        return here()  # type: ignore[no-any-return]
+
+    async def test() -> None:
+        variable.set("set")
+        assert await answer(here) == "set"
+        assert await answer(there) == "set"
+        assert await answer(wrapped) == "set"
+        mine = threading.current_thread()
+        assert [thread is mine for thread in threads] == [True, False, True]
+
+    run(test)
+
+
+def test_what_a_function_returns_becomes_a_result() -> None:
+    @tool
+    def paint() -> list[Any]:
+        return ["a pixel", PIXEL]
+
+    @tool
+    def judge() -> ToolResult:
+        return ToolResult("good", reward=1.0, extras={"why": "so"})
+
+    async def test() -> None:
+        async with shop(paint, judge) as workshop:
+            painted, judged = await workshop.run([call("paint"), call("judge")])
+        assert painted.message.text == "a pixel"
+        assert painted.message.media[0].payload == PIXEL
+        assert (judged.reward, judged.extras) == (1.0, {"why": "so"})
+
+    run(test)
+
+
+def test_a_thread_that_takes_too_long_is_answered_though_it_cannot_be_stopped() -> None:
+    go = threading.Event()
+
+    async def test() -> None:
+        loop, began, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+        @tool
+        def stuck() -> str:
+            loop.call_soon_threadsafe(began.set)
+            assert go.wait(20)
+            loop.call_soon_threadsafe(ended.set)
+            return "too late"
+
+        async with shop(stuck, timeout_s=5) as workshop:
+            running = asyncio.create_task(workshop.run([call("stuck")]))
+            await began.wait()
+            move_clock(5)
+            (outcome,) = await running
+            assert outcome.error == "Error executing tool 'stuck': timed out after 5 s"
+            assert not ended.is_set()
+        go.set()
+        await ended.wait()
+
+    run(test)
+
+
+# -- per sample --------------------------------------------------------------------------------------
+
+
+@tool(per_sample=["secret", "factor"])
+def guess(number: int, secret: int, factor: int = 1) -> str:
+    """Says whether a number is the secret.
+
+    Args:
+        number: What you think it is.
+        secret: What it is.
+    """
+    return "yes" if number == secret * factor else "no"
+
+
+def test_parameters_of_the_sample_are_not_shown_to_the_model() -> None:
+    assert list(parameters(guess)["properties"]) == ["number"]
+
+
+def test_parameters_of_the_sample_come_from_its_arguments() -> None:
+    async def test() -> None:
+        assert await answer(guess, '{"number": 7}', secret=7) == "yes"
+        assert await answer(guess, '{"number": 7}', secret=7, factor=2) == "no"
+        told = await answer(guess, '{"number": 7, "secret": 7}', secret=8)
+        assert "'secret' was unexpected" in told, "the model cannot overrule the sample"
+
+    run(test)
+
+
+def test_arguments_the_function_does_not_take_are_refused_before_it_runs() -> None:
+    async def test() -> None:
+        with pytest.raises(ToolError, match="tool 'guess': create: tool_arguments: 'secret' is missing"):
+            await answer(guess)
+        with pytest.raises(ToolError, match=r"got 'sceret', expected only \['secret', 'factor'\]"):
+            await answer(guess, secret=1, sceret=2)
+
+    run(test)
+
+
+def test_per_sample_names_parameters_that_are_there() -> None:
+    with pytest.raises(InputError, match=r"per_sample of tool 'plain': got 'b', expected one of \['a'\]"):
+
+        @tool(per_sample=["b"])
+        def plain(a: int) -> str:
+            return "x"

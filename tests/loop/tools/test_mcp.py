@@ -1,0 +1,343 @@
+"""A real MCP server, the SDK's own, over stdio and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import uvicorn
+from mcp import types
+
+from branchline.core.errors import ToolError
+from branchline.core.message import Message
+from branchline.loop.tools.mcp import McpTool, McpTools, tools_of
+from branchline.loop.tools.registry import ToolRegistry
+from branchline.loop.tools.workshop import Outcome
+from tests.loop.running import move_clock, run
+from tests.loop.tools import server
+from tests.loop.tools.doubles import call, shop
+
+SERVER = str(Path(server.__file__))
+
+
+class Notes:
+    """Hears what the server tells of its insides."""
+
+    def __init__(self) -> None:
+        self.lines: asyncio.Queue[str] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._hear, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        writer.close()
+        self.lines.put_nowait(line.decode().strip())
+
+
+def stdio(notes: Notes | None = None, **options: Any) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
+    env = {} if notes is None else {"NOTES": str(notes.port)}
+    return McpTools.stdio(sys.executable, SERVER, env=env, **options)
+
+
+def named(outcomes: list[Outcome]) -> dict[str, Outcome]:
+    return {outcome.call.name: outcome for outcome in outcomes}
+
+
+def test_tools_of_a_server_over_stdio() -> None:
+    async def test() -> None:
+        async with stdio() as tools:
+            registry = ToolRegistry(tools)
+            assert registry.names == ("add", "picture", "point", "refuse", "page", "crash", "wait", "leave")
+            function = registry.get("add").schema["function"]
+            assert function["description"] == "Adds two numbers."
+            assert function["parameters"]["required"] == ["a", "b"]
+            selection = registry.select(["add", "picture", "point", "refuse", "page", "crash"])
+            async with shop(*selection.tools) as workshop:
+                outcomes = await workshop.run(
+                    [
+                        call("add", '{"a": 2, "b": 3}', "c1"),
+                        call("picture"),
+                        call("point", '{"x": 4}'),
+                        call("refuse"),
+                        call("page"),
+                        call("crash"),
+                    ]
+                )
+                (wrong,) = await workshop.run([call("add", '{"a": 2, "b": "three"}')])
+        by_name = named(outcomes)
+        assert by_name["add"].message == Message("tool", "2 + 3 = 5", answers="c1", name="add")
+        assert by_name["picture"].message.text == "one pixel"
+        (pixel,) = by_name["picture"].message.media
+        assert (pixel.kind, pixel.mime, pixel.payload) == ("image", "image/png", server.PIXEL)
+        assert by_name["point"].extras == {"structured": {"x": 4}}
+        assert (by_name["refuse"].message.text, by_name["refuse"].error) == ("not today", "not today")
+        assert by_name["page"].message.text == "a page"
+        assert by_name["crash"].error is not None
+        assert "crash" in by_name["crash"].message.text
+        assert wrong.error == "Error executing tool 'add': arguments.b: 'three' is not of type 'integer'"
+
+    run(test)
+
+
+def test_a_cancelled_call_is_cancelled_on_the_server_and_the_connection_goes_on() -> None:
+    async def test() -> None:
+        async with Notes() as notes, stdio(notes, prefix="my_") as tools, shop(*tools) as workshop:
+            waiting = asyncio.create_task(workshop.run([call("my_wait")]))
+            assert (await notes.lines.get()).startswith("began")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await notes.lines.get() == "cancelled"
+            (outcome,) = await workshop.run([call("my_add", '{"a": 1, "b": 1}')])
+            assert outcome.message.text == "1 + 1 = 2"
+
+    run(test)
+
+
+def test_a_server_that_dies_is_told_to_the_model() -> None:
+    async def test() -> None:
+        async with stdio() as tools:
+            async with shop(*tools) as workshop:
+                for name in ("leave", "add"):
+                    (outcome,) = await workshop.run([call(name, '{"a": 1, "b": 1}' if name == "add" else "")])
+                    assert outcome.error == f"Error executing tool '{name}': Connection closed"
+            with pytest.raises(ToolError, match=r"tool 'add': create: .*got \['x'\], expected none"):
+                await shop(*tools, arguments={"add": {"x": 1}}).__aenter__()
+        async with shop(*tools) as workshop:
+            (outcome,) = await workshop.run([call("add", '{"a": 1, "b": 1}')])
+            assert "is not connected" in outcome.message.text, "the block has ended"
+
+    run(test)
+
+
+def test_leaving_the_block_by_a_cancellation_ends_the_server_too() -> None:
+    async def trajectory(notes: Notes) -> None:
+        async with stdio(notes) as tools, shop(*tools) as workshop:
+            await workshop.run([call("wait")])
+
+    async def test() -> None:
+        async with Notes() as notes:
+            task = asyncio.create_task(trajectory(notes))
+            _, pid = (await notes.lines.get()).split()
+            os.kill(int(pid), 0)
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await notes.lines.get() == "cancelled"
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+
+    run(test)
+
+
+SILENT = "import sys; sys.stderr.close(); sys.stdin.read()"
+
+
+def test_a_server_that_cannot_be_started_is_an_error_that_names_it() -> None:
+    async def refused(*command: str, **options: Any) -> str:
+        with pytest.raises(ToolError) as error:
+            async with McpTools.stdio(*command, **options):
+                raise AssertionError("nothing may run")
+        assert error.value.doing == "connect"
+        return str(error.value)
+
+    async def test() -> None:
+        assert await refused("no-such-command") == (
+            "tool 'no-such-command': connect: [Errno 2] No such file or directory: 'no-such-command'"
+        )
+        assert (await refused(sys.executable, "-c", "pass")).endswith("-c pass': connect: Connection closed")
+        silent = await refused(sys.executable, "-c", SILENT, start_timeout_s=0.2)
+        assert silent.endswith("connect: timed out after 0.2 s")
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{deaf.getsockname()[1]}/mcp"
+            with pytest.raises(ToolError, match="connect: All connection attempts failed"):
+                async with McpTools.http(url):
+                    raise AssertionError("nothing may run")
+
+    run(test)
+
+
+def test_cancelled_while_connecting_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        async def trajectory() -> None:
+            async with McpTools.stdio(sys.executable, "-c", SILENT):
+                raise AssertionError("nothing may run")
+
+        task = asyncio.create_task(trajectory())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(test)
+
+
+# -- the connection, without a server ----------------------------------------------------------------
+
+
+class Gates:
+    """A client in place of the SDK's: it enters and leaves when it may, and lists a tool a page."""
+
+    def __init__(self) -> None:
+        self.enter, self.leave = asyncio.Event(), asyncio.Event()
+        self.lines: list[str] = []
+        self.leaving = asyncio.Event()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[Any, None]:
+        self.lines.append("entering")
+        await self.enter.wait()
+        try:
+            yield self
+        finally:
+            self.leaving.set()
+            await self.leave.wait()
+            self.lines.append("left")
+
+    async def list_tools(self, cursor: str | None) -> types.ListToolsResult:
+        tool = types.Tool(name=cursor or "first", input_schema={"type": "object"})
+        return types.ListToolsResult(tools=[tool], next_cursor=None if cursor else "second")
+
+    async def call_tool(self, name: str, arguments: Any) -> types.CallToolResult:
+        return types.CallToolResult(content=[], structured_content={"called": name})
+
+
+def test_all_pages_of_tools_are_read_and_an_open_connection_has_no_deadline() -> None:
+    async def test() -> None:
+        gates = Gates()
+        gates.enter.set()
+        gates.leave.set()
+        async with tools_of(gates.opened(), "server", "", 5) as tools, shop(*tools) as workshop:
+            assert [tool.name for tool in tools] == ["first", "second"]
+            move_clock(6)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            (outcome,) = await workshop.run([call("second")])
+            assert outcome.message.text == '{"called":"second"}'
+        assert gates.lines == ["entering", "left"]
+
+    run(test)
+
+
+def test_a_connection_is_ended_in_order_however_often_its_user_is_cancelled() -> None:
+    async def test() -> None:
+        gates = Gates()
+        gates.enter.set()
+        inside = asyncio.Event()
+
+        async def user() -> None:
+            async with tools_of(gates.opened(), "server", "", 5):
+                inside.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(user())
+        await inside.wait()
+        task.cancel()
+        await gates.leaving.wait()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done()
+        gates.leave.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert gates.lines == ["entering", "left"]
+
+    run(test)
+
+
+def test_a_connection_that_does_not_end_is_cut_short() -> None:
+    async def test() -> None:
+        gates = Gates()
+        gates.enter.set()
+
+        async def user() -> None:
+            async with tools_of(gates.opened(), "server", "", 5):
+                pass
+
+        task = asyncio.create_task(user())
+        await gates.leaving.wait()
+        await asyncio.sleep(0)
+        move_clock(60)
+        await task
+        assert gates.lines == ["entering"]
+
+    run(test)
+
+
+def test_a_connection_that_is_not_there_yet_is_given_up_at_once() -> None:
+    async def test() -> None:
+        gates = Gates()
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(tools_of(gates.opened(), "server", "", 500).__aenter__())
+        while not gates.lines:
+            await asyncio.sleep(0)
+        began = loop.time()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert loop.time() - began < 10
+
+    run(test)
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------
+
+
+class Headers:
+    """Notes what requests carry."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.tokens: set[str] = set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            self.tokens.add(dict(scope["headers"]).get(b"x-token", b"").decode())
+        await self._app(scope, receive, send)
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[tuple[str, Headers], None]:
+    app = Headers(server.server.streamable_http_app())
+    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
+    listening = uvicorn.Server(config)
+    listening.config.load()
+    sockets = [config.bind_socket()]
+    task = asyncio.create_task(listening.serve(sockets))
+    try:
+        yield f"http://127.0.0.1:{sockets[0].getsockname()[1]}/mcp", app
+    finally:
+        listening.should_exit = True
+        await task
+        sockets[0].close()
+
+
+def test_tools_of_a_server_over_http() -> None:
+    async def test() -> None:
+        async with served() as (url, app):
+            async with McpTools.http(url, headers={"x-token": "abc"}) as tools, shop(*tools) as workshop:
+                sum_, picture = await workshop.run([call("add", '{"a": 2, "b": 3}'), call("picture")])
+            assert sum_.message.text == "2 + 3 = 5"
+            assert picture.message.media[0].payload == server.PIXEL
+            assert app.tokens == {"abc"}
+
+    run(test)

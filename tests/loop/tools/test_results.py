@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from branchline.core.message import Media, Message
+from branchline.core.reader import read_message, write_message
+from branchline.loop.tools.base import ToolResult
+from branchline.loop.tools.results import media_of, result_of
+from tests.loop.tools.server import PIXEL
+
+
+@dataclass
+class Point:
+    x: int
+
+
+def test_texts_stay_and_data_become_json() -> None:
+    assert result_of("a text") == ToolResult("a text")
+    assert result_of({"a": [1, None, "ü"]}).text == '{"a":[1,null,"ü"]}'
+    assert result_of([1, 2]).text == "[1,2]"
+    assert result_of(1.5).text == "1.5"
+    assert result_of(Point(3)).text == '{"x":3}'
+    assert result_of(None) == ToolResult("")
+
+
+def test_a_result_stays_as_it_is() -> None:
+    result = ToolResult("x", reward=1.0)
+    assert result_of(result) is result
+
+
+@pytest.mark.parametrize(
+    ("payload", "kind", "mime"),
+    [
+        (PIXEL, "image", "image/png"),
+        (b"\xff\xd8\xff\xe0rest", "image", "image/jpeg"),
+        (b"GIF89a", "image", "image/gif"),
+        (b"RIFF\x00\x00\x00\x00WEBPVP8 ", "image", "image/webp"),
+        (b"\x00\x00\x00\x18ftypisom", "video", "video/mp4"),
+        (b"\x1aE\xdf\xa3webm", "video", "video/webm"),
+    ],
+)
+def test_bytes_are_media_by_how_they_begin(payload: bytes, kind: str, mime: str) -> None:
+    (media,) = result_of(payload).media
+    assert (media.kind, media.mime, media.payload) == (kind, mime, payload)
+
+
+def test_bytes_of_no_known_kind_are_refused_and_not_guessed() -> None:
+    with pytest.raises(TypeError, match="expected a PNG"):
+        result_of(b"plain text")
+
+
+def test_texts_and_pictures_may_come_together() -> None:
+    link = Media("image", "url:x", url="x")
+    result = result_of(["seen", PIXEL, "and", link])
+    assert result.text == "seen\nand"
+    assert [media.digest for media in result.media] == [media_of(PIXEL).digest, "url:x"]
+
+
+def test_a_picture_from_a_tool_is_the_same_as_one_a_client_sends() -> None:
+    sent = write_message(Message("user", parts=(media_of(PIXEL),)))
+    assert read_message(sent).media == (media_of(PIXEL),)
+    assert media_of(b"OggS", "audio/ogg").kind == "audio"
+    assert media_of(b"%PDF", "application/pdf").kind == "file"

@@ -1,0 +1,384 @@
+"""Scenarios D, the agent loop: on toy tokens and on real ones, in process and through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+from typing import Any
+
+import pytest
+
+from branchline import ToyCodec
+from branchline.chat.base import Codec
+from branchline.core.errors import EngineError
+from branchline.core.message import Message, ToolCall
+from branchline.engines.replicas import Replicas
+from branchline.loop import machine
+from branchline.loop.cancel import CancelToken
+from branchline.loop.machine import AgentLoop
+from branchline.loop.output import output_of
+from branchline.loop.state import Ending, LoopLimits, LoopState, State
+from tests.chat.families import codec_of
+from tests.loop.playing import Deed, Script, Talker, Turn, spelled, stage
+from tests.loop.running import move_clock, run
+
+PLACES = ["toy", "toy over http", "qwen3", "qwen3 over http"]
+places = pytest.mark.parametrize("place", PLACES)
+DEED = Deed(text="it is done")
+
+
+@pytest.fixture(autouse=True)
+def _is_there(request: pytest.FixtureRequest) -> None:
+    """Skips where a tokenizer is missing, before anything runs."""
+    codec_at(request.node.callspec.params["place"])
+
+
+def codec_at(place: str) -> Codec:
+    return ToyCodec.chatml() if place.startswith("toy") else codec_of("qwen3")
+
+
+def stage_at(place: str, script: Script, **options: Any) -> Any:
+    return stage(script, codec_at(place), over_http=place.endswith("http"), **options)
+
+
+def roles(state: LoopState) -> list[str]:
+    return [message.role for message in state.messages]
+
+
+# -- D1 ----------------------------------------------------------------------------------------------
+
+
+@places
+def test_d1_the_states_follow_each_other_as_tools_and_users_answer(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[State] = []
+    for name, step in machine.STEPS.items():
+
+        async def noting(loop: AgentLoop, name: State = name, step: Any = step) -> State:
+            seen.append(name)
+            return await step(loop)
+
+        monkeypatch.setitem(machine.STEPS, name, noting)
+
+    async def test() -> None:
+        script = Script((Turn(deeds=(DEED,)), Turn("so"), Turn("and so")), user=("why",))
+        async with stage_at(place, script) as s:
+            state = await s.play()
+            assert seen == [
+                "pending",
+                *["generating", "processing_tools"],
+                *["generating", "interacting"] * 2,
+            ]
+            assert (state.state, state.reason) == (State.TERMINATED, Ending.INTERACTION)
+            assert roles(state) == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+            assert (state.assistant_turns, state.user_turns) == (3, 2)
+            assert state.turn_scores == [0.0, 1.0]
+
+    run(test)
+
+
+@places
+def test_d1_turns_of_the_model_and_of_everybody_else_are_limited_apart(place: str) -> None:
+    async def test() -> None:
+        script = Script((*[Turn(deeds=(DEED,))] * 5, Turn("end")))
+        async with stage_at(place, script) as s:
+            for limits, reason, turns in (
+                (LoopLimits(max_assistant_turns=2), Ending.ASSISTANT_TURNS, (2, 1)),
+                (LoopLimits(max_user_turns=2), Ending.USER_TURNS, (3, 2)),
+                (LoopLimits(max_user_turns=0), Ending.USER_TURNS, (1, 0)),
+                (LoopLimits(max_assistant_turns=3, max_user_turns=1), Ending.USER_TURNS, (2, 1)),
+                (LoopLimits(max_assistant_turns=6, max_user_turns=5), Ending.STOP, (6, 5)),
+            ):
+                state = await s.run_once(model=await s.another(), limits=limits)
+                assert (state.reason, (state.assistant_turns, state.user_turns)) == (reason, turns)
+                assert len(s.tool.done) == state.user_turns
+                s.tool.done.clear()
+
+    run(test)
+
+
+# -- D2 ----------------------------------------------------------------------------------------------
+
+
+@places
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_d2_so_many_calls_run_at_once_and_the_rest_after_them(place: str, most: int) -> None:
+    async def test() -> None:
+        script = Script((Turn(deeds=tuple(Deed(text=f"result {n}") for n in range(5))), Turn("end")))
+        async with stage_at(place, script, limits=LoopLimits(max_parallel_calls=most)) as s:
+            state = await s.play()
+            assert s.tool.most_at_once == min(most, 5)
+            assert [m.text for m in state.messages if m.role == "tool"] == [f"result {n}" for n in range(5)]
+
+    run(test)
+
+
+@places
+def test_d2_what_goes_wrong_with_a_call_is_told_to_the_model(place: str) -> None:
+    async def test() -> None:
+        deeds = (
+            Deed(text="the roof fell in", fails=True),
+            Deed(tool="nowhere"),
+            Deed(bad=True),
+            Deed(holds=1),
+            Deed(text="fine"),
+        )
+        script = Script((Turn(deeds=deeds), Turn("end")))
+        async with stage_at(place, script, limits=LoopLimits(tool_timeout_s=5)) as s:
+            task = asyncio.create_task(s.run_once())
+            await s.tool.held.wait()
+            move_clock(5)
+            state = await task
+            told = [m.text for m in state.messages if m.role == "tool"]
+            assert told == [
+                "Error executing tool 'deed': the roof fell in",
+                "Unknown function 'nowhere'. Available tools: ['deed']",
+                "Error executing tool 'deed': arguments.turn: 'x' is not of type 'integer'",
+                "Error executing tool 'deed': timed out after 5 s",
+                "fine",
+            ]
+            assert [record.error for record in state.tool_records] == [*told[:4], None]
+            assert state.reason is Ending.STOP, "the loop went on"
+            shown = s.codec.decode(s.model.replies[-1].prompt_ids)
+            assert all(text in shown for text in told)
+
+    run(test)
+
+
+@pytest.mark.parametrize("place", ["toy", "toy over http"])
+def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str) -> None:
+    """Qwen3's format has no call without JSON: there such an answer is text."""
+
+    async def test() -> None:
+        async with stage_at(place, Script((Turn("end"),))) as s:
+            bad = Message("assistant", calls=(ToolCall("deed", "{turn: 1"),))
+            s.engine.answers = [s.codec.spell(bad), *s.engine.answers]
+            state = await s.play()
+            told = state.messages[-2].text
+            assert told.startswith("Invalid JSON in arguments for 'deed': ")
+
+    run(test)
+
+
+# -- D3 ----------------------------------------------------------------------------------------------
+
+LONG = "one two three four five six seven eight nine ten"
+
+
+@places
+@pytest.mark.parametrize("unit", ["tokens", "characters"])
+def test_d3_a_result_is_cut_on_the_side_and_in_the_unit_that_were_asked_for(place: str, unit: Any) -> None:
+    async def test() -> None:
+        script = Script((Turn(deeds=(Deed(text=LONG),)), Turn("end")))
+        async with stage_at(place, script) as s:
+            length = len if unit == "characters" else lambda text: len(s.codec.encode(text))
+            size = length(LONG)
+            for side, limit in product(("left", "right", "middle"), (6, size - 1, size, size + 1)):
+                limits = LoopLimits(
+                    tool_response_length=limit, tool_response_unit=unit, tool_response_side=side
+                )
+                state = await s.run_once(model=await s.another(), limits=limits)
+                (result,) = [m.text for m in state.messages if m.role == "tool"]
+                if limit >= size:
+                    assert result == LONG
+                    continue
+                assert result.startswith("(truncated)...") == (side == "left")
+                assert result.endswith("...(truncated)") == (side == "right")
+                assert ("...(truncated)..." in result) == (side == "middle")
+                head, _, tail = result.partition("(truncated)")
+                kept = [head.removesuffix("..."), tail.removeprefix("...")]
+                assert LONG.startswith(kept[0])
+                assert LONG.endswith(kept[1])
+                assert sum(map(length, kept)) == limit
+
+    run(test)
+
+
+# -- D4 ----------------------------------------------------------------------------------------------
+
+
+@places
+@pytest.mark.parametrize("which", ["response_length", "model_length"])
+@pytest.mark.parametrize("by", ["tools", "interaction"])
+def test_d4_what_fills_the_budget_exactly_is_kept_and_one_token_more_is_not(
+    place: str, which: str, by: str
+) -> None:
+    async def test() -> None:
+        deeds, user = ((DEED, DEED), ()) if by == "tools" else ((), ("why", "how"))
+        script = Script((Turn("first", deeds=deeds), Turn("second"), Turn("end")), user=user)
+        async with stage_at(place, script) as s:
+            await s.play()
+            first, second = [len(reply.prompt_ids) for reply in s.model.replies[:2]]
+            exact = second - first if which == "response_length" else second
+            told = ["tool", "tool"] if by == "tools" else ["user"]
+            for spare, ending in ((0, ["assistant", *told]), (-1, ["assistant"]), (1, [*told, "assistant"])):
+                model, limits = await s.another(), LoopLimits(**{which: exact + spare})
+                state = await s.run_once(model=model, limits=limits)
+                assert roles(state)[2:][-len(ending) :] == ending
+                assert len(state.messages) == 2 + 1 + (len(told) if spare >= 0 else 0) + (spare > 0)
+                assert state.reason == which
+                assert state.user_turns == (spare >= 0)
+                used = exact + (spare > 0)
+                assert state.detail == f"{used} tokens of {exact + spare}"
+                # What the tools did counts, told or not.
+                assert len(state.tool_rewards) == (2 if by == "tools" else 0)
+                output = await output_of(state, model)
+                assert len(output.response_ids) <= exact + spare
+
+    run(test)
+
+
+# -- D5 ----------------------------------------------------------------------------------------------
+
+
+@places
+def test_d5_instances_are_made_once_and_released_once_whatever_happens(place: str) -> None:
+    async def test() -> None:
+        script = Script((*[Turn(deeds=(DEED, DEED))] * 3, Turn("end")))
+        async with stage_at(place, script) as s:
+            state = await s.run_once()
+            assert (s.tool.created, s.tool.released, len(s.tool.done)) == (1, 1, 6)
+            assert state.final_rewards == {"deed": 0.5}
+            assert (await output_of(state, s.model)).reward_score == 0.5
+        async with stage_at(place, script) as s:
+            s.engine.failure = EngineError("the engine is gone")
+            with pytest.raises(EngineError, match="the engine is gone"):
+                await s.run_once()
+            assert (s.tool.created, s.tool.released) == (1, 1)
+
+    run(test)
+
+
+@places
+def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_has_new_ones(place: str) -> None:
+    async def test() -> None:
+        script = Script((Turn(deeds=(Deed(holds=1), DEED), holds=(2,)), Turn("end")))
+        async with stage_at(place, script) as s:
+            state = await s.play()
+            assert s.cancels == 2
+            assert (s.tool.created, s.tool.released) == (3, 3)
+            assert state.final_rewards == {"deed": 0.5}
+
+    run(test)
+
+
+# -- D6 ----------------------------------------------------------------------------------------------
+
+
+@places
+def test_d6_cancelled_in_the_middle_and_resumed_is_the_same_token_for_token(place: str) -> None:
+    async def test() -> None:
+        script = Script(
+            (Turn("let me see", deeds=(DEED,), holds=(3, 4, 0)), Turn("so it is done", holds=(1, 2)))
+        )
+        outputs = []
+        for one in (script, script.uninterrupted):
+            async with stage_at(place, one) as s:
+                state = await s.play()
+                output = await output_of(state, s.model)
+                assert s.cancels == sum(len(turn.holds) for turn in one.turns)
+                assert output.metrics.num_preempted == s.cancels
+                assert len(output.outputs) == 1
+                outputs.append(output)
+        resumed, plain = outputs
+        for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
+            assert getattr(resumed, name).tolist() == getattr(plain, name).tolist()
+        assert resumed.num_turns == plain.num_turns == 4
+
+    run(test)
+
+
+@places
+def test_d6_partial_tokens_stay_trained_under_the_version_that_sampled_them(place: str) -> None:
+    async def test() -> None:
+        script = Script((Turn("a rather long answer", holds=(2, 2)),))
+        async with stage_at(place, script) as s:
+            s.on_cancel = lambda: setattr(s.engine, "version", s.engine.version + 1)
+            state = await s.play()
+            (sample,) = (await output_of(state, s.model)).outputs
+            said = len(s.model.replies[0].ids)
+            assert sample.response_versions.tolist() == [0, 0, 1, 1] + [2] * (said - 4)
+            assert sample.response_mask.tolist() == [1] * said
+
+    run(test)
+
+
+@places
+def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place: str) -> None:
+    async def test() -> None:
+        codec = codec_at(place)
+        script = Script((Turn("thinking about it", deeds=(DEED,)), Turn("done with it")))
+        engine = Talker(spelled(codec, script), gate=asyncio.Event())
+        async with stage_at(place, script, engine=engine) as s:
+            models = [s.model, *[await s.another() for _ in range(4)]]
+            cancel = CancelToken()
+            loops = [
+                asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task()), cancel=cancel))
+                for model in models
+            ]
+            await engine.everybody_waits(len(models))
+            cancel.cancel()
+            states = await asyncio.gather(*loops)
+            assert all(state.is_cancel and state.state is State.GENERATING for state in states)
+            engine.version = 1
+            engine.gate.set()
+            again = await asyncio.gather(
+                *[
+                    s.run_once(model=model, state=LoopState.decode(state.encode()))
+                    for model, state in zip(models, states, strict=True)
+                ]
+            )
+            for model, state in zip(models, again, strict=True):
+                assert (state.reason, state.is_cancel) == (Ending.STOP, False)
+                output = await output_of(state, model)
+                versions = output.outputs[-1].response_versions
+                assert versions[output.response_mask == 1].tolist() == [0] + [1] * (
+                    output.response_mask.sum() - 1
+                )
+
+    run(test)
+
+
+# -- D7 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["toy", "qwen3"])
+def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_removed(place: str) -> None:
+    async def test() -> None:
+        codec = codec_at(place)
+        script = Script((Turn("thinking about it", deeds=(DEED,)), Turn("done with it")))
+        memory: dict[str, Any] = {}
+        first, second = (
+            Talker(spelled(codec, script), name=name, memory=memory, gate=asyncio.Event())
+            for name in ("first", "second")
+        )
+        replicas = Replicas([first, second])
+        async with stage(script, codec, engine=replicas) as s:
+            models = [s.model, *[await s.another() for _ in range(3)]]
+            loops = [
+                asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task())))
+                for model in models
+            ]
+            await first.everybody_waits(2)
+            await second.everybody_waits(2)
+            assert replicas.in_flight == {"first": 2, "second": 2}, "new sessions go where fewest are"
+            moved = {session for session, _ in first.asked}
+            await replicas.remove("first")
+            await second.everybody_waits(4)
+            second.gate.set()
+            states = await asyncio.gather(*loops)
+            assert [state.reason for state in states] == [Ending.STOP] * 4
+            asked = [session for session, _ in second.asked]
+            # Those that moved asked once for the rest of their turn; everybody asked for the next one there.
+            assert {session: asked.count(session) for session in asked} == {
+                model.session_id: 2 for model in models
+            }
+            assert len(moved) == 2
+            plain = None
+            for state, model in zip(states, models, strict=True):
+                output = await output_of(state, model)
+                plain = plain or output.response_ids.tolist()
+                assert output.response_ids.tolist() == plain, "nothing is lost or said twice on the way"
+
+    run(test)

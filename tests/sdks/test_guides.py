@@ -1,0 +1,53 @@
+"""The guides of SDKs can be pasted: their commands are commands, their Python plays the story."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from branchline.cli.main import _parser
+from tests.sdks.running import STORY, House
+
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
+NAMES = ["langgraph", "openai-agents"]
+ADDRESS = "http://127.0.0.1:8100"
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (GUIDES / f"{name}.md").read_text(), re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    house = House("toy", auth=False)
+    yield house
+    house.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_to_be_pasted_runs_and_is_one_timeline(
+    name: str, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = blocks(name, "python")
+    assert code.count(ADDRESS) == 1
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code.replace(ADDRESS, house.gateway.url), f"{name}.md", "exec"), scope)
+    assert capsys.readouterr().out.startswith("1 sample: {")
+    assert scope["told"]["samples"][0]["reward"] == 1.0
+    (line,) = httpx.get(scope["here"] + "/timelines").json()["timelines"]
+    assert len(line["calls"]) == len(STORY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_are_commands_and_their_port_is_the_one_the_code_asks(name: str) -> None:
+    (commands,) = blocks(name, "sh")
+    serve = [line for line in commands.splitlines() if line.startswith("branchline ")]
+    assert len(serve) == 1
+    options = _parser().parse_args(shlex.split(serve[0])[1:])
+    assert f"http://{options.host}:{options.port}" == ADDRESS

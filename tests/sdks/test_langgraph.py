@@ -1,0 +1,103 @@
+"""LangGraph with `langchain-openai`: a graph of model and tools, its memory, and what is done to that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import HumanMessage, RemoveMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.graph.message import REMOVE_ALL_MESSAGES
+from langgraph.prebuilt import ToolNode, tools_condition
+
+from tests.sdks.running import ASKED, STORY, SYSTEM, Scene, Stage, look, play, scenes, stage, streamed, voices
+
+THREAD: Any = {"configurable": {"thread_id": "1"}}
+LOOK = tool(look)
+
+
+def graph(s: Stage, *, stream: bool, responses: bool = False) -> Any:
+    model = ChatOpenAI(
+        model="m", base_url=s.url, api_key=s.key, streaming=stream, use_responses_api=responses
+    ).bind_tools([LOOK])
+
+    def ask(state: MessagesState) -> Any:
+        return {"messages": [model.invoke([("system", SYSTEM), *state["messages"]])]}
+
+    builder = StateGraph(MessagesState)
+    builder.add_node("model", ask)
+    builder.add_node("tools", ToolNode([LOOK]))
+    builder.add_edge(START, "model")
+    builder.add_conditional_edges("model", tools_condition)
+    builder.add_edge("tools", "model")
+    return builder.compile(checkpointer=InMemorySaver())
+
+
+def converse(app: Any, *, stream: bool) -> list[str]:
+    answers = []
+    for question in ASKED:
+        given = {"messages": [("user", question)]}
+        if stream:
+            for _ in app.stream(given, THREAD, stream_mode="messages"):
+                pass
+        else:
+            app.invoke(given, THREAD)
+        answers.append(app.get_state(THREAD).values["messages"][-1].text)
+    return answers
+
+
+@scenes
+@streamed
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_a_graph_with_a_memory_is_one_timeline(scene: Scene, stream: bool, responses: bool) -> None:
+    s = play(scene, lambda s: converse(graph(s, stream=stream, responses=responses), stream=stream))
+    rewritten = set() if responses else {"arguments_reserialised", "empty_content"}
+    assert s.echoes <= {"dropped_reasoning", *rewritten}
+
+
+@voices
+def test_deleted_steps_leave_an_answer_without_what_led_to_it(voice: str) -> None:
+    with stage(voice) as s:
+        app = graph(s, stream=False)
+        said = app.invoke({"messages": [("user", ASKED[0])]}, THREAD)["messages"]
+        app.update_state(THREAD, {"messages": [RemoveMessage(step.id) for step in said[1:-1]]})
+        app.invoke({"messages": [("user", ASKED[1])]}, THREAD)
+    s.check(calls=4)
+    assert s.causes == {"repair_loop": 1}
+    assert s.ran == [[0, 1, 2], [3]]
+
+
+@voices
+def test_a_summary_in_place_of_the_history_is_a_compaction(voice: str) -> None:
+    summary = "The places 1, 2 and 3 were looked at, and there is a door in one of them."
+    with stage(voice, [*STORY[:3], summary, STORY[3]]) as s:
+        app = graph(s, stream=False)
+        for question in (ASKED[0], "Sum it up."):
+            said = app.invoke({"messages": [("user", question)]}, THREAD)["messages"]
+        kept = HumanMessage(f"So far: {said[-1].text}")
+        app.update_state(THREAD, {"messages": [RemoveMessage(REMOVE_ALL_MESSAGES), kept]})
+        app.invoke({"messages": [("user", ASKED[1])]}, THREAD)
+    s.check(calls=5)
+    assert s.causes == {"compaction": 1}
+    assert s.ran == [[0, 1, 2, 3], [4]]
+
+
+@voices
+def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
+    with stage(voice, ["A door.", "Is it?", "It is."]) as s:
+        actor, critic = (
+            ChatOpenAI(model="m", base_url=s.url, api_key=s.key, default_headers={"x-branchline-agent": name})
+            for name in ("actor", "critic")
+        )
+        said = actor.invoke([("user", ASKED[0])])
+        doubt = critic.invoke([("user", f"Judge: {said.text}")])
+        actor.invoke([("user", ASKED[0]), said, ("user", doubt.text)])
+    s.check(calls=3)
+    assert s.causes == {"sub_agent": 1}
+    assert sorted((line.agent, calls) for line, calls in zip(s.timelines, s.ran, strict=True)) == [
+        ("actor", [0, 2]),
+        ("critic", [1]),
+    ]

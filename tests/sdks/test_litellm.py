@@ -1,0 +1,71 @@
+"""LiteLLM in front of the gateway: as an OpenAI provider and as Anthropic's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import litellm
+import pytest
+
+from tests.sdks.running import (
+    ABOUT_TOOL,
+    ASKED,
+    SCHEMA,
+    SYSTEM,
+    TOOL,
+    Scene,
+    Stage,
+    look,
+    play,
+    scenes,
+    streamed,
+)
+
+
+@pytest.fixture(autouse=True)
+def a_loop_to_find() -> Iterator[None]:
+    """LiteLLM asks for the current event loop in plain calls too, and where there is none leaves one open."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+def converse(s: Stage, provider: str, *, stream: bool) -> list[str]:
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    function = {"name": TOOL, "description": ABOUT_TOOL, "parameters": SCHEMA}
+    wishes: dict[str, Any] = {
+        "model": f"{provider}/m",
+        "api_base": s.url if provider == "openai" else s.anthropic_url,
+        "api_key": s.key,
+        "max_tokens": 500,
+        "tools": [{"type": "function", "function": function}],
+    }
+    answers = []
+    for question in ASKED:
+        messages.append({"role": "user", "content": question})
+        while True:
+            response: Any = litellm.completion(messages=messages, stream=stream, **wishes)
+            if stream:
+                response = litellm.stream_chunk_builder(list(response))
+            message = response.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                break
+            for call in message.tool_calls:
+                found = look(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        answers.append(message.content)
+    return answers
+
+
+@scenes
+@streamed
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_a_conversation_that_only_grows_is_one_timeline(scene: Scene, stream: bool, provider: str) -> None:
+    s = play(scene, lambda s: converse(s, provider, stream=stream))
+    assert s.echoes <= {"arguments_reserialised", "empty_content"}

@@ -1,0 +1,122 @@
+"""The `openai-agents` SDK: its runner over both protocols, and what its handoffs and sub-agents make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import agents
+import openai
+import pytest
+
+from branchline import Message, ToolCall
+from branchline.timelines.causes import judge
+from tests.sdks.running import ASKED, SYSTEM, Scene, Stage, call, look, play, scenes, stage, streamed, voices
+
+LOOKS = Message("assistant", calls=(call(1),))
+LOOK = agents.function_tool(look)
+MODELS: dict[str, Any] = {
+    "chat": agents.OpenAIChatCompletionsModel,
+    "responses": agents.OpenAIResponsesModel,
+}
+protocols = pytest.mark.parametrize("protocol", MODELS)
+
+
+def on_stage(s: Stage, protocol: str, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+    """Runs something with a model of the SDK's that asks the stage."""
+
+    async def running() -> Any:
+        async with openai.AsyncOpenAI(base_url=s.url, api_key=s.key) as client:
+            return await work(MODELS[protocol](model="m", openai_client=client))
+
+    return asyncio.run(running())
+
+
+def converse(s: Stage, protocol: str, *, stream: bool) -> list[str]:
+    async def work(model: agents.Model) -> list[str]:
+        looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
+        items: list[Any] = []
+        answers = []
+        for question in ASKED:
+            items.append({"role": "user", "content": question})
+            if stream:
+                result: Any = agents.Runner.run_streamed(looker, items)
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await agents.Runner.run(looker, items)
+            items = result.to_input_list()
+            answers.append(result.final_output)
+        return answers
+
+    found: list[str] = on_stage(s, protocol, work)
+    return found
+
+
+@scenes
+@streamed
+@protocols
+def test_a_run_that_goes_on_is_one_timeline(scene: Scene, stream: bool, protocol: str) -> None:
+    s = play(scene, lambda s: converse(s, protocol, stream=stream))
+    assert s.echoes <= ({"dropped_reasoning", "empty_content"} if protocol == "chat" else set())
+
+
+@scenes
+def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Scene) -> None:
+    def converse_by_id(s: Stage) -> list[str]:
+        async def work(model: agents.Model) -> list[str]:
+            looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
+            last: str | None = None
+            answers = []
+            for question in ASKED:
+                result = await agents.Runner.run(
+                    looker, question, previous_response_id=last, auto_previous_response_id=True
+                )
+                last = result.last_response_id
+                answers.append(result.final_output)
+            return answers
+
+        found: list[str] = on_stage(s, "responses", work)
+        return found
+
+    assert not play(scene, converse_by_id).echoes
+
+
+@voices
+@protocols
+def test_a_handoff_shows_the_whole_history_under_another_system_prompt(voice: str, protocol: str) -> None:
+    said = [Message("assistant", calls=(ToolCall("transfer_to_looker", "{}"),)), LOOKS, "A door."]
+
+    async def work(model: agents.Model) -> Any:
+        looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
+        desk = agents.Agent("desk", instructions="You hand over.", handoffs=[looker], model=model)
+        return await agents.Runner.run(desk, ASKED[0])
+
+    with stage(voice, said) as s:
+        result = on_stage(s, protocol, work)
+        assert (result.final_output, result.last_agent.name) == ("A door.", "looker")
+    s.check(calls=3)
+    assert s.causes == {"edit": 1}
+    assert s.ran == [[0], [1, 2]]
+
+
+@voices
+@protocols
+def test_an_agent_used_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(voice: str, protocol: str) -> None:
+    spawn = Message("assistant", calls=(ToolCall("ask_looker", '{"input": "Is the door there?"}'),))
+    said = [spawn, LOOKS, "It is.", "A door."]
+
+    async def work(model: agents.Model) -> Any:
+        looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
+        tool = looker.as_tool(tool_name="ask_looker", tool_description="Asks the looker.")
+        chief = agents.Agent("chief", instructions="You ask others.", tools=[tool], model=model)
+        return await agents.Runner.run(chief, ASKED[0])
+
+    with stage(voice, said) as s:
+        assert on_stage(s, protocol, work).final_output == "A door."
+    s.check(calls=4)
+    assert s.causes == {"sub_agent": 1}
+    assert s.ran == [[1, 2], [0, 3]]
+    (edge,) = judge(s.tree).edges
+    assert edge.source.message.calls[0].name == "ask_looker"

@@ -1,0 +1,88 @@
+"""Pydantic AI over all three protocols, and what its retries and history processors make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from pydantic_ai import Agent, ModelMessage
+from pydantic_ai.capabilities import ProcessHistory
+from pydantic_ai.models import Model
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.sdks.running import ASKED, SYSTEM, Scene, Stage, look, play, scenes, stage, streamed, voices
+
+protocols = pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+
+
+@asynccontextmanager
+async def model_of(s: Stage, protocol: str) -> AsyncIterator[Model]:
+    if protocol == "messages":
+        async with anthropic.AsyncAnthropic(base_url=s.anthropic_url, api_key=s.key) as claude:
+            yield AnthropicModel("m", provider=AnthropicProvider(anthropic_client=claude))
+        return
+    kind = OpenAIChatModel if protocol == "chat" else OpenAIResponsesModel
+    async with openai.AsyncOpenAI(base_url=s.url, api_key=s.key) as client:
+        yield kind("m", provider=OpenAIProvider(openai_client=client))
+
+
+async def _drain(_: Any, events: Any) -> None:
+    async for _ in events:
+        pass
+
+
+def converse(s: Stage, protocol: str, *, stream: bool, **options: Any) -> list[str]:
+    async def running() -> list[str]:
+        async with model_of(s, protocol) as model:
+            agent = Agent(model, instructions=SYSTEM, tools=[look], **options)
+            history: list[ModelMessage] = []
+            answers = []
+            for question in ASKED:
+                # A handler is what makes it stream.
+                result = await agent.run(
+                    question, message_history=history, event_stream_handler=_drain if stream else None
+                )
+                history = result.all_messages()
+                answers.append(result.output)
+            return answers
+
+    return asyncio.run(running())
+
+
+@scenes
+@streamed
+@protocols
+def test_a_run_that_goes_on_is_one_timeline(scene: Scene, stream: bool, protocol: str) -> None:
+    s = play(scene, lambda s: converse(s, protocol, stream=stream))
+    assert s.echoes <= {"arguments_reserialised", "empty_content"}
+
+
+@voices
+def test_results_that_are_cleared_later_are_deleted_context(voice: str) -> None:
+    def clear(said: list[ModelMessage]) -> list[ModelMessage]:
+        """Leaves the results of the newest message as they are and empties all before."""
+        return [_cleared(message) for message in said[:-1]] + said[-1:]
+
+    with stage(voice) as s:
+        converse(s, "chat", stream=False, capabilities=[ProcessHistory(clear)])
+    s.check(calls=4)
+    # Once when the first results are cleared, once when the third is.
+    assert s.causes == {"context_delete": 2}
+    assert s.ran == [[0, 1], [0, 2], [0, 3]]
+
+
+def _cleared(message: ModelMessage) -> ModelMessage:
+    parts: Any = [
+        replace(part, content="[cleared]") if part.part_kind == "tool-return" else part
+        for part in message.parts
+    ]
+    return replace(message, parts=parts)
