@@ -21,6 +21,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.toy import ToyCodec
 from branchline.engines.base import Engine
 from branchline.engines.scripted import Ask, ScriptedEngine
+from branchline.gateway.config import calm_gc
 from branchline.gateway.server import Gateway
 from branchline.tree.journal import Durability
 
@@ -80,6 +81,7 @@ def _tally(gateway: Gateway) -> Mapping[str, Any]:
 
 async def main(options: GatewayOptions) -> None:
     engine, codec = _made(options)
+    calm_gc()  # as `branchline serve` does
     with ExitStack() as stack:
         marks = stack.enter_context(watched(type(engine))) if options.marks else None
         gateway = Gateway(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from branchline.cli.engines import build
 from branchline.cli.main import main
+from branchline.engines.openai import UpstreamChat
+from branchline.engines.replicas import Replicas
 
 
 def test_it_starts_answers_and_says_how_to_be_used(tmp_path: Path) -> None:
@@ -64,3 +72,107 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "--engine vllm --engine-url" in told
     assert "OPENAI_BASE_URL" in told
+
+
+# -- keys --------------------------------------------------------------------------------------------
+
+KEYS = {
+    "OPENAI_API_KEY": "sk-openai",
+    "BRANCHLINE_ENGINE_KEY": "ek",
+    "BRANCHLINE_UPSTREAM_KEY_BIG_ONE": "uk-big",
+    "BRANCHLINE_UPSTREAM_KEY_OURS": "",
+}
+
+
+def _keys(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], **given: object) -> dict[str, str]:
+    """The key that each server of a command line would be sent, where only these are in the environment."""
+    for name, value in KEYS.items():
+        monkeypatch.delenv(name, raising=False)
+        if name in names:
+            monkeypatch.setenv(name, value)
+    plain = {"tokenizer": None, "model": None, "tool_parser": None, "reasoning_parser": None, "rule": []}
+    _, fleet = build(argparse.Namespace(**{**plain, "engine_url": [], "upstream": [], **given}))
+    main = fleet.main.engines[0] if isinstance(fleet.main, Replicas) else fleet.main
+    clients = {"main": getattr(main, "client", None)}
+    for name in fleet.names[1:]:
+        upstream = fleet._others[name]
+        assert isinstance(upstream, UpstreamChat)
+        clients[name] = upstream.client
+    return {
+        name: ((re.search(r"(?i)authorization: Bearer (\S+)", client._headers) or ["", ""])[1])
+        for name, client in clients.items()
+        if client is not None
+    }
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_key_of_openai_is_not_sent_to_servers_of_ones_own(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("branchline.cli.engines._codec", lambda options: None)
+    server = {"engine": engine, "engine_url": ["http://h:1"], "tokenizer": Path()}
+    assert _keys(monkeypatch, ("OPENAI_API_KEY",), **server) == {"main": ""}
+    assert _keys(monkeypatch, ("OPENAI_API_KEY", "BRANCHLINE_ENGINE_KEY"), **server) == {"main": "ek"}
+
+
+def test_each_upstream_gets_the_key_that_is_meant_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstreams = ["big-one=https://a/v1", "ours=http://b/v1", "other=https://c/v1"]
+    found = _keys(monkeypatch, tuple(KEYS), engine="scripted", upstream=upstreams)
+    assert found == {"big-one": "uk-big", "ours": "", "other": "sk-openai"}
+    openai = {"engine": "openai", "engine_url": ["https://a/v1"]}
+    assert _keys(monkeypatch, ("OPENAI_API_KEY",), **openai) == {"main": "sk-openai"}
+    assert _keys(monkeypatch, tuple(KEYS), **openai) == {"main": "ek"}
+
+
+# -- a server of its own -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _serving(*more: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and what it says of itself."""
+    command = [sys.executable, "-m", "branchline.cli", "serve", "--engine", "scripted", "--port", "0", *more]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield server, "".join(server.stdout.readline() for _ in range(6))
+        finally:
+            server.kill()
+
+
+def test_the_admin_key_may_come_from_the_environment() -> None:
+    with _serving(BRANCHLINE_ADMIN_KEY="ak-mine") as (server, told):
+        assert "admin key      ak-mine" in told
+        url = re.search(r" on (http://\S+)", told)
+        assert url is not None
+        assert httpx.get(f"{url[1]}/sessions", headers={"authorization": "Bearer ak-mine"}).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+
+
+def test_the_address_it_prints_is_the_public_one() -> None:
+    with _serving("--public-url", "https://bl.example") as (_, told):
+        assert "a session      https://bl.example/sessions/" in told
+
+
+@pytest.mark.parametrize(("drain_s", "signals"), [("1000", 2), ("0.1", 1)])
+def test_a_request_that_never_ends_does_not_keep_it_from_stopping(drain_s: str, signals: int) -> None:
+    with _serving("--drain-s", drain_s, BRANCHLINE_ADMIN_KEY="ak") as (server, told):
+        url = re.search(r" on http://(\S+):(\d+)", told)
+        assert url is not None
+        assert server.stderr is not None
+        with socket.create_connection((url[1], int(url[2])), 20) as client:
+            head = (
+                "POST /sessions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer ak\r\nexpect: 100-continue\r\n"
+            )
+            client.sendall(f"{head}content-length: 9\r\n\r\n".encode())
+            assert b"100 Continue" in client.recv(1000)  # it waits for the body now
+            server.send_signal(signal.SIGTERM)
+            while "letting running calls end" not in server.stderr.readline():
+                assert server.poll() is None
+            if signals > 1:
+                server.send_signal(signal.SIGTERM)
+            assert b" 503 " in client.recv(1000)
+        assert server.wait(20) == 0
+        assert "Traceback" not in server.stderr.read()

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from branchline.engines.replicas import Replicas
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake import FakeVllm
+from tests.engines.model import round_trip
 
 
 class Clock:
@@ -34,3 +35,10 @@ async def farm(
 
 def asked(servers: list[FakeVllm]) -> list[int]:
     return [len(server.bodies) for server in servers]
+
+
+async def arrival(replicas: Replicas) -> None:
+    """Whatever was sent has arrived."""
+    for engine in replicas.engines:
+        assert isinstance(engine, VllmEngine)
+        await round_trip(engine)

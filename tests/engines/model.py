@@ -77,3 +77,11 @@ def versions_of(chunks: list[Chunk]) -> list[int]:
 
 def float32(values: list[float]) -> list[float]:
     return [float(np.float32(value)) for value in values]
+
+
+def assert_sampled_by(chunks: list[Chunk], prompt: list[int] | None = None) -> None:
+    """Every id is what the weights of its version sample behind the ids before it."""
+    ids = [int(one) for one in PROMPT] if prompt is None else list(prompt)
+    for one, version in zip(ids_of(chunks), versions_of(chunks), strict=True):
+        assert one == sample(ids, version)[0]
+        ids.append(one)

@@ -185,6 +185,83 @@ def test_a_version_that_changes_without_a_pause_is_that_of_what_arrives_from_the
     run(main())
 
 
+CONTROLS = ("/pause?mode=abort&clear_cache=true", "/update_weight_version", "/resume")
+
+
+@pytest.mark.parametrize("broken", CONTROLS[1:])
+def test_a_resume_that_fails_holds_everything_under_the_old_version_until_one_succeeds(broken: str) -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.answers = dict.fromkeys(CONTROLS, True)
+            server.hold_after = 3
+            engine = VllmEngine(server.url, version=4)
+            stream = engine.generate(PROMPT, params(5))
+            chunks = await take(stream, 3)
+            held = asyncio.create_task(collect(stream))
+            await engine.pause()
+            server.hold_after, server.weights, server.broken = None, 5, {broken}
+            for _ in range(2):
+                with pytest.raises(EngineError, match="broken"):
+                    await engine.resume(5)
+            late = asyncio.create_task(collect(engine.generate(PROMPT, params(2))))
+            await round_trip(engine)
+            assert (engine.version, len(server.bodies)) == (4, 1)
+            server.broken = set()
+            await engine.resume(5)
+            chunks += await held
+            before, _ = continuation(PROMPT, 3)
+            assert ids_of(chunks) == before + continuation([*PROMPT, *before], 2, weights=5)[0]
+            assert versions_of(chunks) == [4] * 3 + [5] * 2
+            assert versions_of(await late) == [5, 5]
+            controls = [path for path in server.paths() if path in CONTROLS]
+            assert controls[-2:] == list(CONTROLS[1:]), "the server is told all of it again"
+            await engine.close()
+
+    run(main())
+
+
+def test_a_resume_without_a_pause_that_fails_holds_what_runs() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.hold_after = 3
+            engine = VllmEngine(server.url, version=4)
+            running = asyncio.create_task(collect(engine.generate(PROMPT, params(5))))
+            await server.held.wait()
+            await round_trip(engine)
+            server.hold_after, server.weights, server.broken = None, 5, {CONTROLS[1]}
+            with pytest.raises(EngineError, match="broken"):
+                await engine.resume(5)
+            await server.aborted.wait()
+            server.broken = set()
+            await engine.resume(5)
+            chunks = await running
+            before, _ = continuation(PROMPT, 3)
+            assert ids_of(chunks) == before + continuation([*PROMPT, *before], 2, weights=5)[0]
+            assert versions_of(chunks) == [4] * 3 + [5] * 2
+            await engine.close()
+
+    run(main())
+
+
+def test_what_a_failed_resume_holds_is_ended_by_closing() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            server.broken = {CONTROLS[1]}
+            engine = VllmEngine(server.url)
+            await engine.pause()
+            held = asyncio.create_task(collect(engine.generate(PROMPT, params())))
+            with pytest.raises(EngineError, match="broken"):
+                await engine.resume(5)
+            await engine.close()
+            with pytest.raises(EngineError, match="closed"):
+                await engine.resume(5)
+            for waiting in (held, collect(engine.generate(PROMPT, params()))):
+                with pytest.raises(EngineError, match="closed"):
+                    await waiting
+
+    run(main())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(st.tuples(st.booleans(), st.integers(1, 40)), min_size=1, max_size=6),

@@ -6,12 +6,33 @@ import pytest
 
 from branchline.chat.toy import ToyCodec
 from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.engines.base import Chunk
 from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake import FakeVllm
-from tests.engines.farm import Clock, asked, farm
-from tests.engines.model import EOS, PROMPT, collect, continuation, ids_of, params, run, take, versions_of
+from tests.engines.farm import Clock, arrival, asked, farm
+from tests.engines.model import (
+    EOS,
+    PROMPT,
+    assert_sampled_by,
+    collect,
+    continuation,
+    ids_of,
+    params,
+    run,
+    take,
+    versions_of,
+)
+
+
+async def say_more(server: FakeVllm, hold_after: int) -> None:
+    """Lets a server that holds go on, up to another number of ids."""
+    going, server.go = server.go, asyncio.Event()
+    server.hold_after = hold_after
+    server.held.clear()
+    going.set()
+    await server.held.wait()
 
 
 def test_when_all_are_dead_the_call_fails_with_the_last_reason() -> None:
@@ -130,6 +151,54 @@ def test_what_had_arrived_of_an_unwatched_answer_moves_with_it() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("per_event", [1, 3])
+def test_what_had_arrived_for_a_slow_reader_is_recorded_once_when_its_replica_is_removed(
+    per_event: int, goes_on: bool
+) -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].hold_after, servers[0].per_event = 3, per_event
+            record: list[Chunk] = []
+            stream = replicas.generate(PROMPT, params(9, left=record.append), session="a")
+            record += await take(stream, 3)
+            await say_more(servers[0], 6)
+            await arrival(replicas)
+            await replicas.remove("0")
+            if goes_on:
+                record += await collect(stream)
+                assert [len(body["prompt"]) for body in servers[1].bodies] == [len(PROMPT) + 6]
+            else:
+                await stream.aclose()
+            assert ids_of(record) == continuation(PROMPT, 9 if goes_on else 6)[0]
+
+    run(main())
+
+
+def test_a_reader_that_leaves_among_what_had_arrived_leaves_nothing_of_it_behind() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].hold_after = 2
+            left: list[Chunk] = []
+            stream = replicas.generate(PROMPT, params(9, left=left.append), session="a")
+            taken = await take(stream, 2)
+            await say_more(servers[0], 4)
+            await arrival(replicas)
+            servers[0].weights = 1
+            await replicas.resume(1)  # What has arrived is a chunk of its own, under the old version.
+            await say_more(servers[0], 6)
+            await arrival(replicas)
+            await replicas.remove("0")
+            taken.append(await anext(stream))
+            assert versions_of(taken) == [0] * 4
+            await stream.aclose()
+            assert versions_of(left) == [1, 1]
+            assert_sampled_by([*taken, *left])
+            assert asked(servers) == [1, 0]
+
+    run(main())
+
+
 def test_an_engine_that_does_not_end_its_calls_when_it_is_closed_loses_them_all_the_same() -> None:
     async def main() -> None:
         held = ScriptedEngine(ToyCodec.chatml(), lambda _: "never", name="held", gate=asyncio.Event())
@@ -180,68 +249,6 @@ def test_closing_a_stream_aborts_it_where_it_runs() -> None:
             await stream.aclose()
             await servers[0].aborted.wait()
             assert replicas.in_flight == {"0": 0}
-
-    run(main())
-
-
-def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
-    async def main() -> None:
-        async with farm(2) as (replicas, servers), FakeVllm() as further:
-            for server in servers:
-                server.hold_after = 2
-            streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
-            outputs = [await take(stream, 2) for stream in streams]
-            rests = [asyncio.create_task(collect(stream)) for stream in streams]
-            await replicas.pause()
-            await replicas.add(VllmEngine(further.url))
-            for server in (*servers, further):
-                server.hold_after, server.weights = None, 1
-            late = asyncio.create_task(collect(replicas.generate(PROMPT, params(5))))
-            await replicas.resume(7)
-            before, _ = continuation(PROMPT, 2)
-            for output, rest in zip(outputs, rests, strict=True):
-                output += await rest
-                assert ids_of(output) == before + continuation([*PROMPT, *before], 3, weights=1)[0]
-                assert versions_of(output) == [0, 0, 7, 7, 7]
-            assert versions_of(await late) == [7] * 5
-            assert asked([further]) == [1]
-            assert replicas.version == 7
-
-    run(main())
-
-
-def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in_one() -> None:
-    async def main() -> None:
-        async with farm(2) as (replicas, servers):
-            servers[0].broken = {"/pause?mode=abort&clear_cache=true"}
-            await replicas.pause()
-            await replicas.resume(1)
-            assert replicas.failing == ("0",)
-            await collect(replicas.generate(PROMPT, params(1), session="a"))
-            assert asked(servers) == [0, 1]
-            servers[0].broken = set()
-            await replicas.pause()
-            await replicas.resume(2)
-            assert replicas.failing == ()
-            await collect(replicas.generate(PROMPT, params(1), session="b"))
-            assert asked(servers) == [1, 1]
-            servers[0].broken = servers[1].broken = {"/update_weight_version"}
-            with pytest.raises(EngineError, match="resume failed everywhere"):
-                await replicas.resume(3)
-
-    run(main())
-
-
-def test_a_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
-    async def main() -> None:
-        async with farm(1) as (replicas, _), FakeVllm() as further:
-            further.broken = {"/pause?mode=abort&clear_cache=true"}
-            await replicas.pause()
-            engine = VllmEngine(further.url)
-            with pytest.raises(EngineError, match="broken"):
-                await replicas.add(engine)
-            assert list(replicas.in_flight) == ["0"]
-            await engine.close()
 
     run(main())
 

@@ -84,3 +84,12 @@ def test_a_single_call_ends_the_answer_behind_the_token_that_completes_it(cuts: 
     assert choice.ids.tolist() == CODEC.spell(only, stop=False).tolist()
     assert choice.answer.finish == "tool_calls"
     assert [call.name for call in choice.answer.message.calls] == ["look"]
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(60))])
+def test_a_model_that_stops_behind_its_single_call_is_seen_to_stop(cuts: list[int]) -> None:
+    only = Message("assistant", "hm", calls=(ToolCall("look", "{}"),))
+    choice = Choice(0, CODEC.parser(), single_call=True, stop_ids=CODEC.stop_ids)
+    _played(choice, CODEC.spell(only), cuts)
+    assert choice.ids.tolist() == CODEC.spell(only).tolist()
+    assert choice.answer.finish == "tool_calls"

@@ -78,3 +78,68 @@ def test_what_an_upstream_cannot_do_is_refused(body: dict[str, Any]) -> None:
             assert not a.session.live.session.tree.calls
 
     run(test)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def _chat_body(options: dict[str, Any], **body: Any) -> dict[str, Any]:
+    """What an upstream is asked for when a client asks for this."""
+    asked: list[dict[str, Any]] = []
+
+    async def test() -> None:
+        async with FakeChat() as server:
+            server.script = TEXT
+            upstream = UpstreamChat(server.url + "/v1")
+            async with agent(fleet=upstream, codec=ToyCodec.chatml(), **options) as a:
+                assert (await a.ask("p", **body)).status_code == 200
+                asked.extend(server.bodies)
+
+    run(test)
+    return {name: value for name, value in asked[0].items() if name not in ("messages", "tools")}
+
+
+WITHOUT = {"model": "toy", "stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_fields_that_nobody_here_reads_reach_the_upstream_as_they_came() -> None:
+    wishes = {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_completion_tokens": 7,
+        "reasoning_effort": "low",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "logit_bias": {"5": -100},
+        "stop": "END",
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "provider": {"order": ["a", "b"]},
+    }
+    ours = {"n": 1, "return_token_ids": True, "stream": False, "seed": None}
+    assert _chat_body({}, tools=[TOOL], **wishes, **ours) == {**WITHOUT, **wishes}
+
+
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_without_tools_an_upstream_is_told_nothing_about_them(choice: str) -> None:
+    tools = {"tools": [TOOL]} if choice == "none" else {}
+    assert _chat_body({}, tool_choice=choice, parallel_tool_calls=False, **tools) == WITHOUT
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "limit"),
+    [
+        ({}, {"max_tokens": 5}, {"max_tokens": 5}),
+        ({"sampling": {"max_tokens": 9}}, {"max_completion_tokens": 5}, {"max_tokens": 9}),
+        (
+            {"sampling_defaults": {"max_tokens": 9}},
+            {"max_completion_tokens": 5},
+            {"max_completion_tokens": 5},
+        ),
+        ({"sampling_defaults": {"max_tokens": 9}}, {}, {"max_tokens": 9}),
+    ],
+)
+def test_an_upstream_is_told_one_limit_under_the_name_it_was_given(
+    options: dict[str, Any], body: dict[str, Any], limit: dict[str, int]
+) -> None:
+    assert _chat_body(options, **body) == {**WITHOUT, **limit}

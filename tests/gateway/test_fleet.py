@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from branchline.core.errors import InputError
@@ -11,6 +14,8 @@ from branchline.engines.vllm import VllmEngine
 from branchline.gateway.fleet import Fleet, Rule
 from tests.engines.fake import FakeVllm
 from tests.gateway.running import agent, run
+
+MODELS = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
 
 
 def test_the_first_rule_that_fits_decides() -> None:
@@ -70,7 +75,7 @@ def test_replicas_come_and_go_while_a_session_goes_on() -> None:
     async def test() -> None:
         async with FakeVllm() as one, FakeVllm() as two:
             for server in (one, two):
-                server.answers = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
+                server.answers = MODELS
             replicas = Replicas([VllmEngine(one.url)])
             fleet = Fleet(replicas, make=VllmEngine)
             async with agent(fleet=fleet, sampling={"max_tokens": 6}) as a:
@@ -94,6 +99,67 @@ def test_replicas_come_and_go_while_a_session_goes_on() -> None:
                 refused = await a.http.post(engines, json={"url": "nowhere"}, headers=admin)
                 assert refused.status_code == 400
                 assert (await a.http.get(engines)).status_code == 401
+
+    run(test)
+
+
+def test_a_replica_is_used_once_its_weights_are_the_policys() -> None:
+    async def test() -> None:
+        async with FakeVllm() as one, FakeVllm() as same, FakeVllm() as untold:
+            for server in (one, same, untold):
+                server.answers = MODELS
+            fleet = Fleet(Replicas([VllmEngine(one.url)]), make=VllmEngine)
+            async with agent(fleet=fleet, sampling={"max_tokens": 3}) as a:
+                engines = f"{a.gateway.url}/engines"
+                admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
+                await fleet.pause()
+                await fleet.resume(5)
+                added = await a.http.post(engines, json={"url": untold.url}, headers=admin)
+                assert [(e["version"], e["behind"]) for e in added.json()["engines"]] == [
+                    (5, False),
+                    (0, True),
+                ]
+                names = [engine["name"] for engine in added.json()["engines"]]
+                last = await a.http.request("DELETE", engines, json={"name": names[0]}, headers=admin)
+                assert (last.status_code, "is the last one in use" in last.text) == (400, True)
+                added = await a.http.post(engines, json={"url": same.url, "version": 5}, headers=admin)
+                assert [(e["version"], e["behind"]) for e in added.json()["engines"]] == [
+                    (5, False),
+                    (0, True),
+                    (5, False),
+                ]
+                assert ("/update_weight_version", {"new_version": "5"}) in same.asked
+                for _ in range(3):
+                    told = replace(a, session=await a.gateway.session(sampling={"max_tokens": 3}))
+                    await told.say("p")
+                    (line,) = await told.timelines()
+                    assert line["versions"][-3:] == [5] * 3
+                assert len(untold.bodies) == 0
+                assert len(same.bodies) > 0
+                gone = await a.http.request("DELETE", engines, json={"name": names[1]}, headers=admin)
+                assert (gone.status_code, len(gone.json()["engines"])) == (200, 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"url": "http://h:1", "version": "5"}, "version: got '5', expected a whole number"),
+        ({"url": "http://h:1", "version": True}, "version: got True, expected a whole number"),
+        ({"url": "http://h:1", "verison": 5}, "field: got 'verison', expected only url, version"),
+        (["http://h:1"], "body: got "),
+    ],
+)
+def test_a_replica_that_is_not_well_described_is_not_added(body: Any, words: str) -> None:
+    async def test() -> None:
+        async with FakeVllm() as one:
+            fleet = Fleet(Replicas([VllmEngine(one.url)]), make=VllmEngine)
+            async with agent(fleet=fleet) as a:
+                admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
+                refused = await a.http.post(f"{a.gateway.url}/engines", json=body, headers=admin)
+                assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
+                assert len(fleet.replicas()) == 1
 
     run(test)
 

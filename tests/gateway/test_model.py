@@ -101,18 +101,20 @@ def test_without_keys_everybody_shares_the_default_session() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    ("config", "status", "problem"),
     [
-        (GatewayConfig(max_messages=2), "messages: got '3 messages', expected at most 2"),
-        (GatewayConfig(max_prompt_tokens=20), "expected at most 20 tokens"),
-        (GatewayConfig(max_body_bytes=60), "expected at most 60 bytes"),
+        (GatewayConfig(max_messages=2), 400, "messages: got '3 messages', expected at most 2"),
+        (GatewayConfig(max_prompt_tokens=20), 400, "expected at most 20 tokens"),
+        (GatewayConfig(max_body_bytes=60), 413, "expected at most 60 bytes"),
     ],
 )
-def test_requests_over_a_limit_are_refused_with_the_limit(config: GatewayConfig, problem: str) -> None:
+def test_requests_over_a_limit_are_refused_with_the_limit(
+    config: GatewayConfig, status: int, problem: str
+) -> None:
     async def test() -> None:
         async with agent("x", config=config) as a:
             refused = await a.ask("one", "two", "three" * 10)
-            assert refused.status_code == 400
+            assert refused.status_code == status
             assert problem in refused.json()["error"]["message"]
             assert not a.engine.asked
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from branchline import Journal, ToyCodec
-from branchline.core.errors import MessageError, SessionError
-from branchline.gateway.live import SessionOptions
+from branchline import Journal, Message, Request, ToyCodec
+from branchline.core.errors import InputError, MessageError, SessionError
+from branchline.gateway.live import SessionOptions, read_options
 from branchline.gateway.sessions import Sessions
 from tests.gateway.running import agent, run
 
 
 def _ended(sessions: Sessions, name: str) -> None:
     live, _, _ = sessions.open(SessionOptions(id=name, metadata={"name": name}))
-    live.post_reward({"score": 1.0})
-    live.end("finalized")
+    asyncio.run(live.post_reward({"score": 1.0}))
+    asyncio.run(live.end("finalized"))
     sessions.note_closed(live)
 
 
@@ -68,7 +69,7 @@ def test_of_those_who_open_one_id_at_once_one_gets_it(tmp_path: Path) -> None:
         assert sum(threads.map(attempt, range(16))) == 1
 
 
-@pytest.mark.parametrize("name", ["a/b", "..%2f", "x" * 129, "a b"])
+@pytest.mark.parametrize("name", ["a/b", "..%2f", "x" * 129, "a b", ".", ".."])
 def test_an_id_that_is_no_name_is_refused_with_what_is_expected(name: str) -> None:
     with pytest.raises(MessageError, match="expected letters, digits"):
         Sessions(ToyCodec()).open(SessionOptions(id=name))
@@ -91,3 +92,57 @@ def test_sessions_are_listed_and_forgotten_over_http() -> None:
             assert (await a.http.get(f"{url}/other", headers=admin)).status_code == 404
 
     run(test)
+
+
+def test_a_session_that_left_the_memory_is_read_back_only_for_those_who_have_a_key(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with agent("x", journal=tmp_path / "j", id="s") as a:
+            await a.say("p")
+            await a.session.finalize()
+            a.gateway.sessions.forget(a.session.live)
+            url = f"{a.gateway.url}/sessions/s"
+            wrong = {"authorization": "Bearer wrong"}
+            for path, own in (("", a.session.api_key), ("/v1/models", "none")):
+                assert (await a.http.get(url + path)).status_code == 401
+                assert (await a.http.get(url + path, headers=wrong)).status_code == 403
+                refused = await a.http.get(url + path, headers={"authorization": f"Bearer {own}"})
+                assert refused.status_code == 403
+            assert (await a.http.post(f"{url}/reward", json=1, headers=wrong)).status_code == 403
+            assert len(a.gateway.sessions) == 0
+            assert (await a.get(""))["calls"] == 1
+            assert len(a.gateway.sessions) == 1
+
+    run(test)
+
+
+THOUGHT = Message("assistant", "so", reasoning="hm")
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_session_may_say_that_dropped_reasoning_stays_dropped(restored: bool, tmp_path: Path) -> None:
+    async def test() -> None:
+        options = {} if restored else {"restore_reasoning": False}
+        codec = ToyCodec.chatml()
+        async with agent(THOUGHT, "ok", codec=codec, journal=tmp_path / "j", **options) as a:
+            await a.say("p")
+            await a.say("p", "so", "q")
+            # With it the answer is known again, and its path goes on; without it is an edit.
+            assert len(await a.timelines()) == (1 if restored else 2)
+            session_id = a.session.id
+        with Journal(tmp_path / "j") as journal:
+            again = Sessions(codec, journal=journal).get(session_id)
+            assert again.options.restore_reasoning is restored
+            said = [Message("user", "p"), Message("assistant", "so"), Message("user", "q")]
+            turn = again.session.prepare(Request(tuple(said)))
+            assert ("hm" in codec.decode(turn.prompt_ids)) is restored
+
+    run(test)
+
+
+def test_a_session_may_show_its_history_otherwise_than_the_gateway_does() -> None:
+    sessions = Sessions(ToyCodec(), history="template")
+    chosen, _, _ = sessions.open(read_options({"history": "verbatim"}))
+    plain, _, _ = sessions.open(read_options(None))
+    assert (chosen.session.history, plain.session.history) == ("verbatim", "template")
+    with pytest.raises(InputError, match="history"):
+        read_options({"history": "none"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from branchline.gateway.fleet import Fleet
 
 ENGINES = ("hf", "vllm", "sglang", "scripted", "openai")
-KEY_NAMES = ("BRANCHLINE_ENGINE_KEY", "OPENAI_API_KEY")
-"""Where the key of an engine's server is looked for; a command line is for everybody to read."""
+# Keys come from the environment: a command line is for everybody to read. Each goes where it belongs and
+# nowhere else: OpenAI's is found in many environments, and our own servers have no business with it.
+ENGINE_KEY = "BRANCHLINE_ENGINE_KEY"
+UPSTREAM_KEY = "BRANCHLINE_UPSTREAM_KEY_"
+OPENAI_KEY = "OPENAI_API_KEY"
 
 
 def build(options: argparse.Namespace) -> tuple[Codec, Fleet]:
@@ -26,7 +30,7 @@ def build(options: argparse.Namespace) -> tuple[Codec, Fleet]:
     from branchline.gateway.fleet import Fleet, Rule
 
     codec, engine = _main_engine(options)
-    others = dict(_upstream(text) for text in options.upstream)
+    others = dict(map(_named_upstream, options.upstream))
     rules = [Rule.read(text) for text in options.rule]
     make = _server_maker(options.engine) if options.engine in ("vllm", "sglang") else None
     return codec, Fleet(engine, others=others, rules=rules, make=make)
@@ -45,7 +49,7 @@ def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamC
     if options.engine == "openai":
         if len(options.engine_url) > 1:
             raise InputError("--engine openai: got several --engine-url, expected one; --upstream adds more")
-        _, upstream = _upstream(f"openai={options.engine_url[0]}")
+        upstream = _upstream("openai", options.engine_url[0], ENGINE_KEY)
         return _codec(options) if options.tokenizer else _bytes(), upstream
     from branchline.engines.replicas import Replicas
 
@@ -98,18 +102,20 @@ def _server_maker(kind: str) -> Callable[[str], Engine]:
     from branchline.engines.vllm import VllmEngine
 
     engine = VllmEngine if kind == "vllm" else SglangEngine
-    return lambda url: engine(Server(url, api_key=_key()))
+    return lambda url: engine(Server(url, api_key=os.environ.get(ENGINE_KEY, "")))
 
 
-def _upstream(text: str) -> tuple[str, UpstreamChat]:
-    from branchline.engines.http import Server
-    from branchline.engines.openai import UpstreamChat
-
+def _named_upstream(text: str) -> tuple[str, UpstreamChat]:
     name, separator, url = text.partition("=")
     if not separator or not name or not url:
         raise InputError(f"--upstream: got {text!r}, expected NAME=URL")
-    return name, UpstreamChat(Server(url, api_key=_key()), name=name)
+    return name, _upstream(name, url, UPSTREAM_KEY + re.sub(r"\W", "_", name).upper())
 
 
-def _key() -> str:
-    return next((os.environ[name] for name in KEY_NAMES if os.environ.get(name)), "")
+def _upstream(name: str, url: str, key_name: str) -> UpstreamChat:
+    """An upstream with the key that is meant for it, else OpenAI's; one set to nothing is none at all."""
+    from branchline.engines.http import Server
+    from branchline.engines.openai import UpstreamChat
+
+    key = os.environ.get(key_name, os.environ.get(OPENAI_KEY, ""))
+    return UpstreamChat(Server(url, api_key=key), name=name)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import Codec
-from branchline.cli.engines import ENGINES, build
+from branchline.cli.engines import ENGINE_KEY, ENGINES, OPENAI_KEY, UPSTREAM_KEY, build
 from branchline.cli.watching import Watch, add_watch_options, watch
-from branchline.core.errors import InputError
-from branchline.gateway.config import GatewayConfig
+from branchline.gateway.access import require_loopback
+from branchline.gateway.config import GatewayConfig, calm_gc
 
 if TYPE_CHECKING:
     from branchline.gateway.fleet import Fleet
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("branchline.gateway")
 
+ADMIN_KEY = "BRANCHLINE_ADMIN_KEY"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EPILOG = """\
 examples:
   branchline serve
@@ -48,8 +51,9 @@ def add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model to agents and record every call",
-        description="Serves Chat Completions to agents, one session an episode, and records every call as "
-        "exact tokens. A key is made and printed when none is given.",
+        description="Serves Chat Completions, Responses, Anthropic Messages and bare Completions to agents, "
+        "one session an episode, and records every call as exact tokens. A key is made and printed when none "
+        "is given.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,14 +69,16 @@ def add_serve(commands: Any) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="a server of the engine; repeat for replicas. Its key, if it wants one: BRANCHLINE_ENGINE_KEY",
+        help=f"a server of the engine; repeat for replicas. Its key, if it wants one: {ENGINE_KEY}; for "
+        f"--engine openai else {OPENAI_KEY}",
     )
     parser.add_argument(
         "--upstream",
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="an OpenAI-compatible upstream that rules may name",
+        help=f"an OpenAI-compatible upstream that rules may name. Its key: {UPSTREAM_KEY}NAME, else "
+        f"{OPENAI_KEY}",
     )
     parser.add_argument(
         "--rule",
@@ -86,7 +92,15 @@ def add_serve(commands: Any) -> None:
         "--port", type=int, default=8100, help="port to listen on, 0 for any (default: %(default)s)"
     )
     parser.add_argument(
-        "--admin-key", default="", help="the key that opens everything (default: made and printed)"
+        "--admin-key",
+        default="",
+        help=f"the key that opens everything; better given as {ADMIN_KEY} (default: made and printed)",
+    )
+    parser.add_argument(
+        "--public-url",
+        default=GatewayConfig.public_url,
+        metavar="URL",
+        help="where clients reach it, told to them as base_url (default: the address each came by)",
     )
     parser.add_argument("--no-auth", action="store_true", help="no keys at all; listens on loopback only")
     parser.add_argument(
@@ -123,19 +137,26 @@ def add_serve(commands: Any) -> None:
         metavar="S",
         help="finalize sessions that nobody has used for so long, 0: never (default: %(default)g)",
     )
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=GatewayConfig.drain_s,
+        metavar="S",
+        help="when told to stop, let calls go on for so long; a second signal stops at once "
+        "(default: %(default)g)",
+    )
     add_watch_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> str:
     """Serves until interrupted; what is running then is let end."""
-    if options.no_auth and options.host not in ("127.0.0.1", "localhost", "::1"):
-        raise InputError(
-            f"--no-auth: got --host {options.host}, expected loopback: anybody could use the model"
-        )
+    if options.no_auth:
+        require_loopback(options.host)  # before a model is loaded for nothing
     codec, fleet = build(options)
     watching = watch(options)
     try:
+        calm_gc()
         asyncio.run(_serve(options, codec, fleet, watching))
     finally:
         watching.close()
@@ -155,9 +176,11 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
         host=options.host,
         port=options.port,
         config=GatewayConfig(
-            admin_key=options.admin_key,
+            admin_key=options.admin_key or os.environ.get(ADMIN_KEY, ""),
             auth=not options.no_auth,
             max_in_flight=options.max_in_flight,
+            public_url=options.public_url,
+            drain_s=options.drain_s,
             idle_s=options.idle_s,
             explain_forks=options.explain_forks,
         ),
@@ -166,13 +189,22 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, stop.set)
+
+    def interrupted() -> None:
+        if not stop.is_set():
+            stop.set()
+            return
+        gateway.hurry()
+        for name in _SIGNALS:  # a third one ends the process, whatever it is doing
+            loop.remove_signal_handler(name)
+
+    for name in _SIGNALS:
+        loop.add_signal_handler(name, interrupted)
     async with gateway:
         session = await gateway.session()
         print(_welcome(gateway, session.base_url, session.api_key), flush=True)
         await stop.wait()
-        log.info("letting running calls end")
+        log.info("letting running calls end", extra={"drain_s": options.drain_s})
 
 
 def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:

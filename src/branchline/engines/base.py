@@ -87,11 +87,14 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Holds every generation where it is; new ones wait."""
+        """Holds every generation where it is; new ones wait. After one that failed, pause again or resume."""
         ...
 
     async def resume(self, version: int | None = None) -> None:
-        """Goes on, under a new version if one is given: held generations continue behind their own ids."""
+        """Goes on, under a new version if one is given: held generations continue behind their own ids.
+
+        One that fails leaves them held and the version as it was; it can be tried again.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -143,7 +143,7 @@ class HttpEngine:
     ) -> AsyncGenerator[Chunk, None]:
         progress = Progress(prompt_ids, params)
         while (finish := progress.finish) is None:
-            while not self._open.is_set():
+            while not (self._open.is_set() or self._closed):
                 await self._open.wait()
             if self._closed:
                 raise EngineError(f"{self.name}: closed")
@@ -182,15 +182,20 @@ class HttpEngine:
             await self.pause_server()
 
     async def resume(self, version: int | None = None) -> None:
+        """Where it fails every generation is held, and none was sampled under the new version."""
         async with self._turn:
+            self._open.clear()
+            try:
+                await self.resume_server(version)
+            except BaseException:
+                # Without a pause before it something runs, and under which weights is not known any more.
+                await self._cut()
+                raise
             if version is not None:
                 for run in self._running:
                     run.turn(version)
                 self.version = version
-            try:
-                await self.resume_server(version)
-            finally:
-                self._open.set()
+            self._open.set()
 
     async def pause_server(self) -> None:
         """Tells the server too, where it can be told."""

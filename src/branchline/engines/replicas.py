@@ -2,15 +2,18 @@
 
 An id that was handed out stands: when a replica dies or is removed, its calls go on elsewhere behind the
 ids they have emitted, with what is left to ask for. Chunks are neither repeated nor lost.
+
+All replicas in use sample under one version. One whose weights are another's, or not known because it missed
+a pause or a resume, is behind: its calls move, and it gets none until it was paused and resumed with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from branchline.core.errors import EngineError, EngineInputError, InputError
@@ -32,7 +35,18 @@ class Replica:
     avoid_until: float = 0.0
     """A replica that failed is tried again after this, or before where no other is left."""
     behind: bool = False
-    """It missed a pause or a resume, so its weights are not known: not used before it took part in both."""
+    """Its weights are not known to be those of the others."""
+    held: bool = False
+    """It took part in a pause and waits for its resume."""
+
+    def leave(self) -> None:
+        """Its weights are not known from now on: what runs on it goes on elsewhere."""
+        self.behind = True
+        self.cut()
+
+    def cut(self) -> None:
+        for stream in self.running:
+            stream.cut()
 
 
 class Replicas:
@@ -52,12 +66,18 @@ class Replicas:
         self._replicas: dict[str, Replica] = {}
         self._places: OrderedDict[str, Replica] = OrderedDict()
         self._paused = False
+        self._turn = asyncio.Lock()
+        """A pause is over before a resume begins, and nobody joins in between."""
         for engine in engines:
+            self._check(engine)
             self._admit(engine)
 
     @property
     def version(self) -> int:
-        return max((replica.engine.version for replica in self._replicas.values()), default=0)
+        """Of those in use; one that is behind says nothing about the others."""
+        replicas = self._replicas.values()
+        in_use = [one.engine.version for one in replicas if not one.behind]
+        return max(in_use or [one.engine.version for one in replicas], default=0)
 
     @property
     def logprob_kind(self) -> LogprobKind:
@@ -79,6 +99,11 @@ class Replicas:
         return {name: len(replica.running) for name, replica in self._replicas.items()}
 
     @property
+    def behind(self) -> tuple[str, ...]:
+        """Names of the replicas that are not used before the next pause and resume."""
+        return tuple(name for name, one in self._replicas.items() if one.behind)
+
+    @property
     def failing(self) -> tuple[str, ...]:
         """Names of the replicas that are avoided now."""
         now = self._clock()
@@ -89,39 +114,55 @@ class Replicas:
     ) -> AsyncGenerator[Chunk, None]:
         progress = Progress(prompt_ids, params)
         failed: dict[Replica, Exception] = {}
-        while (finish := progress.finish) is None:
-            rest = progress.params
-            replica = self._place(session, failed)
-            stream = Cuttable(replica.engine.generate(progress.prompt_ids, rest, session=session))
-            replica.running.add(stream)
-            try:
-                async for chunk in stream:
+        # What had arrived at a replica when it was left. It stands here, not in the consumer's `left`: where
+        # the call goes on elsewhere, it does so behind these ids.
+        left: deque[Chunk] = deque()
+        try:
+            while (finish := progress.finish) is None:
+                rest = replace(progress.params, left=left.append)
+                replica = self._place(session, failed)
+                stream = Cuttable(replica.engine.generate(progress.prompt_ids, rest, session=session))
+                replica.running.add(stream)
+                try:
+                    async for chunk in stream:
+                        progress.add(chunk)
+                        if len(chunk.ids):
+                            failed.clear()
+                        yield chunk
+                        if chunk.finish is not None:
+                            replica.avoid_until = 0.0
+                            return
+                except EngineInputError:
+                    raise
+                except (EngineError, OSError) as error:
+                    failed[replica] = error
+                    replica.avoid_until = self._clock() + self.retry_after_s
+                finally:
+                    replica.running.discard(stream)
+                    await stream.close()
+                while left:
+                    chunk = left.popleft()
                     progress.add(chunk)
-                    if len(chunk.ids):
-                        failed.clear()
                     yield chunk
                     if chunk.finish is not None:
-                        replica.avoid_until = 0.0
                         return
-            except EngineInputError:
-                raise
-            except (EngineError, OSError) as error:
-                failed[replica] = error
-                replica.avoid_until = self._clock() + self.retry_after_s
-            finally:
-                replica.running.discard(stream)
-                await stream.close()
+        except (GeneratorExit, asyncio.CancelledError):
+            if params.left is not None:
+                for chunk in left:
+                    params.left(chunk)
+            raise
         yield progress.end(finish, self.version)
 
     async def add(self, engine: Engine) -> None:
-        """Takes a further replica into use; while paused, it is paused too."""
-        self._admit(engine)
-        if self._paused:
-            try:
+        """Takes a further replica into use; while paused, it is paused too.
+
+        One of another version than the others' waits for the next pause and resume.
+        """
+        async with self._turn:
+            self._check(engine)
+            if self._paused:
                 await engine.pause()
-            except EngineError:
-                del self._replicas[engine.name]
-                raise
+            self._admit(engine).held = self._paused
 
     async def remove(self, name: str) -> None:
         """Takes a replica out and closes it; its sessions move, and its calls go on elsewhere at once."""
@@ -132,8 +173,7 @@ class Replicas:
             # Before the cut: an engine that is closed may hand out what it has.
             await replica.engine.close()
         finally:
-            for stream in replica.running:
-                stream.cut()
+            replica.cut()
 
     def forget(self, session: str) -> None:
         """Lets go of a session that has ended."""
@@ -142,27 +182,55 @@ class Replicas:
             replica.sessions -= 1
 
     async def pause(self) -> None:
-        self._paused = True
-        failed = await self._all("pause", lambda engine: engine.pause())
-        for replica in self._replicas.values():
-            replica.behind = replica in failed
+        """Replicas that fail are left; if all in use do, none is, and it can be tried again."""
+        async with self._turn:
+            self._paused = True
+            replicas = list(self._replicas.values())
+            failed = await _each(replicas, lambda engine: engine.pause())
+            for one in replicas:
+                one.held = one not in failed
+            in_use = [one for one in replicas if not one.behind] or replicas
+            if in_use and all(one in failed for one in in_use):
+                raise self._failure("pause", failed)
+            for one in failed:
+                one.leave()
 
     async def resume(self, version: int | None = None) -> None:
-        self._paused = False
-        for replica in await self._all("resume", lambda engine: engine.resume(version)):
-            replica.behind = True
+        """Replicas that fail are left; if all do, all are still held, and it can be tried again.
+
+        Those that missed the pause are not asked: whatever weights they have, it is not known to be these.
+        """
+        async with self._turn:
+            asked = [one for one in self._replicas.values() if one.held or not one.behind]
+            failed = await _each(asked, lambda engine: engine.resume(version))
+            resumed = [one for one in asked if one not in failed]
+            if version is None:
+                version = max((one.engine.version for one in resumed if not one.behind), default=self.version)
+            # Without a new version nobody has new weights: who was behind still is.
+            in_step = [one for one in resumed if one.engine.version == version]
+            if self._replicas and not in_step:
+                raise self._failure("resume", failed)
+            self._paused = False
+            for one in resumed:
+                one.held, one.behind = False, one not in in_step
+            for one in failed:
+                one.leave()
 
     async def close(self) -> None:
         await asyncio.gather(*[replica.engine.close() for replica in self._replicas.values()])
 
-    def _admit(self, engine: Engine) -> None:
+    def _check(self, engine: Engine) -> None:
         if engine.name in self._replicas:
             raise InputError(f"replica: {engine.name!r} is in use already")
         if self._replicas and engine.logprob_kind != self.logprob_kind:
             raise InputError(
                 f"replica {engine.name!r}: {engine.logprob_kind} logprobs, expected {self.logprob_kind}"
             )
-        self._replicas[engine.name] = Replica(engine)
+
+    def _admit(self, engine: Engine) -> Replica:
+        is_behind = bool(self._replicas) and engine.version != self.version
+        replica = self._replicas[engine.name] = Replica(engine, behind=is_behind)
+        return replica
 
     def _place(self, session: str, failed: dict[Replica, Exception]) -> Replica:
         """Where a call goes: to its session's replica, or to the one with the fewest calls, then sessions."""
@@ -187,11 +255,16 @@ class Replicas:
                 self.forget(next(iter(self._places)))
         return chosen
 
-    async def _all(self, what: str, act: Callable[[Engine], Coroutine[Any, Any, None]]) -> list[Replica]:
-        """Acts on every replica and gives back those that failed; it is an error if all did."""
-        replicas = list(self._replicas.values())
-        outcomes = await asyncio.gather(*[act(one.engine) for one in replicas], return_exceptions=True)
-        errors = [outcome for outcome in outcomes if outcome is not None]
-        if errors and len(errors) == len(replicas):
-            raise EngineError(f"{self.name}: {what} failed everywhere: {errors[0]}") from errors[0]
-        return [one for one, outcome in zip(replicas, outcomes, strict=True) if outcome is not None]
+    def _failure(self, what: str, failed: dict[Replica, BaseException]) -> EngineError:
+        error = next(iter(failed.values()), None)
+        failure = EngineError(f"{self.name}: {what} failed everywhere: {error or 'all missed the pause'}")
+        failure.__cause__ = error
+        return failure
+
+
+async def _each(
+    replicas: Sequence[Replica], act: Callable[[Engine], Coroutine[Any, Any, None]]
+) -> dict[Replica, BaseException]:
+    """Acts on every replica and gives back those that failed, and why."""
+    outcomes = await asyncio.gather(*[act(one.engine) for one in replicas], return_exceptions=True)
+    return {one: error for one, error in zip(replicas, outcomes, strict=True) if error is not None}

@@ -134,6 +134,7 @@ class SglangEngine(HttpEngine):
             await self.client.control("/abort_request", {"rid": ask.id}, timeout_s=ABORT_TIMEOUT_S)
 
     async def pause_server(self) -> None:
+        self._server_paused = True  # until it says otherwise: an answer may be lost
         self._server_paused = await self.client.control("/pause_generation", {"mode": "abort"})
 
     async def resume_server(self, version: int | None) -> None:
@@ -141,8 +142,8 @@ class SglangEngine(HttpEngine):
             told = {"new_version": str(version), "abort_all_requests": False}
             await self.client.control("/update_weight_version", told)
         if self._server_paused:
-            self._server_paused = False
             await self.client.control("/continue_generation")
+            self._server_paused = False
 
     def _body(self, rid: str, prompt_ids: Ids, params: SamplingParams) -> dict[str, Any]:
         extra = dict(params.extra)

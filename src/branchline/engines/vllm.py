@@ -126,14 +126,15 @@ class VllmEngine(HttpEngine):
         return Ask("/v1/completions", msgspec.json.encode(body), VllmReader(self.name, prompt))
 
     async def pause_server(self) -> None:
+        self._server_paused = True  # until it says otherwise: an answer may be lost
         self._server_paused = await self.client.control("/pause?mode=abort&clear_cache=true")
 
     async def resume_server(self, version: int | None) -> None:
         if version is not None:
             await self.client.control("/update_weight_version", {"new_version": str(version)})
         if self._server_paused:
-            self._server_paused = False
             await self.client.control("/resume")
+            self._server_paused = False
 
     async def sleep(self, level: int = 1) -> bool:
         """Pauses, then frees the server's memory; False where it cannot (not `--enable-sleep-mode`)."""

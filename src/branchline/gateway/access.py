@@ -1,13 +1,21 @@
 """Who may do what: a session's api_key opens its model API and nothing else, its control_key everything of
-that session, the admin key everything. Keys are compared in constant time and never written down."""
+that session, the admin key everything. Keys are compared in constant time and never written down, and
+compared first: nothing is done for those who have none.
+
+Without keys it is the machine that is the lock: only loopback is listened on, and what a browser there sends
+for a page from elsewhere is refused, for a browser runs anybody's programs.
+"""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
-from branchline.core.errors import SessionError
-from branchline.gateway.live import LiveSession, keys_match
+from branchline.core.errors import InputError, SessionError
+from branchline.gateway.live import LiveSession, Opened, keys_match
 from branchline.gateway.sessions import Sessions
 
 
@@ -39,22 +47,52 @@ class Access:
             if live is None:
                 raise _closed_to(key, "this key opens no session")
             return live
-        live = self.sessions.get(session_id)
-        if keys_match(key, live.api_key_hash) or self._is_control(live, key):
-            return live
+        opened = self.sessions.opened(session_id)
+        if keys_match(key, opened.api_key) or self._is_control(opened, key):
+            return self.sessions.get(session_id)
         raise _closed_to(key, f"this key does not open session {session_id}")
 
     def control(self, session_id: str, key: str, *, is_reward: bool = False) -> LiveSession:
         """The session a key may read and steer; an agent may pay itself only where that was allowed."""
-        live = self.sessions.get(session_id)
-        if self._is_control(live, key) or (
-            is_reward and live.options.agent_reward and keys_match(key, live.api_key_hash)
+        opened = self.sessions.opened(session_id)
+        if self._is_control(opened, key) or (
+            is_reward and opened.options.agent_reward and keys_match(key, opened.api_key)
         ):
-            return live
+            return self.sessions.get(session_id)
         raise _closed_to(key, f"this key does not open the control of session {session_id}")
 
-    def _is_control(self, live: LiveSession, key: str) -> bool:
-        return self.is_admin(key) or keys_match(key, live.control_key_hash)
+    def _is_control(self, opened: Opened, key: str) -> bool:
+        return self.is_admin(key) or keys_match(key, opened.control_key)
+
+
+def require_loopback(host: str) -> None:
+    """Without keys nobody else may come by."""
+    if not _is_loopback(host):
+        raise InputError(f"no auth: got host {host!r}, expected loopback: anybody could use the model")
+
+
+def require_local(headers: Mapping[str, str], public_url: str = "") -> None:
+    """Refuses what a page from elsewhere has sent: under its own name (`origin`), or one that it gave us."""
+    known = urlsplit(public_url).hostname
+    for name, before in (("host", "//"), ("origin", "")):
+        given = headers.get(name)
+        if given is None:
+            continue
+        try:
+            host = urlsplit(before + given).hostname or ""
+        except ValueError:
+            host = ""
+        if not _is_loopback(host) and (not host or host != known):
+            raise SessionError(
+                "forbidden", f"{name}: got {given!r}, expected loopback, because no keys are asked for"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host.lower() == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _closed_to(key: str, message: str) -> SessionError:

@@ -96,7 +96,8 @@ class Choice:
     parser: IncrementalParser
     stops: Sequence[str] = ()
     single_call: bool = False
-    """End behind the first tool call (`parallel_tool_calls: false`)."""
+    """End behind the first tool call (`parallel_tool_calls: false`), or behind its stop id if one follows."""
+    stop_ids: frozenset[int] = frozenset()
     response_id: str = ""
     """The response's id on the wire; a client that sends it back says which of equal answers it means."""
     chunks: list[Chunk] = field(default_factory=list)
@@ -108,6 +109,7 @@ class Choice:
     def __post_init__(self) -> None:
         self._watch = StopTexts(self.stops) if self.stops else None
         self._texts: list[str] = []
+        self._has_called = False
 
     def take(self, chunk: Chunk) -> Said:
         """The deltas a chunk makes; none of what lies behind an end the client asked for."""
@@ -134,12 +136,17 @@ class Choice:
         """Token by token, so that the one behind which it ends is known."""
         deltas: list[Delta] = []
         for place, token in enumerate(ids.tolist(), start=1):
+            if self._has_called and token not in self.stop_ids:
+                self.ended = True
+                return deltas, place - 1
             new = self._watched(self.parser.feed([token]))
             deltas += new
             found = self._watch is not None and self._watch.found is not None
-            if found or (self.single_call and any(delta.call is not None for delta in new)):
+            if found or self._has_called:
                 self.ended = True
                 return deltas, place
+            # One token more is looked at: a model that stops here should learn that it did.
+            self._has_called = self.single_call and any(delta.call is not None for delta in new)
         return deltas, len(ids)
 
     def _watched(self, deltas: Sequence[Delta]) -> list[Delta]:

@@ -15,6 +15,9 @@ import msgspec
 import xxhash
 from msgspec import Raw
 
+from branchline.core.errors import MessageError
+from branchline.core.fields import clean_values
+
 T = TypeVar("T")
 _digest = xxhash.xxh3_128_digest
 _FIELD_SEED = 1
@@ -22,7 +25,8 @@ _FIELD_SEED = 1
 
 
 def decode_json(data: bytes | Raw) -> Any:
-    """A JSON value. Half an emoji, which JavaScript writes where it cuts a text, is no reason to refuse."""
+    """A JSON value. Half an emoji, which JavaScript writes where it cuts a text, is no reason to refuse; but
+    from here on every text is one that UTF-8 can carry."""
     try:
         return msgspec.json.decode(data)
     except msgspec.DecodeError as error:
@@ -30,9 +34,13 @@ def decode_json(data: bytes | Raw) -> Any:
         if b"\\ud" not in text.lower():
             raise
         try:
-            return json.loads(text)
+            return clean_values(json.loads(text, parse_constant=_refuse))
         except ValueError:
             raise error from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 class BodyReader:
@@ -70,6 +78,14 @@ class BodyReader:
         return body
 
 
+def _decoded(raw: Raw) -> Any:
+    """What was left as bytes is looked at late, and may turn out to be no JSON then."""
+    try:
+        return decode_json(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError("body", bytes(raw)[:60], f"JSON ({error})") from error
+
+
 class Memory:
     """What a session has read, by the bytes it came as."""
 
@@ -89,7 +105,7 @@ class Memory:
             digest = _digest(item)
             value = known.get(digest)
             if value is None:
-                value = parse(decode_json(item), place)
+                value = parse(_decoded(item), place)
                 known[digest] = value
                 self.new_bytes += len(memoryview(item))
             found.append(value)
@@ -101,7 +117,7 @@ class Memory:
             return parse(given)
         digest = _digest(given, _FIELD_SEED)
         if digest not in self._known:
-            self._known[digest] = parse(decode_json(given))
+            self._known[digest] = parse(_decoded(given))
         found: T = self._known[digest]
         return found
 

@@ -8,23 +8,25 @@ whose client goes away is aborted and kept, as far as it came, as a cancelled ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from msgspec import structs
-
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.errors import ContextLengthError, MessageError, SessionError
+from branchline.core.errors import ContextLengthError, JournalError, MessageError, SessionError
 from branchline.core.runs import Ids
 from branchline.engines.base import Engine, SamplingParams
 from branchline.gateway.answers import Answer, Choice, Said
 from branchline.gateway.live import LiveSession
 from branchline.gateway.record import CallRecord
 from branchline.gateway.resume import left_by, take_up
+from branchline.tree.delta import Delivered
 from branchline.tree.tree import Turn
+
+log = logging.getLogger("branchline.gateway")
 
 _THREAD_LETTERS = 50_000
 """Prompts with more text to be looked at than this are prepared in a thread, for the event loop's sake."""
@@ -39,8 +41,8 @@ class Asked:
     choices: int = 1
     single_call: bool = False
     """At most one tool call an answer."""
-    prompt_ids: Ids | None = None
-    """A bare prompt's ids; None for a conversation."""
+    prompt: str | Ids | None = None
+    """A bare prompt, its text or its ids; None for a conversation."""
     new_bytes: int | None = None
     """How much of the conversation the session had not read before; None where nobody has counted."""
 
@@ -78,29 +80,24 @@ async def run_call(
 ) -> AsyncGenerator[Event, None]:
     """Runs one call to its end. Closing the iterator early is the client going away."""
     asked = replace(asked, request=replace(asked.request, sampling=_sampling(engine, asked.params)))
-    turn = await begin(live, asked, record, max_prompt_tokens)
-    choices = _choices(live, asked, record.call_id)
-    params = _params(engine, turn, asked, live, streamed=record.streamed)
-    prompt_ids, before = turn.prompt_ids, await left_by(live, turn, asked.choices)
-    over = live.running[record.call_id] = asyncio.Event()
-    live.in_flight += 1
-    try:
-        if before:
-            told, prompt_ids, params = take_up(choices[0], before, params, prompt_ids)
-            for event in told:
-                yield event
-        if params.max_tokens > 0:
-            async with aclosing(_generate(engine, prompt_ids, params, choices, live.id)) as said:
-                async for event in said:
-                    record.close_phase("queue")
+    with _under_way(live, asked, record) as allowed:
+        turn = await begin(live, asked, record, max_prompt_tokens)
+        choices = _choices(live, asked, record.call_id)
+        params = _params(engine, turn, asked, live, allowed, streamed=record.streamed)
+        prompt_ids, before = turn.prompt_ids, await left_by(live, turn, asked.choices, record.call_id)
+        try:
+            if before:
+                told, prompt_ids, params = take_up(choices[0], before, params, prompt_ids)
+                for event in told:
                     yield event
-    except (GeneratorExit, asyncio.CancelledError):
-        _keep_cancelled(live, turn, choices, record.call_id)
-        raise
-    finally:
-        live.in_flight -= 1
-        del live.running[record.call_id]
-        over.set()
+            if params.max_tokens > 0:
+                async with aclosing(_generate(engine, prompt_ids, params, choices, live.id)) as said:
+                    async for event in said:
+                        record.close_phase("queue")
+                        yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            _keep_cancelled(live, turn, choices, record.call_id)
+            raise
     record.close_phase("generate")
     generations = [choice.generation(choice.finish) for choice in choices]
     call = await commit(live, turn, generations, record)
@@ -109,10 +106,47 @@ async def run_call(
         yield Done(call, answers, len(turn.prompt_ids), turn.prompt_ids)
 
 
+@contextmanager
+def _under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[int | None]:
+    """A call until its answer is sampled. It counts at once, for others may come beside it.
+
+    Gives how many tokens each of its answers may have, where the session has a limit.
+    """
+    live.require_open()
+    limits, resumes, reserved = live.options.limits, asked.request.resumes, 0
+    allowed: int | None = None
+    if limits.calls is not None and len(live.session.tree.calls) + live.in_flight >= limits.calls:
+        raise SessionError("closed", f"session {live.id} may make {limits.calls} calls and has made them")
+    if limits.tokens is not None:
+        allowed = (limits.tokens - live.sampled_tokens - live.reserved_tokens) // asked.choices
+        if allowed <= 0:
+            raise SessionError(
+                "closed", f"session {live.id} may sample {limits.tokens} tokens and has sampled them"
+            )
+        allowed = min(allowed, asked.params.max_tokens)
+        reserved = allowed * asked.choices
+    if resumes in live.resuming:
+        raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
+    if resumes:
+        live.resuming.add(resumes)
+    over = live.running[record.call_id] = asyncio.Event()
+    live.in_flight += 1
+    live.reserved_tokens += reserved
+    live.last_used = time.monotonic()
+    try:
+        yield allowed
+    finally:
+        live.in_flight -= 1
+        live.reserved_tokens -= reserved
+        live.last_used = time.monotonic()
+        live.resuming.discard(resumes)
+        del live.running[record.call_id]
+        over.set()
+
+
 async def begin(live: LiveSession, asked: Asked, record: CallRecord, max_prompt_tokens: int | None) -> Turn:
     """The prompt, if the session takes another call."""
     live.require_open()
-    _within_limits(live)
     turn = await _prepare(live, asked)
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
         raise MessageError("prompt", f"{len(turn.prompt_ids)} tokens", f"at most {max_prompt_tokens} tokens")
@@ -126,9 +160,17 @@ def delivery(live: LiveSession, call: Call) -> Iterator[None]:
     try:
         yield
     except (GeneratorExit, asyncio.CancelledError):
-        live.session.deliver(call, Delivery.LOST)
+        _note(live, call, Delivery.LOST)
         raise
-    live.session.deliver(call)
+    _note(live, call, Delivery.DELIVERED)
+
+
+def _note(live: LiveSession, call: Call, delivered: Delivery) -> None:
+    try:
+        live.session.deliver(call, delivered)
+    except JournalError as error:
+        # The answer has left, or nobody is there: there is no one to be told but the log.
+        log.warning("call %s of session %s: %s", call.id, live.id, error)
 
 
 def _sampling(engine: Engine, params: SamplingParams) -> dict[str, Any]:
@@ -157,15 +199,19 @@ def _choices(live: LiveSession, asked: Asked, call_id: str) -> list[Choice]:
             codec.plain_parser() if request.raw else codec.parser(request.tools, request.template),
             asked.params.stop,
             asked.single_call,
-            call_id,
+            codec.stop_ids,
+            response_id=call_id,
         )
         for index in range(asked.choices)
     ]
 
 
-def _params(engine: Engine, turn: Turn, asked: Asked, live: LiveSession, *, streamed: bool) -> SamplingParams:
+def _params(
+    engine: Engine, turn: Turn, asked: Asked, live: LiveSession, allowed: int | None, *, streamed: bool
+) -> SamplingParams:
     """What the engine is asked for. A prompt at the limit leaves room for no token, which is an answer."""
-    room, most, length = asked.params.max_tokens, engine.max_context, len(turn.prompt_ids)
+    room = asked.params.max_tokens if allowed is None else allowed
+    most, length = engine.max_context, len(turn.prompt_ids)
     if most is not None:
         if length > most:
             # The words that clients look for when they decide to compact.
@@ -181,9 +227,14 @@ def _params(engine: Engine, turn: Turn, asked: Asked, live: LiveSession, *, stre
 
 
 async def _prepare(live: LiveSession, asked: Asked) -> Turn:
-    request = asked.request
-    if asked.prompt_ids is not None:
-        return live.session.prepare_ids(request, asked.prompt_ids)
+    request, prompt, session = asked.request, asked.prompt, live.session
+    if prompt is not None:
+
+        def bare() -> Turn:
+            ids = session.codec.encode(prompt) if isinstance(prompt, str) else prompt
+            return session.prepare_ids(request, ids)
+
+        return bare() if len(prompt) < _THREAD_LETTERS else await asyncio.to_thread(bare)
     work = asked.new_bytes
     if work is None or live.session.history == "template":
         # A template is rendered whole, whatever was there before.
@@ -191,16 +242,6 @@ async def _prepare(live: LiveSession, asked: Asked) -> Turn:
     if work < _THREAD_LETTERS:
         return live.session.prepare(request)
     return await asyncio.to_thread(live.session.prepare, request)
-
-
-def _within_limits(live: LiveSession) -> None:
-    limits = live.options.limits
-    calls = limits.get("calls")
-    if calls is not None and len(live.session.tree.calls) + live.in_flight >= calls:
-        raise SessionError("closed", f"session {live.id} may make {calls} calls and has made them")
-    tokens = limits.get("tokens")
-    if tokens is not None and live.sampled_tokens >= tokens:
-        raise SessionError("closed", f"session {live.id} may sample {tokens} tokens and has sampled them")
 
 
 async def _generate(
@@ -260,25 +301,21 @@ async def commit(
     """The call in the tree, once it is safe."""
     # Finalized or aborted while it was being sampled: the answer comes too late and changes nothing.
     live.require_open()
-    named = [_named(generation, record.call_id) for generation in generations]
-    committed = live.session.commit(turn, *named, call_id=record.call_id)
+    committed = live.session.commit(turn, *generations, call_id=record.call_id)
     if committed.durable is not None:
         try:
             await asyncio.wrap_future(committed.durable)
         except asyncio.CancelledError:
             # It will be in the journal, but nobody is there to be told.
-            live.session.deliver(committed.call, Delivery.LOST)
+            _note(live, committed.call, Delivery.LOST)
+            raise
+        except JournalError:
+            # The journal does not have it and its client will not get it: it must not be trained.
+            live.session.tree.apply(Delivered(committed.call.index, Delivery.LOST))
             raise
     live.last_used = time.monotonic()
     record.close_phase("commit")
     return committed.call
-
-
-def _named(generation: Generation, call_id: str) -> Generation:
-    """An answer that knows its response; of equal ones, whoever sends the id back says which is meant."""
-    if generation.message is None:
-        return generation
-    return replace(generation, message=structs.replace(generation.message, id=call_id))
 
 
 def _keep_cancelled(live: LiveSession, turn: Turn, choices: Sequence[Choice], call_id: str) -> None:

@@ -6,21 +6,29 @@ sample takes its ids for the sampled ones unless that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+from msgspec import structs
+
 from branchline.chat.parsing.base import Delta
 from branchline.core.call import Generation
-from branchline.core.errors import EngineInputError
+from branchline.core.errors import EngineInputError, MessageError
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import write_message
 from branchline.engines.openai import ChatDelta, ToolDelta, UpstreamChat, Usage
 from branchline.gateway.answers import Answer, Said
+from branchline.gateway.bodies import decode_json
 from branchline.gateway.calls import Asked, Done, Event, begin, commit, delivery
-from branchline.gateway.live import LiveSession
+from branchline.gateway.live import LiveSession, SessionOptions
 from branchline.gateway.record import CallRecord
+
+_SAID_ANEW = frozenset({"model", "messages", "tools", "stream", "stream_options", "return_token_ids"})
+"""Fields that are ours to say to an upstream."""
+_ABOUT_TOOLS = ("tool_choice", "parallel_tool_calls")
 
 
 @dataclass
@@ -61,15 +69,22 @@ class _Reply:
 
 
 async def run_capture(
-    live: LiveSession, upstream: UpstreamChat, asked: Asked, record: CallRecord
+    live: LiveSession, upstream: UpstreamChat, asked: Asked, record: CallRecord, body: bytes = b""
 ) -> AsyncGenerator[Event, None]:
-    """Passes one call on. One that is broken off leaves nothing: what was sampled is not known."""
+    """Passes one call on, with every field of its `body` where that is a chat completion request too.
+
+    One that is broken off leaves nothing: what was sampled is not known.
+    """
     if asked.request.raw or asked.choices != 1:
         raise EngineInputError(f"{upstream.name}: an upstream is asked for one chat completion at a time")
     turn = await begin(live, asked, record, None)
     reply = _Reply()
     messages = [write_message(message) for message in asked.request.messages]
-    options = {"model": record.model, **_options(asked)}
+    options = _passed(body, live.options) if body else _options(asked)
+    options["model"] = record.model
+    if not asked.request.tools:
+        # Without tools there is nothing to choose, and upstreams refuse to be told about it.
+        options = {name: value for name, value in options.items() if name not in _ABOUT_TOOLS}
     live.in_flight += 1
     try:
         async with aclosing(upstream.chat(messages, tools=asked.request.tools, options=options)) as deltas:
@@ -83,7 +98,7 @@ async def run_capture(
     if reply.calls:
         yield Said(0, [Delta(call=call, index=index) for index, call in enumerate(reply.calls)])
     record.close_phase("generate")
-    message = reply.message
+    message = structs.replace(reply.message, id=record.call_id)
     ids = live.session.codec.spell(message)
     finish = reply.finish if reply.finish in ("length", "tool_calls") else "stop"
     call = await commit(live, turn, [Generation(ids, None, 0, finish, message, inexact=True)], record)
@@ -93,8 +108,24 @@ async def run_capture(
         yield done
 
 
-def _options(asked: Asked) -> Mapping[str, Any]:
-    """The client's wishes in the upstream's words; what was left open stays open."""
+def _passed(body: bytes, session: SessionOptions) -> dict[str, Any]:
+    """The client's fields as it wrote them, whether anybody here knows them or not."""
+    try:
+        fields = decode_json(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # In a field that nobody has looked at before.
+        raise MessageError("body", body[:60], f"JSON ({error})") from error
+    given = {name: value for name, value in fields.items() if value is not None and name not in _SAID_ANEW}
+    options = {**session.sampling_defaults, **given, **session.sampling}
+    if "max_completion_tokens" in options:
+        # The same limit under two names: the session's own goes first, then the newer one.
+        options.pop("max_completion_tokens" if "max_tokens" in session.sampling else "max_tokens", None)
+    options.pop("n", None)
+    return options
+
+
+def _options(asked: Asked) -> dict[str, Any]:
+    """The wishes of a client that speaks another protocol; what was left open stays open."""
     params, given = asked.params, asked.request.sampling
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if params.stop:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
+
+from branchline.core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -11,7 +14,7 @@ class GatewayConfig:
 
     admin_key: str = ""
     auth: bool = True
-    max_in_flight: int = 256
+    max_in_flight: int = 2048
     """Generations at once; above, 429 with Retry-After."""
     max_body_bytes: int = 64 * 1024 * 1024
     max_messages: int = 10_000
@@ -20,7 +23,23 @@ class GatewayConfig:
     """Longer prompts are refused; None leaves it to what the engine can hold."""
     default_max_tokens: int = 4096
     """Where neither client nor session says."""
+    public_url: str = ""
+    """Where clients reach the gateway, if it is not where it listens; empty: the address each came by."""
+    drain_s: float = 30.0
+    """How long running calls may go on when the gateway stops; then they are kept as cancelled ones."""
     idle_s: float = 24 * 3600
     """Sessions that nobody has used for this long are finalized; 0: never."""
     explain_forks: bool = False
     """Log why a request did not go on where the last one ended, as it happens."""
+
+    def __post_init__(self) -> None:
+        if self.public_url and not self.public_url.startswith(("http://", "https://")):
+            raise InputError(f"public_url: got {self.public_url!r}, expected http://HOST or https://HOST")
+
+
+def calm_gc() -> None:
+    """For a process that only serves: trees grow and nothing of them is garbage, so looking through them at
+    Python's own pace is for nothing. What is there now is not looked at again; what comes, more rarely."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)

@@ -25,6 +25,13 @@ class ClientGoneError(Exception):
     """Nobody is there to be answered."""
 
 
+class BodyTooLargeError(MessageError):
+    """A body with more bytes than are taken."""
+
+    def __init__(self, size: str, most: int) -> None:
+        super().__init__("body", size, f"at most {most} bytes")
+
+
 class Exchange:
     """A request as it came in, and the ways to answer it."""
 
@@ -35,6 +42,8 @@ class Exchange:
         self._raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.is_streaming = False
         """Whether an answer is under way, so that an error can only be told inside it."""
+        self.body = b""
+        """The body as it came, once it has been read."""
 
     @cached_property
     def headers(self) -> Mapping[str, str]:
@@ -47,7 +56,10 @@ class Exchange:
         return token.strip() if scheme.lower() == "bearer" else self.headers.get("x-api-key", "")
 
     async def json(self, max_bytes: int, decode: Callable[[bytes], object] = decode_json) -> Any:
-        """The body, read and decoded."""
+        """The body, read and decoded. One that says of itself that it is too large is not even read."""
+        told = self.headers.get("content-length", "")
+        if told.isdecimal() and int(told[:20]) > max_bytes:
+            raise BodyTooLargeError(f"{told[:20]} bytes", max_bytes)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -58,10 +70,10 @@ class Exchange:
             parts.append(part)
             size += len(part)
             if size > max_bytes:
-                raise MessageError("body", f"more than {size} bytes", f"at most {max_bytes} bytes")
+                raise BodyTooLargeError(f"{size} bytes and more", max_bytes)
             if not message.get("more_body", False):
                 break
-        data = b"".join(parts) if len(parts) > 1 else parts[0]
+        self.body = data = b"".join(parts) if len(parts) > 1 else parts[0]
         try:
             return decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -84,9 +96,10 @@ class Exchange:
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def until_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result; a client that hangs up before cancels it."""
+    async def until_gone(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:
+        """The work's result; a client that hangs up before cancels it, and so may whoever holds `tasks`."""
         task = asyncio.ensure_future(work)
+        tasks.add(task)
         watch = asyncio.ensure_future(self._gone())
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,6 +108,7 @@ class Exchange:
             return task.result()
         finally:
             watch.cancel()
+            tasks.discard(task)
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, MessageError
 from branchline.engines.base import Engine
 from branchline.engines.openai import UpstreamChat
 from branchline.engines.replicas import Replicas
@@ -77,6 +77,9 @@ class Fleet:
         self.main = engine
         self._others = dict(others or {})
         self._make = make
+        self._turn = asyncio.Lock()
+        self.paused = False
+        """From the moment a pause is asked for until a resume has succeeded."""
         default = Route(engine)
         self._default = default
         self._routes: list[tuple[Rule, Route]] = []
@@ -122,12 +125,21 @@ class Fleet:
 
     async def pause(self) -> None:
         """Holds the policy for a change of its weights; engines that rules name go on."""
-        if not isinstance(self.main, UpstreamChat):
+        if isinstance(self.main, UpstreamChat):
+            return
+        async with self._turn:
+            self.paused = True
             await self.main.pause()
 
     async def resume(self, version: int | None = None) -> None:
-        if not isinstance(self.main, UpstreamChat):
+        """Versions only grow: two policies under one number could not be told apart in the record."""
+        if isinstance(self.main, UpstreamChat):
+            return
+        async with self._turn:
+            if version is not None and version < self.version:
+                raise MessageError("version", version, f"{self.version}, the version of now, or a later one")
             await self.main.resume(version)
+            self.paused = False
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in (self.main, *self._others.values())))
@@ -144,12 +156,16 @@ class Fleet:
                 "version": engine.version,
                 "in_flight": self.main.in_flight[engine.name],
                 "failing": engine.name in self.main.failing,
+                "behind": engine.name in self.main.behind,
             }
             for engine in self.main.engines
         ]
 
-    async def add(self, url: str) -> None:
-        """Takes a further replica into use, once it answers."""
+    async def add(self, url: str, version: int | None = None) -> None:
+        """Takes a further replica into use, once it answers; `version` is the one of its weights.
+
+        One of another version than the policy's is not used before the next pause and resume.
+        """
         if self._make is None or not isinstance(self.main, Replicas):
             raise InputError(f"engines: {self.main.name} takes no replicas; those behind HTTP do")
         engine = self._make(url)
@@ -157,6 +173,8 @@ class Fleet:
             ready = getattr(engine, "ready", None)
             if ready is not None:
                 await ready()
+            if version is not None:
+                await engine.resume(version)
             await self.main.add(engine)
         except BaseException:
             await engine.close()
@@ -166,6 +184,8 @@ class Fleet:
         """Takes a replica out; what it was sampling goes on elsewhere."""
         if not isinstance(self.main, Replicas):
             raise InputError(f"engines: {self.main.name} takes no replicas; those behind HTTP do")
-        if len(self.main.engines) == 1 and self.main.engines[0].name == name:
-            raise InputError(f"engines: {name} is the last one; add another before it is removed")
+        names = [engine.name for engine in self.main.engines]
+        in_use = [one for one in names if one not in self.main.behind] or names
+        if in_use == [name]:
+            raise InputError(f"engines: {name} is the last one in use; add another before it is removed")
         await self.main.remove(name)

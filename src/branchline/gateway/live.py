@@ -11,23 +11,37 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from branchline.core.errors import JournalError, SessionError
+from branchline.chat.base import History
+from branchline.core.errors import InputError, JournalError, MessageError, SessionError
+from branchline.engines.base import SamplingParams
 from branchline.gateway.bodies import Memory
+from branchline.gateway.rewards import checked_reward
 from branchline.tree.delta import Delivered, Delta, decode_array, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 
 log = logging.getLogger("branchline.sessions")
 
+SAMPLING_NAMES = frozenset(
+    {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "whole", "left"}
+    | {"n", "response_format"}
+)
+"""What a session may say about how it is sampled."""
 State = Literal["open", "completed", "finalized", "aborted"]
 CLOSED: tuple[State, ...] = ("finalized", "aborted")
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session may use; None: as much as it likes."""
+
+    calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Sampled ones, of all its calls together."""
 
 
 class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,12 +55,28 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Overrides what clients ask for."""
     sampling_defaults: dict[str, Any] = {}
     """Fills what clients leave open."""
-    limits: dict[str, int] = {}
-    """`calls`: how many calls the session may make. `tokens`: how many it may sample."""
+    limits: Limits = Limits()
     eval: bool = False
     """Never exported."""
     agent_reward: bool = False
     """The agent's own key may post rewards."""
+    history: History | None = None
+    """How earlier turns are shown, `template` or `verbatim`; None: as the gateway does everywhere."""
+    restore_reasoning: bool = True
+    """Reasoning that a client leaves out is shown all the same; false lets clients really drop it."""
+
+    def __post_init__(self) -> None:
+        for name, given in (("sampling", self.sampling), ("sampling_defaults", self.sampling_defaults)):
+            for key in given.keys() - SAMPLING_NAMES:
+                raise MessageError(f"{name}.{key}", given[key], f"one of {', '.join(sorted(SAMPLING_NAMES))}")
+
+
+def read_options(given: object) -> SessionOptions:
+    """Options as a client or a program wrote them; nothing at all is all defaults."""
+    try:
+        return msgspec.convert({} if given is None else given, SessionOptions)
+    except msgspec.ValidationError as problem:
+        raise InputError(str(problem)) from problem
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
@@ -98,6 +128,14 @@ class LiveSession:
     last_used: float = field(default_factory=time.monotonic)
     running: dict[str, asyncio.Event] = field(default_factory=dict, repr=False)
     """Calls that are being sampled; each event is set when its call is over and in the tree."""
+    attempts: dict[str, int] = field(default_factory=dict, repr=False)
+    """How often each call was sent that its client named."""
+    resuming: set[str] = field(default_factory=set, repr=False)
+    """Cancelled calls that somebody is going on from."""
+    reserved_tokens: int = 0
+    """What calls under way may still sample, where the session has a limit."""
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
+    """Calls under way, to be stopped when the session is closed."""
     memory: Memory = field(default_factory=Memory, repr=False)
     left_open: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the session is completed, finalized or aborted."""
@@ -127,6 +165,11 @@ class LiveSession:
             if node.output and node.sampled_ids is not None and not tree.is_resumed(tree.call_of(node))
         )
 
+    def is_idle(self, idle_s: float) -> bool:
+        """Whether it takes calls and has not been used for so long; 0 stands for ever."""
+        unused_s = time.monotonic() - self.last_used
+        return bool(idle_s) and not self.is_closed and not self.in_flight and unused_s > idle_s
+
     def require_open(self) -> None:
         """Raises where nothing may be added any more."""
         if self.is_closed:
@@ -134,22 +177,35 @@ class LiveSession:
         if self.journal is not None and self.journal.failed is not None:
             raise JournalError(f"session {self.id} can only be read: {self.journal.failed}")
 
-    def post_reward(self, reward: Mapping[str, Any]) -> Future[int] | None:
+    async def post_reward(self, given: object) -> None:
+        """Pays: a number or an object with a score. It counts once the journal has it."""
         self.require_open()
+        reward = checked_reward(given)
         self.last_used = time.monotonic()
-        self.rewards.append(dict(reward))
-        return self._write(Rewarded(dict(reward)))
+        await self._write(Rewarded(reward))
+        self.rewards.append(reward)
 
-    def end(self, state: State, reason: str = "") -> Future[int] | None:
-        """Moves on to a state; ending twice the same way is fine."""
+    async def end(self, state: State, reason: str = "") -> None:
+        """Moves on to a state; ending twice the same way is fine. What is being sampled then is stopped.
+
+        From here on nothing is added; should the journal refuse, the session is what it was.
+        """
         if self.state == state:
-            return None
+            return
         self.require_open()
+        before = self.state, self.reason
         self.state, self.reason = state, reason
         self.last_used = time.monotonic()
+        try:
+            await self._write(Ended(state, reason))
+        except BaseException:
+            self.state, self.reason = before
+            raise
         self.left_open.set()
         if self.is_closed:
             self.memory.clear()
+            for task in self.tasks:
+                task.cancel()
         log.info(
             "session %s",
             state,
@@ -162,7 +218,6 @@ class LiveSession:
                 "open_s": time.time() - self.created,
             },
         )
-        return self._write(Ended(state, reason))
 
     def apply(self, record: Rewarded | Ended | Delta | Delivered) -> None:
         """What the journal says happened, again."""
@@ -174,8 +229,9 @@ class LiveSession:
         else:
             self.session.tree.apply(record)
 
-    def _write(self, record: Rewarded | Ended) -> Future[int] | None:
-        return self.journal.append(self.id, encode_record(record)) if self.journal else None
+    async def _write(self, record: Rewarded | Ended) -> None:
+        if self.journal is not None:
+            await asyncio.wrap_future(self.journal.append(self.id, encode_record(record)))
 
 
 def key_hash(key: str) -> bytes:

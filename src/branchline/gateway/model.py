@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
+from branchline.core.fields import clean
 from branchline.engines.openai import UpstreamChat
 from branchline.gateway.access import Access
 from branchline.gateway.agents import named_by
@@ -33,6 +34,7 @@ from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import COUNT_TOKENS, MESSAGES
 from branchline.gateway.protocols.responses import INPUT_TOKENS, RESPONSES
 from branchline.gateway.record import CallRecord, Failure, Observer
+from branchline.gateway.resume import CALL_HEADER, earlier_attempt, next_attempt
 from branchline.gateway.wire import error_of
 
 log = logging.getLogger("branchline.gateway")
@@ -95,12 +97,13 @@ class ModelApi:
             if wire is not None and exchange.method == "POST":
                 answer = self._call if wire.count is None else self._count
                 await answer(wire, place, exchange)
-            elif wire is not None or (place.verb.startswith("models") and exchange.method != "GET"):
-                await exchange.respond(error(405, f"{exchange.method}: not for this path", None), 405)
-            elif place.verb.split("/")[0] == "models":
+            elif wire is None and place.verb.split("/")[0] != "models":
+                await exchange.respond(error(404, f"/v1/{place.verb}: no such path", None), 404)
+            elif wire is None and exchange.method in ("GET", "HEAD"):
                 await self._models(place, exchange)
             else:
-                await exchange.respond(error(404, f"/v1/{place.verb}: no such path", None), 404)
+                refusal = error(405, f"{exchange.method}: not for this path", None)
+                await exchange.respond(refusal, 405, {"allow": "POST" if wire else "GET, HEAD"})
         except BranchlineError as refused:
             status, message, field, headers = error_of(refused)
             await exchange.respond(error(status, message, field), status, headers)
@@ -133,15 +136,17 @@ class ModelApi:
 
     async def _call(self, wire: Wire[Any], place: Place, exchange: Exchange) -> None:
         live = self._access.model(place.session, exchange.key)
+        name = exchange.headers.get(CALL_HEADER, "")
         record = CallRecord(
             live.id,
             wire.name,
-            wire.id_prefix + secrets.token_hex(12),
+            next_attempt(live, name) if name else wire.id_prefix + secrets.token_hex(12),
             live.created,
             group=live.options.group,
             traceparent=exchange.headers.get("traceparent", ""),
         )
         try:
+            live.require_open()
             body = await exchange.json(self._config.max_body_bytes, wire.decode)
             ask = self._read(wire, live, place, exchange, body, record)
             if self.in_flight >= self._config.max_in_flight:
@@ -150,9 +155,9 @@ class ModelApi:
                 )
             self.in_flight += 1
             try:
-                events = self._events(live, ask, record, exchange.headers.get(RESUME_HEADER, ""))
+                events = self._events(wire, live, ask, record, exchange)
                 work = self._streamed if ask.stream else self._whole
-                await exchange.until_gone(work(wire, live, ask, record, exchange, events))
+                await exchange.until_gone(work(wire, live, ask, record, exchange, events), live.tasks)
             finally:
                 self.in_flight -= 1
         except BranchlineError as error:
@@ -183,7 +188,7 @@ class ModelApi:
         headers = exchange.headers
         user = body.get("user") if isinstance(body, dict) else None
         named = named_by(headers)
-        agent = (
+        agent = clean(
             named.agent
             or place.agent
             or (user if isinstance(user, str) else "")
@@ -194,11 +199,12 @@ class ModelApi:
         caller = Caller(
             live,
             agent,
-            int(retry) if retry.isdigit() else 0,
+            int(retry[:6]) if retry.isdecimal() and retry.isascii() else 0,
             named.parent,
             self._config.default_max_tokens,
         )
         ask: Ask = wire.read(body, caller)
+        ask = replace(ask, model=clean(ask.model))
         count = len(ask.asked.request.messages)
         if count > self._config.max_messages:
             raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
@@ -207,15 +213,23 @@ class ModelApi:
         return ask
 
     async def _events(
-        self, live: LiveSession, ask: Ask, record: CallRecord, resumes: str
+        self, wire: Wire[Any], live: LiveSession, ask: Ask, record: CallRecord, exchange: Exchange
     ) -> AsyncGenerator[Event, None]:
+        resumes = exchange.headers.get(RESUME_HEADER, "")
         route = self._fleet.route(ask.model, record.agent)
         record.engine = route.engine.name
         asked = ask.asked
+        if not isinstance(route.engine, UpstreamChat):
+            # What an upstream had said is text, and there is no going on behind that.
+            resumes = resumes or await earlier_attempt(live, record.call_id)
         if not route.train or resumes:
             asked = replace(asked, request=replace(asked.request, trained=route.train, resumes=resumes))
         if isinstance(route.engine, UpstreamChat):
-            events = run_capture(live, route.engine, asked, record)
+            if resumes:
+                raise SessionError("conflict", f"resume: {route.engine.name} cannot go on behind ids")
+            # Only an upstream of the same protocol knows what the fields mean that nobody here reads.
+            body = exchange.body if wire is CHAT else b""
+            events = run_capture(live, route.engine, asked, record, body)
         else:
             events = run_call(live, route.engine, asked, record, self._config.max_prompt_tokens)
         async with aclosing(events):
@@ -233,7 +247,7 @@ class ModelApi:
         exchange: Exchange,
         events: AsyncGenerator[Event, None],
     ) -> None:
-        async with aclosing(events):
+        async with _stopped_with(live), aclosing(events):
             async for event in events:
                 if isinstance(event, Done):
                     # The call counts as delivered once this has left, and not before.
@@ -250,7 +264,7 @@ class ModelApi:
     ) -> None:
         stream = wire.stream(ask, record.call_id, live.session.codec)
         try:
-            async with aclosing(events):
+            async with _stopped_with(live), aclosing(events):
                 async for event in events:
                     if isinstance(event, Done):
                         await exchange.stream(stream.end(event), last=True)
@@ -263,3 +277,13 @@ class ModelApi:
             status, message, field, _ = error_of(error)
             record.outcome, record.status, record.failure = "failed", status, Failure.of(error)
             await exchange.stream(stream.failed(status, message, field), last=True)
+
+
+@asynccontextmanager
+async def _stopped_with(live: LiveSession) -> AsyncIterator[None]:
+    """Around a call: one that is stopped because its session was closed is told so."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        live.require_open()
+        raise

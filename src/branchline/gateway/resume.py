@@ -3,10 +3,15 @@
 What a cancelled call sampled is in the tree. A request that names it (`x-branchline-resume`) begins with
 those ids and samples the rest; the new call then holds the whole answer and the old one counts no more: its
 tokens are in the new one, with their logprobs and versions. A call that left nothing behind is begun again.
+
+A client can name its call before it sends it (`x-branchline-call`). Sent again under the same name, however
+little was heard of it, the call goes on from the attempt before: one that was cancelled, or one that was
+answered when nobody listened any more. So a client that may be cut off at any moment loses nothing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,9 +24,55 @@ from branchline.gateway.answers import Choice, Said
 from branchline.gateway.live import LiveSession
 from branchline.tree.tree import Turn
 
+CALL_HEADER = "x-branchline-call"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
+_AGAIN = "~"
+"""Not in a name: behind it stands the number of an attempt."""
 
-async def left_by(live: LiveSession, turn: Turn, choices: int) -> list[Chunk]:
-    """What the call that a turn goes on from had sampled, a chunk for each policy version."""
+
+def next_attempt(live: LiveSession, name: str) -> str:
+    """The id of the next attempt at a call that its client named: the name, name~2, name~3, …"""
+    if not _NAME.fullmatch(name):
+        raise MessageError(CALL_HEADER, name, "letters, digits, '-', '_' or '.', at most 96")
+    count = live.attempts.get(name)
+    if count is None:
+        # Not since the start; but there may have been one before.
+        tries = [call.id for call in live.session.tree.calls if _name_of(call.id) == name]
+        count = max([_number_of(call_id) for call_id in tries], default=0)
+    live.attempts[name] = count + 1
+    return _attempt(name, count + 1)
+
+
+async def earlier_attempt(live: LiveSession, call_id: str) -> str:
+    """The attempt before this one that left something behind; "" if none did."""
+    for number in range(_number_of(call_id) - 1, 0, -1):
+        earlier = _attempt(_name_of(call_id), number)
+        running = live.running.get(earlier)
+        if running is not None:
+            await running.wait()
+        if live.session.tree.find_call(earlier) is not None:
+            return earlier
+    return ""
+
+
+def _attempt(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}{_AGAIN}{number}"
+
+
+def _name_of(call_id: str) -> str:
+    return call_id.partition(_AGAIN)[0]
+
+
+def _number_of(call_id: str) -> int:
+    _, again, number = call_id.partition(_AGAIN)
+    return int(number) if again and number.isdigit() else 1
+
+
+async def left_by(live: LiveSession, turn: Turn, choices: int, as_call: str) -> list[Chunk]:
+    """What the call that a turn goes on from had sampled, a chunk for each policy version.
+
+    If it was over, the last one says how it ended.
+    """
     call_id = turn.request.resumes
     if not call_id:
         return []
@@ -35,7 +86,7 @@ async def left_by(live: LiveSession, turn: Turn, choices: int) -> list[Chunk]:
     call = tree.find_call(call_id)
     if call is None:
         return []
-    _check(live, turn, call)
+    _check(live, turn, call, as_call)
     node = tree.nodes[call.outputs[0]]
     assert node.output is not None
     assert node.sampled_ids is not None
@@ -46,16 +97,20 @@ async def left_by(live: LiveSession, turn: Turn, choices: int) -> list[Chunk]:
         logprobs = None if node.output.logprobs is None else node.output.logprobs[part]
         chunks.append(Chunk(node.sampled_ids[part], logprobs, version))
         start += count
+    if tree.delivery(call) != Delivery.CANCELLED:
+        chunks.append(Chunk(finish="length" if node.output.finish == "length" else "stop"))
     return chunks
 
 
-def _check(live: LiveSession, turn: Turn, call: Call) -> None:
+def _check(live: LiveSession, turn: Turn, call: Call, as_call: str) -> None:
     tree = live.session.tree
-    if tree.delivery(call) != Delivery.CANCELLED or len(call.outputs) != 1:
+    node = tree.nodes[call.outputs[0]]
+    # Whoever sends a call again under its own name has not heard the answer; and nothing follows it then.
+    is_again = _name_of(call.id) == _name_of(as_call) and not node.children
+    if len(call.outputs) != 1 or (tree.delivery(call) != Delivery.CANCELLED and not is_again):
         raise SessionError("conflict", f"resume: call {call.id} is no cancelled call with one answer")
     if tree.is_resumed(call):
         raise SessionError("conflict", f"resume: call {call.id} was resumed already")
-    node = tree.nodes[call.outputs[0]]
     if not np.array_equal(tree.path_ids(node)[: node.sampled_start], turn.prompt_ids):
         raise SessionError("conflict", f"resume: call {call.id} had another prompt than this one")
 
@@ -72,7 +127,9 @@ def take_up(
     ids = choice.ids
     left = params.continued(len(ids))
     stopped = choice.ended or (len(ids) > 0 and int(ids[-1]) in params.stop_ids)
-    if stopped or left.max_tokens <= 0:
+    if chunks[-1].finish is not None:
+        left = params.continued(params.max_tokens)
+    elif stopped or left.max_tokens <= 0:
         if not choice.ended:
             said.append(choice.take(Chunk(finish="stop" if stopped else "length")))
         left = params.continued(params.max_tokens)

@@ -14,7 +14,8 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -26,10 +27,11 @@ from branchline.chat.base import Codec, History
 from branchline.core.errors import BranchlineError, InputError
 from branchline.engines.base import Engine
 from branchline.engines.openai import UpstreamChat
+from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.fleet import Fleet
-from branchline.gateway.live import LiveSession, SessionOptions
+from branchline.gateway.live import LiveSession, State, read_options
 from branchline.gateway.record import Observer, SessionObserver
 from branchline.gateway.sessions import Sessions
 from branchline.gateway.views import samples_view
@@ -58,14 +60,25 @@ class GatewaySession:
 
     async def reward(self, score: float, **extras: Any) -> None:
         """Posts a reward; extras travel with it."""
-        durable = self.live.post_reward({"score": score, **extras})
-        if durable is not None:
-            await asyncio.wrap_future(durable)
+        await self.live.post_reward({"score": score, **extras})
+
+    async def samples(self) -> dict[str, Any]:
+        """Its samples and report as they would be now; it may go on."""
+        return await asyncio.to_thread(samples_view, self.live)
+
+    async def wait(self, timeout_s: float | None = None) -> State:
+        """Waits until it is no longer open, or for so long; its state then."""
+        await self.app.control.wait(self.live, timeout_s)
+        return self.live.state
+
+    async def complete(self, reason: str = "") -> None:
+        """The agent is done; rewards and calls that come late are still taken."""
+        await self.app.control.end(self.live, "completed", reason)
 
     async def finalize(self) -> dict[str, Any]:
         """Ends the session and gives its samples and report."""
         await self.app.control.end(self.live, "finalized")
-        return await asyncio.to_thread(samples_view, self.live)
+        return await self.samples()
 
     async def abort(self, reason: str = "") -> None:
         await self.app.control.end(self.live, "aborted", reason)
@@ -90,6 +103,8 @@ class Gateway:
     ) -> None:
         """`codec` may be left out where the engine has one; `observers` see calls, `on_end` sessions."""
         config = config or GatewayConfig()
+        if not config.auth:
+            require_loopback(host)
         if config.auth and not config.admin_key:
             config = replace(config, admin_key="ak-bl-" + secrets.token_urlsafe(24))
         self._journal = Journal(journal, durability=durability) if journal is not None else None
@@ -97,13 +112,16 @@ class Gateway:
         self.app = GatewayApp(engine, self.sessions, config, tuple(observers), tuple(on_end))
         self.admin_key = config.admin_key
         self._host, self._port = host, port
-        self._server: uvicorn.Server | None = None
+        self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._expiring: asyncio.Task[None] | None = None
+        self._hurried = asyncio.Event()
+        self._is_stopped = False
 
     @property
     def url(self) -> str:
-        return self.app.control.base_url
+        """Where clients reach it: its public address, else the one that a program on this machine can use."""
+        return self.app.config.public_url.rstrip("/") or _url(self._host, self._port)
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -116,23 +134,28 @@ class Gateway:
 
     async def start(self) -> None:
         """Listens; the port is known, and answered on, when this returns."""
-        listener = socket.create_server((self._host, self._port), backlog=2048)
+        try:
+            await self._listen()
+        except BaseException:
+            await self.stop()
+            raise
+        if self.app.config.idle_s:
+            self._expiring = asyncio.create_task(self._expire(self.app.config.idle_s))
+
+    async def _listen(self) -> None:
+        listener = _listener(self._host, self._port)
         # Accepted connections inherit it; without it every answer waits some 40 ms for an acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        port = listener.getsockname()[1]
-        self.app.control.base_url = f"http://{self._host}:{port}"
+        self._port = listener.getsockname()[1]
         settings = uvicorn.Config(
             self.app, log_level="warning", log_config=None, lifespan="off", access_log=False
         )
-        self._server = uvicorn.Server(settings)
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._server = _Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0)
         if self._serving.done():
             self._serving.result()
-        if self.app.config.idle_s:
-            self._expiring = asyncio.create_task(self._expire(self.app.config.idle_s))
 
     async def _expire(self, idle_s: float) -> None:
         while True:
@@ -143,13 +166,20 @@ class Gateway:
                 log.warning("sessions could not be expired: %s", error)
 
     async def stop(self) -> None:
-        """Takes no new requests, lets the running ones end, closes engine and journal."""
+        """Takes no new requests, lets the running ones end, closes engine and journal.
+
+        What still runs after `drain_s`, or once somebody has called `hurry`, is broken off: calls are kept as
+        cancelled ones, as far as they came.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         if self._expiring is not None:
             self._expiring.cancel()
             await asyncio.gather(self._expiring, return_exceptions=True)
+        self.app.control.stopping.set()
         if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+            await self._drain(self._server, self._serving)
         if self._journal is None:
             for live in self.sessions:
                 if not live.is_closed:
@@ -158,10 +188,48 @@ class Gateway:
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
 
+    async def _drain(self, server: _Server, serving: asyncio.Task[None]) -> None:
+        server.should_exit = True
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        await asyncio.wait(
+            {serving, hurried}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurried.cancel()
+        if not serving.done():
+            log.warning("%d calls are still running and are broken off", self.app.model.in_flight)
+            await self.app.cut()
+            server.force_exit = True
+        await serving
+
+    def hurry(self) -> None:
+        """A gateway that is being stopped waits for nobody any more."""
+        self._hurried.set()
+
     async def session(self, **options: Any) -> GatewaySession:
         """Opens a session; options are those of `POST /sessions`."""
-        live, api_key, control_key = await asyncio.to_thread(self.sessions.open, SessionOptions(**options))
+        live, api_key, control_key = await asyncio.to_thread(self.sessions.open, read_options(options))
         return GatewaySession(self.app, live, f"{self.url}/sessions/{live.id}/v1", api_key, control_key)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs the gateway."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    if ":" not in host:
+        return socket.create_server((host, port), backlog=2048)
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=both)
+
+
+def _url(host: str, port: int) -> str:
+    # Listening everywhere is no address; on this machine loopback is one.
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _codec_of(engine: object) -> Codec:

@@ -50,6 +50,7 @@ class Sessions:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._opening = threading.Lock()
         self._being_opened: set[str] = set()
+        self._defaults = 1
         if journal is not None:
             self._replay(journal.replay())
 
@@ -64,7 +65,9 @@ class Sessions:
         """A new session with its two keys, which nobody can read again."""
         session_id = options.id or secrets.token_hex(8)
         if not _is_name(session_id):
-            raise MessageError("id", session_id, "letters, digits, '-', '_' or '.', at most 128")
+            raise MessageError(
+                "id", session_id, "letters, digits, '-', '_' or '.', at most 128, and not dots alone"
+            )
         api_key, control_key = "sk-bl-" + secrets.token_urlsafe(24), "ck-bl-" + secrets.token_urlsafe(24)
         opened = Opened(options, key_hash(api_key), key_hash(control_key), time.time())
         with self._opening:
@@ -93,19 +96,39 @@ class Sessions:
         return live, api_key, control_key
 
     def default(self) -> LiveSession:
-        """The session of those who name none, where no keys are asked for."""
-        if DEFAULT_SESSION not in self._by_id:
-            self.open(SessionOptions(id=DEFAULT_SESSION))
-        return self._by_id[DEFAULT_SESSION]
+        """The session of those who name none, where no keys are asked for; behind a closed one a new one."""
+        while (live := self._found(self._default)) is not None and live.is_closed:
+            self._defaults += 1
+        return live or self.open(SessionOptions(id=self._default))[0]
+
+    @property
+    def _default(self) -> str:
+        return DEFAULT_SESSION if self._defaults == 1 else f"{DEFAULT_SESSION}-{self._defaults}"
+
+    def opened(self, session_id: str) -> Opened:
+        """How a session began, with its keys' hashes; one that was let go of is not read back for that."""
+        live = self._by_id.get(session_id)
+        if live is not None:
+            return Opened(live.options, live.api_key_hash, live.control_key_hash, live.created)
+        if self._journal is not None and _is_name(session_id):
+            first = next(iter(self._journal.read(session_id)), None)
+            record = None if first is None else decode_session_record(first)
+            if isinstance(record, Opened):
+                return record
+        raise SessionError("unknown", f"no session {session_id!r}")
 
     def get(self, session_id: str) -> LiveSession:
         """A session by its id; one that was let go of is read back."""
+        live = self._found(session_id)
+        if live is None:
+            raise SessionError("unknown", f"no session {session_id!r}")
+        return live
+
+    def _found(self, session_id: str) -> LiveSession | None:
         live = self._by_id.get(session_id)
         if live is None and self._journal is not None and _is_name(session_id):
             self._replay((session_id, data) for data in self._journal.read(session_id))
             live = self._by_id.get(session_id)
-        if live is None:
-            raise SessionError("unknown", f"no session {session_id!r}")
         return live
 
     def by_api_key(self, key: str) -> LiveSession | None:
@@ -114,12 +137,7 @@ class Sessions:
 
     def idle(self, idle_s: float) -> list[LiveSession]:
         """Sessions that take calls and have not been used for so long; 0 stands for ever."""
-        before = time.monotonic() - idle_s
-        return [
-            live
-            for live in self
-            if idle_s and not live.is_closed and not live.in_flight and live.last_used < before
-        ]
+        return [live for live in self if live.is_idle(idle_s)]
 
     def note_closed(self, live: LiveSession) -> None:
         """A session that takes no more calls; the oldest of those may go."""
@@ -148,9 +166,9 @@ class Sessions:
         session = Session(
             session_id,
             self._codec,
-            history=self._history,
+            history=opened.options.history or self._history,
             journal=self._journal,
-            tree=Tree(),
+            tree=Tree(restore_reasoning=opened.options.restore_reasoning),
             started=started,
         )
         live = LiveSession(
@@ -181,4 +199,6 @@ class Sessions:
 
 
 def _is_name(text: str) -> bool:
-    return 0 < len(text) <= 128 and all(letter.isalnum() or letter in "-_." for letter in text)
+    """Whether an id can be a part of a path; dots alone mean something else there."""
+    letters = all(letter.isalnum() or letter in "-_." for letter in text)
+    return letters and len(text) <= 128 and text.strip(".") != ""

@@ -1,7 +1,11 @@
-"""A session as JSON: its state, its tree, its timelines, its samples."""
+"""A session as JSON: its state, its tree, its timelines, its samples.
+
+Views of a tree are for threads: each reads the tree as it was when it began, and calls go on meanwhile.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.gateway.live import LiveSession
 from branchline.timelines.causes import judge
 from branchline.timelines.timeline import timelines_of
+from branchline.tree.tree import Tree
 
 
 def session_view(live: LiveSession) -> dict[str, Any]:
@@ -37,7 +42,11 @@ def session_view(live: LiveSession) -> dict[str, Any]:
 
 def tree_view(live: LiveSession) -> dict[str, Any]:
     """Every node, with the cause of the branch it begins."""
-    tree = live.session.tree
+    with live.session.reading() as tree:
+        return {"nodes": _nodes(tree)}
+
+
+def _nodes(tree: Tree) -> list[dict[str, Any]]:
     causes = {fork.branch.id: str(fork.cause) for fork in judge(tree).forks} if tree.calls else {}
     nodes = []
     for node in tree.nodes[1:]:
@@ -58,31 +67,34 @@ def tree_view(live: LiveSession) -> dict[str, Any]:
                 "source": node.source if node.source >= 0 else None,
             }
         )
-    return {"nodes": nodes}
+    return nodes
 
 
 def timelines_view(live: LiveSession) -> dict[str, Any]:
     """Every root-to-leaf path."""
-    return {
-        "timelines": [
-            {
-                "ids": line.ids.tolist(),
-                "mask": line.mask.tolist(),
-                "logprobs": _known(line.logprobs),
-                "versions": line.versions.tolist(),
-                "agent": line.agent or None,
-                "calls": [call.id for call in line.calls],
-            }
-            for line in timelines_of(live.session.tree)
-        ]
-    }
+    with live.session.reading() as tree:
+        return {
+            "timelines": [
+                {
+                    "ids": line.ids.tolist(),
+                    "mask": line.mask.tolist(),
+                    "logprobs": _known(line.logprobs),
+                    "versions": line.versions.tolist(),
+                    "agent": line.agent or None,
+                    "calls": [call.id for call in line.calls],
+                }
+                for line in timelines_of(tree)
+            ]
+        }
 
 
 def samples_view(live: LiveSession) -> dict[str, Any]:
     """The samples as they would be trained now, and the account of every sampled token."""
     export = _export(live)
+    # A trainer reads a line at a time: each says by itself where it belongs.
+    place = {"group": live.options.group, "metadata": live.options.metadata}
     return {
-        "samples": [sample_record(sample) for sample in export.samples],
+        "samples": [{**sample_record(sample), **place} for sample in export.samples],
         "report": report_record(export.report),
     }
 
@@ -93,12 +105,11 @@ def report_view(live: LiveSession) -> dict[str, Any]:
 
 def _export(live: LiveSession) -> Export:
     policy = ExportPolicy(missing_logprobs=True)
-    if live.options.eval or not live.session.tree.calls:
-        # Sessions for evaluation are never trained on.
-        return Export(
-            [], export_samples(live.session.tree, ExportPolicy(missing_logprobs=True, max_tokens=0)).report
-        )
-    return export_samples(live.session.tree, policy, session=live.id, reward=live.reward)
+    with live.session.reading() as tree:
+        if live.options.eval or not tree.calls:
+            # Sessions for evaluation are never trained on.
+            return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
+        return export_samples(tree, policy, session=live.id, reward=live.reward)
 
 
 def _known(logprobs: Floats) -> list[float | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.responses import Response
 
@@ -17,6 +15,7 @@ from branchline.core.errors import (
     MessageError,
     SessionError,
 )
+from branchline.gateway.exchange import BodyTooLargeError
 
 _STATUS = {
     "unknown": 404,
@@ -29,16 +28,6 @@ _STATUS = {
 }
 
 
-def read_reward(body: object) -> dict[str, Any]:
-    reward = {"score": body} if isinstance(body, int | float) and not isinstance(body, bool) else body
-    if isinstance(reward, dict) and "reward" in reward and "score" not in reward:
-        reward = {**reward, "score": reward["reward"]}
-    score = reward.get("score") if isinstance(reward, dict) else None
-    if not isinstance(reward, dict) or isinstance(score, bool) or not isinstance(score, int | float):
-        raise MessageError("score", score, "a number, or an object with a score")
-    return reward
-
-
 def error_of(error: BranchlineError) -> tuple[int, str, str | None, dict[str, str]]:
     """An error as a status, its words, the field it names, and headers."""
     headers: dict[str, str] = {}
@@ -46,6 +35,8 @@ def error_of(error: BranchlineError) -> tuple[int, str, str | None, dict[str, st
         status = _STATUS[error.kind]
         # SDKs try a 409 again unless they are told that it stays one.
         headers = {"retry-after": "1"} if error.kind == "busy" else {"x-should-retry": "false"}
+    elif isinstance(error, BodyTooLargeError):
+        status = 413
     elif isinstance(error, InputError | CodecError | EngineInputError):
         status = 400
     elif isinstance(error, JournalError):

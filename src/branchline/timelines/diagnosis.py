@@ -1,4 +1,4 @@
-"""Why did it not merge? For a fork: the first divergent token, both sides, the cause, the cost.
+"""Why did it not merge? For a fork: the where, both sides, what was rewritten, the cause, the cost.
 
 first divergent token 42: "…<think>plan" became "…The"; cause think_strip; 310 tokens computed again
 """
@@ -13,12 +13,15 @@ import numpy as np
 from branchline.core.message import Message
 from branchline.core.runs import NO_IDS, Ids
 from branchline.timelines.causes import Cause, Fork
+from branchline.timelines.rewriting import rewriting
 from branchline.tree.node import Node
 from branchline.tree.tree import Tree
 
 Decode = Callable[[Ids], str]
 _WINDOW = 12
 """Tokens shown of each side."""
+REWRITES = (Cause.EDIT, Cause.CONTEXT_DELETE, Cause.REPAIR_LOOP, Cause.UNKNOWN)
+"""Causes that are something done to the history; of the others, what is asked is something else."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Diagnosis:
     """The branch's side, decoded."""
     tokens_computed_again: int
     """Tokens of the branch's first prompt that its sibling's path already had, beyond the common ids."""
+    rewritten: str = ""
+    """What the client did to its history, message and field; empty where it did nothing of the kind."""
 
     @property
     def cause(self) -> Cause:
@@ -44,8 +49,9 @@ class Diagnosis:
             place = f"message {self.fork.branch.depth}"
         else:
             place = f"first divergent token {self.first_divergent_token}"
+        rewritten = f"{self.rewritten}; " if self.rewritten else ""
         return (
-            f"{place}: {self.before!r} became {self.after!r}; cause {self.cause}; "
+            f"{place}: {self.before!r} became {self.after!r}; {rewritten}cause {self.cause}; "
             f"{self.tokens_computed_again} token{'s' * (self.tokens_computed_again != 1)} computed again"
         )
 
@@ -63,7 +69,11 @@ def diagnose(tree: Tree, fork: Fork, decode: Decode | None = None) -> Diagnosis:
         before = _show(their_ids[common : common + _WINDOW], decode)
         after = _show(our_ids[common : common + _WINDOW], decode)
     again = 0 if fork.branch.is_sampled else _computed_again(ours, theirs, len(our_ids), common)
-    return Diagnosis(fork, place, before, after, again)
+    rewritten = ""
+    if fork.cause in REWRITES and not fork.branch.is_sampled:
+        old, new = ([node.message for node in nodes] for nodes in (theirs, ours))
+        rewritten = rewriting(old, new, fork.branch.depth)
+    return Diagnosis(fork, place, before, after, again, rewritten)
 
 
 def _branch_nodes(tree: Tree, fork: Fork) -> list[Node]:

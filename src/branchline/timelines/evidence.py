@@ -168,7 +168,7 @@ class Evidence:
         return None
 
     def is_side_call(self, branch: Node) -> bool:
-        """Calls that nothing follows: without the tools of the main one, or about what the user asked there."""
+        """Calls that nothing follows: without the tools of the main one, or about what was asked there."""
         call = self.first_call(branch)
         main = self._main_call(call.agent)
         if call is main or branch.id in self._goes_on:

@@ -105,6 +105,15 @@ class Node:
             return next(iter(self.children.values()))
         return sorted((child for group in self.children.values() for child in group), key=lambda n: n.id)
 
+    def alone(self, parent: Node | None) -> Node:
+        """The same node below another parent, with no children yet. What it holds is shared, not copied."""
+        twin = Node.__new__(Node)
+        for name in Node.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.parent = parent
+        twin.children = None
+        return twin
+
     def __repr__(self) -> str:
         kind = "sampled" if self.is_sampled else self.message.role
         return f"<Node {self.id} {kind} {self.message.text[:20]!r} {len(self.ids)} ids>"

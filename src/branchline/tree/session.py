@@ -107,9 +107,10 @@ class Session:
 
     @contextmanager
     def reading(self) -> Iterator[Tree]:
-        """The tree with no commit under way, for whoever reads it from another thread."""
+        """The tree as it is now, for whoever reads it from another thread; commits go on meanwhile."""
         with self._commit:
-            yield self.tree
+            moment = self.tree.moment()
+        yield moment()
 
     def _write(self, record: Record) -> Future[int] | None:
         if self._journal is None:

@@ -10,8 +10,8 @@ by side, and siblings are siblings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -22,6 +22,7 @@ from branchline.core.echo import Equivalence, echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message
 from branchline.core.runs import NO_IDS, Ids, Origin, Runs, as_ids, compress, runs_of
+from branchline.tree.defaults import SampledCalls
 from branchline.tree.delta import Delivered, Delta, NewNode, Record
 from branchline.tree.match import UNSEEN, Matcher, longest_path, reorder
 from branchline.tree.node import NOWHERE, Node, root_node
@@ -58,6 +59,7 @@ class Tree:
         self._deliveries: dict[int, Delivery] = {}
         self._resumed: set[int] = set()
         self._sampled: dict[bytes, list[Node]] = {}
+        self._sampled_calls = SampledCalls()
         self._matcher = Matcher(self.root, self._delivery_of)
         self._matcher.restore_reasoning = restore_reasoning
 
@@ -88,6 +90,11 @@ class Tree:
         """The next prompt for a request. Mutates nothing."""
         first_key = _root_key(request.frame, request.messages[0].key)
         match = self._matcher.find(request, first_key)
+        filled: tuple[Echo, ...] = ()
+        if len(match.path) < len(request.messages) and request.messages[len(match.path)].calls:
+            # Nobody said that, it seems; but a client may only have written out what its tools have anyway.
+            meant, filled = self._sampled_calls.restore(request.messages, len(match.path), request.tools)
+            match = self._matcher.find(replace(request, messages=meant), first_key) if filled else match
         path = match.path
         new, sources, messages, echoes = self._new_messages(request, match.messages, len(path))
         extension = codec.extend(path, new, tools=request.tools, template=request.template, history=history)
@@ -106,7 +113,7 @@ class Tree:
             sources=(*(_source_of(node) for node in again), *sources),
             opening=extension.opening,
             prompt_ids=prompt_ids,
-            echoes=(*(Echo(-1, used) for used in request.equivalences), *match.echoes, *echoes),
+            echoes=(*(Echo(-1, used) for used in request.equivalences), *match.echoes, *filled, *echoes),
             ambiguous=match.ambiguous,
             encoded=extension.encoded,
             rewritten=extension.rewritten,
@@ -299,12 +306,17 @@ class Tree:
             frame=frame,
             agent=call.agent if new.output is not None else None,
         )
+        self._attach(node)
+
+    def _attach(self, node: Node) -> None:
         self.nodes.append(node)
-        if parent.children is None:
-            parent.children = {}
-        parent.children.setdefault(key, []).append(node)
-        if new.output is not None:
-            self._sampled.setdefault(new.message.key, []).append(node)
+        if node.parent is not None:
+            if node.parent.children is None:
+                node.parent.children = {}
+            node.parent.children.setdefault(node.key, []).append(node)
+        if node.output is not None:
+            self._sampled.setdefault(node.message.key, []).append(node)
+            self._sampled_calls.add(node.message)
 
     def context_child(self, parent: Node, message: Message, ids: Ids, frame: bytes) -> Node | None:
         """The child that adds this message as these ids, if there is one; sampled nodes do not count."""
@@ -315,6 +327,27 @@ class Tree:
         return None
 
     # -- reading -------------------------------------------------------------------------------------
+
+    def moment(self) -> Callable[[], Tree]:
+        """The tree as it is now, for whoever reads on while it grows.
+
+        This takes note of what there is and is quick: no commit may run beside it. The call it gives makes
+        the tree of that, and can be made anywhere at any time. Nodes never change but for their children, so
+        only those are made again.
+        """
+        nodes, calls = self.nodes[1:], self.calls[:]
+        deliveries, resumed = self._deliveries.copy(), self._resumed.copy()
+
+        def tree() -> Tree:
+            then = Tree(restore_reasoning=self._matcher.restore_reasoning)
+            then.is_chronological = self.is_chronological
+            then.calls, then._deliveries, then._resumed = calls, deliveries, resumed
+            for node in nodes:
+                assert node.parent is not None
+                then._attach(node.alone(then.nodes[node.parent.id]))
+            return then
+
+        return tree
 
     def path_ids(self, node: Node) -> Ids:
         """The ids from the root to a node: what the model saw, and said."""

@@ -107,7 +107,7 @@ async def _post(path: str, body: str) -> int:
     engine = ScriptedEngine(CHATML, replies(CALL))
     app: Any = GatewayApp(engine, Sessions(CHATML), GatewayConfig(auth=False))
     gateway = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=gateway, base_url="http://gateway.test") as http:
+    async with httpx.AsyncClient(transport=gateway, base_url="http://localhost") as http:
         response = await http.post(f"/v1/messages{path}", content=body)
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:

@@ -49,7 +49,7 @@ def read(body: object, caller: Caller) -> CompletionAsk:
     for name, plain in (("echo", False), ("suffix", ""), ("best_of", given.get("n", 1))):
         if given.get(name, plain) != plain:
             raise MessageError(name, given[name], f"{plain!r}: nothing else is done here")
-    ids = _prompt(given, caller)
+    prompt = _prompt(given)
     logprobs = given.get("logprobs")
     if logprobs is not None and not isinstance(logprobs, bool):
         whole_number(given, "logprobs", 0, 0, _MOST_LOGPROBS)
@@ -69,7 +69,7 @@ def read(body: object, caller: Caller) -> CompletionAsk:
             request,
             sampling_params(given, "max_tokens", caller),
             whole_number(given, "n", 1, 1, MOST_CHOICES),
-            prompt_ids=ids,
+            prompt=prompt,
         ),
         model_name(given),
         stream=flag(given, "stream"),
@@ -79,12 +79,12 @@ def read(body: object, caller: Caller) -> CompletionAsk:
     )
 
 
-def _prompt(given: Fields, caller: Caller) -> Ids:
+def _prompt(given: Fields) -> str | Ids:
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return caller.live.session.codec.encode(clean(prompt))
+        return clean(prompt)
     if (
         isinstance(prompt, list)
         and prompt

@@ -3,8 +3,8 @@
 Whatever asks for something we do not have (cache_control, betas, thinking budgets, context management,
 output configuration, service tiers, containers, tools that run on Anthropic's servers) is passed over.
 `tool_choice` none hides the tools; any other shows them and leaves the choice to the model, as in Chat
-Completions. An assistant's message at the end is context, and the answer a new message behind it. A client
-that goes on from a message by its id (`thread`) is told that it is not here, and sends the whole conversation.
+Completions. An assistant's message at the end is context, and the answer a new message behind it. Who goes
+on from a message by its id (`thread`) is told that it is not here, and sends the whole conversation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,219 @@
+"""What the model says to each client: a round trip of tools, two helpers where the client has them, and a
+second request that goes on where the first ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from branchline.core.message import Message, ToolCall
+from tests.clients.prompts import Prompt
+
+HELPERS = ("one", "two")
+TASKS = {who: f"TASK {who}: write the word {who} into {who}.txt and report." for who in HELPERS}
+TITLE = "A note and two words"
+
+Line = Message | Callable[[Prompt], Message]
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name, json.dumps(arguments))
+
+
+def say(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, calls=calls)
+
+
+def think(thought: str, text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, reasoning=thought, calls=calls)
+
+
+@dataclass(frozen=True)
+class Script:
+    """The lines of one client's model."""
+
+    main: Sequence[Line]
+    write: Callable[[str], ToolCall] | None = None
+    """The call by which a helper writes its word; none where the client has no helpers."""
+    helpers_meet: bool = False
+    """The client asks for both at once."""
+    behind_helpers: int = -1
+    """The main agent's turn that must find the helpers' work done."""
+    released_by: Mapping[str, int] = field(default_factory=dict)
+    """Helpers that say nothing before the main agent has had this turn."""
+    thinks: bool = False
+
+    def who(self, prompt: Prompt) -> str:
+        """Whose turn it is."""
+        if not prompt.has_tools:
+            return "aside"
+        return next((who for who in HELPERS if prompt.asks_for(TASKS[who])), "main")
+
+    def helper(self, who: str) -> list[Message]:
+        assert self.write is not None
+        return [say("", self.write(who)), say(f"The word {who} is written.")]
+
+    def reply(self, prompt: Prompt) -> Message:
+        who = self.who(prompt)
+        if who == "aside":
+            return say(TITLE)
+        lines: Sequence[Line] = self.main if who == "main" else self.helper(who)
+        line = lines[min(prompt.turn, len(lines) - 1)]
+        said = line if isinstance(line, Message) else line(prompt)
+        if not self.thinks:
+            return said
+        return think(f"Turn {prompt.turn} of {who}.", said.text, *said.calls)
+
+
+FIRST = "Write a note, then let two helpers write a word each."
+SECOND = "And look at the note once more."
+ENDS = ("All done.", "Looked again.")
+"""What the first and the second request end in."""
+
+
+def claude_code(workspace: Path) -> Script:
+    note = str(workspace / "note.txt")
+
+    def helper(who: str) -> ToolCall:
+        return call("Agent", description=f"Write {who}", prompt=TASKS[who], subagent_type="general-purpose")
+
+    return Script(
+        main=(
+            say("I write a note.", call("Bash", command="echo hi > note.txt", description="Write a note")),
+            say("", call("Read", file_path=note)),
+            say("Two helpers now.", *[helper(who) for who in HELPERS]),
+            # Its client writes out `replace_all: false` when it shows this again.
+            say("", call("Edit", file_path=note, old_string="hi", new_string="ho")),
+            say(ENDS[0]),
+            say("", call("Bash", command="cat note.txt one.txt two.txt", description="Look")),
+            say(ENDS[1]),
+        ),
+        write=lambda who: call("Bash", command=f"echo {who} > {who}.txt", description="Write a word"),
+        helpers_meet=True,
+        behind_helpers=3,
+    )
+
+
+def codex(workspace: Path) -> Script:
+    def wait(prompt: Prompt) -> Message:
+        ids = re.findall(r'"agent_id": ?"([^"]+)"', prompt.text)
+        return say("", call("multi_agent_v1__wait_agent", targets=ids, timeout_ms=20000))
+
+    return Script(
+        main=(
+            say(
+                "I look and write.",
+                call("exec_command", cmd="echo hi > note.txt"),
+                call("exec_command", cmd="pwd"),
+            ),
+            say("", *[call("multi_agent_v1__spawn_agent", message=TASKS[who]) for who in HELPERS]),
+            wait,
+            say("", call("exec_command", cmd="cat one.txt two.txt")),
+            say(ENDS[0]),
+            say("", call("exec_command", cmd="cat note.txt")),
+            say(ENDS[1]),
+        ),
+        write=lambda who: call("exec_command", cmd=f"echo {who} > {who}.txt"),
+        helpers_meet=True,
+        behind_helpers=3,
+    )
+
+
+def codex_code_mode(workspace: Path) -> Script:
+    """Newer models of codex write programs into a freeform tool, one call at a time.
+
+    A helper's report that arrives while the main agent is being sampled makes codex drop the rest of that
+    answer, so each helper works while the main agent waits for it.
+    """
+
+    def shell(command: str) -> ToolCall:
+        run = json.dumps({"cmd": command})
+        return call("exec", input=f"const ran = await tools.exec_command({run});\ntext(ran.output);\n")
+
+    def spawn(who: str) -> ToolCall:
+        return call("collaboration__spawn_agent", task_name=who, message=TASKS[who], fork_turns="none")
+
+    wait = call("collaboration__wait_agent", timeout_ms=20000)
+    return Script(
+        main=(
+            say("I write a note.", shell("echo hi > note.txt")),
+            say("", spawn("one")),
+            say("", wait),
+            say("", spawn("two")),
+            say("", wait),
+            say("", shell("cat one.txt two.txt")),
+            say(ENDS[0]),
+            say("", shell("cat note.txt")),
+            say(ENDS[1]),
+        ),
+        write=lambda who: shell(f"echo {who} > {who}.txt"),
+        behind_helpers=5,
+        released_by={"one": 2, "two": 4},
+    )
+
+
+def qwen_code(workspace: Path) -> Script:
+    note = str(workspace / "note.txt")
+
+    def shell(command: str) -> ToolCall:
+        return call("run_shell_command", command=command, is_background=False)
+
+    def helper(who: str) -> ToolCall:
+        return call("agent", description=f"Write {who}", prompt=TASKS[who], subagent_type="general-purpose")
+
+    return Script(
+        main=(
+            say("I write a note.", shell("echo hi > note.txt")),
+            say("", call("read_file", file_path=note), call("glob", pattern="*.txt")),
+            say("", call("edit", file_path=note, old_string="hi", new_string="ho")),
+            say("Two helpers now.", *[helper(who) for who in HELPERS]),
+            say(ENDS[0]),
+            say("", shell("cat note.txt one.txt two.txt")),
+            say(ENDS[1]),
+        ),
+        write=lambda who: shell(f"echo {who} > {who}.txt"),
+        behind_helpers=4,
+    )
+
+
+def opencode(workspace: Path) -> Script:
+    note = str(workspace / "note.txt")
+
+    def shell(command: str) -> ToolCall:
+        return call("bash", command=command, description="Run a command")
+
+    def helper(who: str) -> ToolCall:
+        return call("task", description=f"Write {who}", prompt=TASKS[who], subagent_type="general")
+
+    return Script(
+        main=(
+            say("I write a note.", shell("echo hi > note.txt")),
+            say("", call("read", filePath=note), shell("ls")),
+            say("", call("edit", filePath=note, oldString="hi", newString="ho")),
+            say("Two helpers now.", *[helper(who) for who in HELPERS]),
+            say(ENDS[0]),
+            say("", shell("cat note.txt one.txt two.txt")),
+            say(ENDS[1]),
+        ),
+        write=lambda who: shell(f"echo {who} > {who}.txt"),
+        helpers_meet=True,
+        behind_helpers=4,
+    )
+
+
+def pi(workspace: Path) -> Script:
+    return Script(
+        main=(
+            say("I write a note.", call("bash", command="echo hi > note.txt")),
+            say("", call("read", path="note.txt"), call("bash", command="ls")),
+            say("", call("edit", path="note.txt", edits=[{"oldText": "hi", "newText": "ho"}])),
+            say("", call("bash", command="echo one > one.txt; echo two > two.txt")),
+            say(ENDS[0]),
+            say("", call("bash", command="cat note.txt")),
+            say(ENDS[1]),
+        ),
+    )

@@ -1,0 +1,123 @@
+"""Real command-line agents against a real gateway: what they do to their history, and what the tree makes
+of it. `make test-clients` installs them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from branchline.core.call import Delivery
+from branchline.timelines.causes import Cause
+from tests.clients.episodes import Episode, episode
+from tests.clients.programs import PROGRAMS
+from tests.clients.scripts import ENDS, HELPERS, TASKS, Script
+from tests.clients.table import comparable, in_guide, read, written
+
+CODECS = ("toy", "qwen3")
+NAMES = tuple(PROGRAMS)
+ALONE = ("pi",)
+"""Clients without sub-agents."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("node") is None, reason="needs node: the clients are programs of npm"),
+    pytest.mark.skipif(
+        not all(program.package.program.exists() for program in PROGRAMS.values()),
+        reason="needs the clients: make test-clients",
+    ),
+]
+
+
+def script(name: str) -> Script:
+    return PROGRAMS[name].script(Path("work"))
+
+
+@pytest.fixture(params=CODECS)
+def codec(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=NAMES)
+def played(request: pytest.FixtureRequest, codec: str) -> Episode:
+    return episode(request.param, codec)
+
+
+def test_the_client_did_its_work_with_the_tools_it_offered(played: Episode) -> None:
+    first, second = played.printed
+    assert ENDS[0] in first
+    assert ENDS[1] in second
+    wrote = {"one": "one", "two": "two"}
+    assert played.notes.items() >= wrote.items()
+    assert played.notes["note"] in ("hi", "ho")
+    # Nothing was asked for twice, nothing was cut short.
+    assert all(played.tree.delivery(call) == Delivery.DELIVERED for call in played.tree.calls)
+
+
+def test_every_call_is_a_path_of_what_crossed(played: Episode) -> None:
+    tree = played.tree
+    paths = [tree.path_ids(tree.nodes[output]).tolist() for call in tree.calls for output in call.outputs]
+    assert sorted(paths) == sorted([one.prompt + one.ids for one in played.crossed])
+
+
+def test_every_sampled_token_is_trained(played: Episode) -> None:
+    export = played.export
+    assert export.report.sampled_tokens == sum(len(one.ids) for one in played.crossed)
+    assert export.report.trained_tokens == export.report.sampled_tokens
+    assert not export.report.dropped
+    shares = sum(float(sample.shares.sum()) for sample in export.samples)
+    assert shares == pytest.approx(export.report.sampled_tokens)
+    assert all(sample.exact for sample in export.samples)
+
+
+def test_helpers_are_agents_of_their_own_tied_to_the_call_that_sent_them(played: Episode) -> None:
+    tree, judgement = played.tree, played.judgement
+    helpers = [fork for fork in judgement.forks if fork.cause == Cause.SUB_AGENT]
+    edges = {edge.target.id: edge.source for edge in judgement.edges if edge.cause == Cause.SUB_AGENT}
+    if played.program.name in ALONE:
+        assert not helpers
+        return
+    assert len(helpers) == len(HELPERS)
+    for fork in helpers:
+        sent = " ".join([made.arguments for made in edges[fork.branch.id].message.calls])
+        said = "\n".join([node.message.text for node in tree.nodes[fork.call.prompt_node].path()])
+        assert any(task in said and task in sent for task in TASKS.values())
+    assert judgement.main is not None
+    assert judgement.main.message.text == ENDS[1]
+
+
+def test_an_agent_that_only_appended_is_one_timeline(played: Episode) -> None:
+    (main,) = [line for line in played.timelines if line.leaf.message.text == ENDS[1]]
+    rewritten = [told for told in played.diagnoses if told.rewritten]
+    turns = len(script(played.program.name).main)
+    if played.program.name == "qwen-code":
+        # It writes its first message anew whenever it is started: the folder has other files by then.
+        (told,) = rewritten
+        assert told.cause == Cause.EDIT
+        assert told.rewritten.startswith("message 2 (user), text: ")
+        assert "note.txt" in told.rewritten
+        turns = 2
+    else:
+        assert not rewritten
+    assert len(main.calls) == turns
+
+
+def test_requests_in_passing_are_side_calls(played: Episode) -> None:
+    aside = [one for one in played.crossed if one.who == "aside"]
+    labelled = [fork for fork in played.judgement.forks if fork.cause == Cause.SIDE_CALL]
+    assert len(labelled) == len(aside)
+    assert bool(aside) == (played.program.name == "opencode")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if script(name).helpers_meet])
+def test_helpers_overlap(name: str, codec: str) -> None:
+    turns = [(one.who, one.turn) for one in episode(name, codec).crossed if one.who in HELPERS]
+    assert {who for who, _ in turns[:2]} == set(HELPERS)
+    assert [turn for _, turn in turns[:2]] == [0, 0]
+
+
+def test_the_table_in_the_guide_is_what_was_seen() -> None:
+    fresh = written([episode(name, codec).row for codec in CODECS for name in NAMES])
+    print("\n" + fresh)
+    assert [comparable(row) for row in in_guide()] == [comparable(row) for row in read(fresh)]

@@ -1,0 +1,84 @@
+"""What the guides say can be pasted: their commands are run, against a gateway that they start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts.install_clients import PACKAGES
+
+from branchline.cli.serve import add_serve
+from tests.clients.programs import end_group
+from tests.clients.table import GUIDE
+
+GUIDES = GUIDE.parent
+PASTED = ("claude-code", "codex", "clients")
+"""Guides whose commands need nothing but the clients."""
+TIMEOUT_S = 180
+
+
+def blocks(guide: str) -> list[str]:
+    return re.findall(r"```sh\n(.*?)```", (GUIDES / f"{guide}.md").read_text(), re.DOTALL)
+
+
+def serving(guide: str) -> list[str]:
+    """The lines that start a gateway."""
+    lines = [line for block in blocks(guide) for line in block.splitlines()]
+    return [line.partition("#")[0].strip("& ") for line in lines if line.startswith("branchline serve")]
+
+
+@pytest.mark.parametrize("guide", sorted(path.stem for path in GUIDES.glob("*.md")))
+def test_every_line_that_starts_a_gateway_is_understood(guide: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_serve(parser.add_subparsers())
+    for line in serving(guide):
+        parser.parse_args(shlex.split(line)[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(package.program.exists() for package in PACKAGES.values()),
+    reason="needs the clients: make test-clients",
+)
+@pytest.mark.parametrize("guide", PASTED)
+def test_what_a_guide_says_can_be_pasted(guide: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    script = "set -e\n" + "\n".join(blocks(guide))
+    script = script.replace("8100", port).replace("branchline serve", f"branchline serve --port {port}")
+    programs = [Path(sys.executable).parent, *(package.program.parent for package in PACKAGES.values())]
+    env = {
+        "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
+        "HOME": str(tmp_path),
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+    }
+    log = tmp_path / "printed"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            ended = process.wait(TIMEOUT_S)
+        finally:
+            # The gateway too: it was started behind the script's back, in its group.
+            end_group(process.pid)
+    printed = log.read_text()
+    assert ended == 0, printed[-3000:]
+    assert "You said: " in printed
+    reports = re.findall(r'"sampled_tokens":(\d+),"trained_tokens":(\d+)', printed)
+    assert reports
+    assert all(sampled == trained != "0" for sampled, trained in reports)

@@ -1,0 +1,87 @@
+"""Claude Code as people use it, in a terminal: it asks for a title beside its work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from branchline.export.samples import export_samples
+from branchline.gateway.record import CallRecord
+from branchline.gateway.server import Gateway
+from branchline.timelines.causes import Cause, judge
+from branchline.timelines.timeline import timelines_of
+from tests.clients.engine import Theatre
+from tests.clients.programs import PROGRAMS, Setting, claude_env, plain_env
+from tests.clients.prompts import ToyStage
+from tests.clients.scripts import ENDS, FIRST, TITLE
+from tests.clients.terminal import terminal
+
+CLAUDE = PROGRAMS["claude-code"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CLAUDE.package.program.exists(), reason="needs the clients: make test-clients"),
+]
+
+
+class Calls:
+    """Waits for what the model says."""
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Queue[CallRecord] = asyncio.Queue()
+
+    def note(self, record: CallRecord) -> None:
+        self._ended.put_nowait(record)
+
+    async def until_said(self, *texts: str) -> None:
+        missing = set(texts)
+        while missing:
+            record = await self._ended.get()
+            if record.done is not None:
+                missing.discard(record.done.answers[0].message.text)
+
+
+def known(setting: Setting) -> str:
+    """What the client would ask a new user: a colour, whether the key and the folder are to be trusted."""
+    return json.dumps(
+        {
+            "hasCompletedOnboarding": True,
+            "theme": "dark",
+            "customApiKeyResponses": {"approved": [setting.api_key[-20:]], "rejected": []},
+            "projects": {str(setting.workspace): {"hasTrustDialogAccepted": True}},
+        }
+    )
+
+
+def test_a_title_is_a_side_call_and_the_work_is_one_timeline() -> None:
+    async def main(folder: Path) -> None:
+        home, workspace = folder / "home", folder / "work"
+        home.mkdir()
+        workspace.mkdir()
+        stage, calls = ToyStage(), Calls()
+        engine = Theatre(stage, CLAUDE.script(workspace))
+        async with Gateway(engine=engine, codec=stage.codec, observers=[calls.note]) as gateway:
+            session = await gateway.session()
+            setting = Setting(home, workspace, session.base_url, session.anthropic_base_url, session.api_key)
+            (home / ".claude.json").write_text(known(setting))
+            env = {**plain_env(setting), **claude_env(setting)}
+            arguments = ("--allowedTools", "Bash,Read,Edit,Agent", "--", FIRST)
+            async with terminal(CLAUDE.package.program, arguments, env, workspace):
+                await calls.until_said(TITLE, ENDS[0])
+            tree = session.live.session.tree
+            judgement = judge(tree)
+            causes = [fork.cause for fork in judgement.forks]
+            assert sorted(causes) == [Cause.SIDE_CALL, Cause.SUB_AGENT, Cause.SUB_AGENT]
+            assert judgement.main is not None
+            assert judgement.main.message.text == ENDS[0]
+            lines = timelines_of(tree)
+            assert sorted(len(line.calls) for line in lines) == [1, 2, 2, 5]
+            report = export_samples(tree).report
+            assert report.trained_tokens == report.sampled_tokens
+
+    with tempfile.TemporaryDirectory(prefix="branchline-") as folder:
+        asyncio.run(asyncio.wait_for(main(Path(folder)), 120))

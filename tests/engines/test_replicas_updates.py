@@ -1,0 +1,303 @@
+"""New weights for several engines as one: who misses a step of an update samples nothing until the next."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline.core.errors import EngineError
+from branchline.core.runs import as_ids
+from branchline.engines.vllm import VllmEngine
+from tests.engines.fake import FakeVllm
+from tests.engines.farm import arrival, asked, farm
+from tests.engines.model import (
+    PROMPT,
+    assert_sampled_by,
+    collect,
+    continuation,
+    ids_of,
+    params,
+    run,
+    take,
+    versions_of,
+)
+
+PAUSE = "/pause?mode=abort&clear_cache=true"
+RESUME = "/update_weight_version"
+
+
+def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers), FakeVllm() as further:
+            for server in servers:
+                server.hold_after = 2
+            streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
+            outputs = [await take(stream, 2) for stream in streams]
+            rests = [asyncio.create_task(collect(stream)) for stream in streams]
+            await replicas.pause()
+            await replicas.add(VllmEngine(further.url))
+            for server in (*servers, further):
+                server.hold_after, server.weights = None, 1
+            late = asyncio.create_task(collect(replicas.generate(PROMPT, params(5))))
+            await replicas.resume(7)
+            before, _ = continuation(PROMPT, 2)
+            for output, rest in zip(outputs, rests, strict=True):
+                output += await rest
+                assert ids_of(output) == before + continuation([*PROMPT, *before], 3, weights=1)[0]
+                assert versions_of(output) == [0, 0, 7, 7, 7]
+            assert versions_of(await late) == [7] * 5
+            assert asked([further]) == [1]
+            assert replicas.version == 7
+
+    run(main())
+
+
+def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in_one() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].broken = {"/pause?mode=abort&clear_cache=true"}
+            await replicas.pause()
+            await replicas.resume(1)
+            assert replicas.failing == ("0",)
+            await collect(replicas.generate(PROMPT, params(1), session="a"))
+            assert asked(servers) == [0, 1]
+            servers[0].broken = set()
+            await replicas.pause()
+            await replicas.resume(2)
+            assert replicas.failing == ()
+            await collect(replicas.generate(PROMPT, params(1), session="b"))
+            assert asked(servers) == [1, 1]
+            servers[0].broken = servers[1].broken = {"/update_weight_version"}
+            with pytest.raises(EngineError, match="resume failed everywhere"):
+                await replicas.resume(3)
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("missed", [PAUSE, RESUME])
+def test_calls_of_a_replica_that_missed_a_weight_update_go_on_where_the_new_weights_are(
+    missed: str, is_read: bool
+) -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].hold_after, servers[0].broken = 3, {missed}
+            stream = replicas.generate(PROMPT, params(6), session="a")
+            chunks = await take(stream, 3)
+            rest = asyncio.create_task(collect(stream)) if is_read else None
+            await replicas.pause()
+            servers[0].hold_after = None
+            servers[1].weights = 7
+            await replicas.resume(7)
+            chunks += await (rest or collect(stream))
+            assert versions_of(chunks) == [0] * 3 + [7] * 3
+            assert_sampled_by(chunks)
+            assert asked(servers) == [1, 1]
+            assert (replicas.behind, replicas.failing) == (("0",), ("0",))
+            assert [engine.version for engine in replicas.engines] == [0, 7]
+            assert replicas.version == 7
+
+    run(main())
+
+
+def test_a_replica_that_missed_only_the_resume_is_back_with_the_next_one() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            await replicas.pause()
+            servers[0].broken = {RESUME}
+            await replicas.resume(1)
+            assert replicas.behind == ("0",)
+            servers[0].broken = set()
+            await replicas.resume(1)
+            assert replicas.behind == ()
+            assert [engine.version for engine in replicas.engines] == [1, 1]
+
+    run(main())
+
+
+def test_a_replica_that_missed_the_pause_is_not_back_with_a_resume_alone() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            servers[0].broken = {PAUSE}
+            await replicas.pause()
+            servers[0].broken = set()
+            for _ in range(2):
+                await replicas.resume(1)
+                assert replicas.behind == ("0",)
+            await replicas.pause()
+            await replicas.resume()
+            assert replicas.behind == ("0",), "nobody said that it got new weights"
+            await replicas.pause()
+            await replicas.resume(2)
+            assert replicas.behind == ()
+
+    run(main())
+
+
+def test_a_resume_that_fails_everywhere_holds_everything_until_one_succeeds() -> None:
+    async def main() -> None:
+        async with farm(2) as (replicas, servers):
+            for server in servers:
+                server.hold_after = 2
+            streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
+            outputs = [await take(stream, 2) for stream in streams]
+            rests = [asyncio.create_task(collect(stream)) for stream in streams]
+            await replicas.pause()
+            for server in servers:
+                server.hold_after, server.weights, server.broken = None, 3, {RESUME}
+            with pytest.raises(EngineError, match=r"resume failed everywhere: .*broken"):
+                await replicas.resume(3)
+            late = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="c")))
+            await arrival(replicas)
+            assert asked(servers) == [1, 1]
+            assert (replicas.version, replicas.behind) == (0, ())
+            for server in servers:
+                server.broken = set()
+            await replicas.resume(3)
+            for output, rest in zip(outputs, rests, strict=True):
+                output += await rest
+                assert versions_of(output) == [0, 0, 3, 3, 3]
+                assert_sampled_by(output)
+            assert versions_of(await late) == [3, 3]
+
+    run(main())
+
+
+def test_a_pause_that_fails_everywhere_can_be_tried_again_and_costs_no_call() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, servers):
+            servers[0].hold_after, servers[0].broken = 2, {PAUSE}
+            stream = replicas.generate(PROMPT, params(5))
+            chunks = await take(stream, 2)
+            with pytest.raises(EngineError, match=r"pause failed everywhere: .*broken"):
+                await replicas.pause()
+            servers[0].hold_after, servers[0].broken = None, set()
+            await replicas.pause()
+            servers[0].weights = 1
+            await replicas.resume(1)
+            chunks += await collect(stream)
+            assert versions_of(chunks) == [0, 0, 1, 1, 1]
+            assert_sampled_by(chunks)
+
+    run(main())
+
+
+def test_one_that_is_behind_does_not_hide_that_all_in_use_failed() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, servers), FakeVllm() as further:
+            await replicas.add(VllmEngine(further.url, name="other", version=4))
+            servers[0].broken = {PAUSE}
+            with pytest.raises(EngineError, match="pause failed everywhere"):
+                await replicas.pause()
+            servers[0].broken = {RESUME}
+            await replicas.pause()
+            further.broken = {RESUME}
+            with pytest.raises(EngineError, match="resume failed everywhere"):
+                await replicas.resume(5)
+            further.broken = set()
+            await replicas.resume(5)
+            assert replicas.behind == ("0",), "what was behind has the new weights now"
+            chunks = await collect(replicas.generate(PROMPT, params(1)))
+            assert (versions_of(chunks), asked([*servers, further])) == ([5], [0, 1])
+
+    run(main())
+
+
+def test_a_replica_of_another_version_is_not_used_before_it_took_part_in_an_update() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, servers), FakeVllm() as old, FakeVllm() as new:
+            await replicas.pause()
+            servers[0].weights = 5
+            await replicas.resume(5)
+            await replicas.add(VllmEngine(old.url, name="old"))
+            await replicas.add(VllmEngine(new.url, name="new", version=9))
+            assert replicas.behind == ("old", "new")
+            assert replicas.version == 5
+            for session in "abc":
+                chunks = await collect(replicas.generate(PROMPT, params(1), session=session))
+                assert versions_of(chunks) == [5]
+            assert asked([*servers, old, new]) == [3, 0, 0]
+            await replicas.pause()
+            await replicas.resume()
+            assert replicas.behind == ("old", "new"), "no new version, no new weights"
+            await replicas.pause()
+            for server in (*servers, old, new):
+                server.weights = 6
+            await replicas.resume(6)
+            assert replicas.behind == ()
+            for session in "def":
+                assert_sampled_by(await collect(replicas.generate(PROMPT, params(1), session=session)))
+            assert min(asked([old, new])) > 0
+
+    run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    updates=st.lists(
+        st.tuples(st.sets(st.integers(0, 2)), st.sets(st.integers(0, 2)), st.integers(0, 20)),
+        min_size=1,
+        max_size=4,
+    ),
+    counts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    whole=st.booleans(),
+)
+def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled_it(
+    updates: list[tuple[set[int], set[int], int]], counts: list[int], whole: bool
+) -> None:
+    async def main() -> None:
+        async with farm(3) as (replicas, servers):
+            for server in servers:
+                server.breathes = True
+            prompts = [[number + 1] for number in range(len(counts))]
+            tasks = [
+                asyncio.create_task(
+                    collect(
+                        replicas.generate(as_ids(prompt), params(count, whole=whole), session=str(prompt))
+                    )
+                )
+                for prompt, count in zip(prompts, counts, strict=True)
+            ]
+            for version, (no_pause, no_resume, ticks) in enumerate(updates, start=1):
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                for number, server in enumerate(servers):
+                    server.broken = {PAUSE} if number in no_pause else set()
+                    server.broken |= {RESUME} if number in no_resume else set()
+                try:
+                    await replicas.pause()
+                except EngineError:
+                    for server in servers:
+                        server.broken = set()
+                    await replicas.pause()
+                for server in servers:
+                    # Who missed the pause misses the weights.
+                    server.weights = server.weights if PAUSE in server.broken else version
+                try:
+                    await replicas.resume(version)
+                except EngineError:
+                    for server in servers:
+                        server.broken -= {RESUME}
+                    await replicas.resume(version)
+            for prompt, count, chunks in zip(prompts, counts, await asyncio.gather(*tasks), strict=True):
+                assert len(ids_of(chunks)) == count
+                assert_sampled_by(chunks, prompt)
+
+    run(main())
+
+
+def test_a_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
+    async def main() -> None:
+        async with farm(1) as (replicas, _), FakeVllm() as further:
+            further.broken = {"/pause?mode=abort&clear_cache=true"}
+            await replicas.pause()
+            engine = VllmEngine(further.url)
+            with pytest.raises(EngineError, match="broken"):
+                await replicas.add(engine)
+            assert list(replicas.in_flight) == ["0"]
+            await engine.close()
+
+    run(main())

@@ -1,0 +1,381 @@
+"""Whatever is sent to any route is answered or refused in the right envelope; nothing fails, nothing waits.
+
+Valid requests are spoiled field by field, then in several places at once, then byte by byte. Behind each one
+the gateway must still answer a good request, and must not have logged an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.core.errors import EngineError
+from branchline.engines.scripted import Ask, Reply, ScriptedEngine
+from branchline.gateway.app import GatewayApp
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.live import SessionOptions
+from branchline.gateway.model import WIRES, Place
+from branchline.gateway.sessions import Sessions
+from branchline.tree.journal import Journal
+from tests.gateway.running import Agent, agent, run
+from tests.gateway.spoiling import (
+    BODIES,
+    CHAT,
+    CONTROL,
+    NASTY,
+    control_requests,
+    encoded,
+    model_requests,
+    places,
+    spoiled,
+)
+
+ADMIN = "ak-admin"
+ANSWER_S = 20.0
+BREAK = "break now"
+"""A prompt with these words breaks the engine."""
+REPLY = Message("assistant", "so", reasoning="hm", calls=(ToolCall("look", '{"at": 1}'),))
+CALLS = [verb for verb in BODIES if WIRES[verb].count is None]
+"""The rest reads the same bodies and only counts."""
+Header = tuple[bytes, bytes]
+fuzzed = settings(
+    max_examples=300,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+# -- a gateway, and a way to send it anything --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    kind: str
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        data = [line[6:] for line in self.body.decode().splitlines() if line.startswith("data: ")]
+        return [json.loads(text) for text in data if text != "[DONE]"]
+
+
+class Errors(logging.Handler):
+    """Remembers what was logged as an error."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._seen.append(self.format(record))
+
+    def taken(self) -> list[str]:
+        """What was logged since this was asked last."""
+        seen, self._seen = self._seen, []
+        return seen
+
+
+class Target:
+    """A gateway with a journal, called as a server calls it: any bytes can be said this way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.errors = Errors()
+        self.journal = Journal(folder / "fuzz.journal")
+        self._runner = asyncio.Runner()
+        codec = ToyCodec.chatml()
+        self.sessions = Sessions(codec, journal=self.journal)
+        self.app = GatewayApp(
+            ScriptedEngine(codec, _rule),
+            self.sessions,
+            GatewayConfig(admin_key=ADMIN, max_body_bytes=1 << 20),
+        )
+        self._runner.run(self._sit())
+
+    async def _sit(self) -> None:
+        logging.getLogger("branchline").addHandler(self.errors)
+
+    def close(self) -> None:
+        logging.getLogger("branchline").removeHandler(self.errors)
+        self._runner.close()
+        self.journal.close()
+
+    def open(self, **options: Any) -> tuple[str, str, str]:
+        """A new session and its two keys."""
+        live, api_key, control_key = self.sessions.open(SessionOptions(**options))
+        return live.id, api_key, control_key
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        key: str = "",
+        body: bytes | Sequence[bytes] = b"",
+        headers: Sequence[Header] = (),
+        query: bytes = b"",
+    ) -> Answer:
+        """The answer to one request, within a time."""
+        chunks = [body] if isinstance(body, bytes) else list(body)
+        length = str(sum(map(len, chunks))).encode()
+        given = [(b"authorization", b"Bearer " + key.encode("latin-1"))] if key else []
+        given += [(b"content-length", length) if len(chunks) == 1 else (b"transfer-encoding", b"chunked")]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": unquote(path),
+            "raw_path": path.encode("ascii"),
+            "query_string": query,
+            "root_path": "",
+            "headers": [*given, *headers],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
+        return self._runner.run(asyncio.wait_for(self._send(scope, chunks), ANSWER_S))
+
+    async def _send(self, scope: Any, chunks: list[bytes]) -> Answer:
+        sent: list[Any] = []
+        pending = iter(enumerate(chunks, start=1))
+
+        async def receive() -> Any:
+            for number, chunk in pending:
+                return {"type": "http.request", "body": chunk, "more_body": number < len(chunks)}
+            # The client waits for its answer.
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await self.app(scope, receive, send)
+        assert sent[0]["type"] == "http.response.start"
+        assert not sent[-1].get("more_body", False)
+        kind = dict(sent[0]["headers"]).get(b"content-type", b"").decode()
+        return Answer(sent[0]["status"], kind, b"".join(part.get("body", b"") for part in sent[1:]))
+
+
+def _rule(ask: Ask) -> Reply:
+    return EngineError("it broke") if BREAK in ask.text else REPLY
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    target = Target(tmp_path_factory.mktemp("fuzz"))
+    yield target
+    target.close()
+
+
+def check(target: Target, answer: Answer, *, is_messages: bool = False, most: int = 499) -> None:
+    """Answered, or refused as the protocol refuses; nothing logged; and the next one is served."""
+    assert answer.status <= most, answer.body
+    if answer.status >= 400:
+        assert_refusal(answer, is_messages)
+    elif answer.kind.startswith("text/event-stream"):
+        assert answer.events
+    elif answer.kind == "application/json":
+        assert answer.json is not None
+    assert target.errors.taken() == []
+    _, key, _ = target.open()
+    good = target.send("POST", "/v1/chat/completions", key=key, body=b'{"messages":[{"role":"user"}]}')
+    assert good.status == 200, good.body
+
+
+def assert_refusal(answer: Answer, is_messages: bool) -> None:
+    assert answer.kind == "application/json"
+    envelope = answer.json
+    problem = envelope["error"]
+    assert isinstance(problem["message"], str)
+    assert problem["message"]
+    assert isinstance(problem["type"], str)
+    if is_messages:
+        assert (envelope["type"], sorted(envelope)) == ("error", ["error", "request_id", "type"])
+    else:
+        assert sorted(envelope) == ["error"]
+        assert sorted(problem) == ["code", "message", "param", "type"]
+
+
+def test_every_route_is_here() -> None:
+    assert set(BODIES) == set(WIRES)
+    app = GatewayApp(ScriptedEngine(), Sessions(ToyCodec()))
+    routes = {
+        (method, route.path)
+        for route in app.control.asgi.routes
+        for method in route.methods  # type: ignore[attr-defined]
+        if method != "HEAD"
+    }
+    assert routes == {(method, path) for method, path, _ in CONTROL} | {("GET", "/sessions/{id}/wait")}
+
+
+# -- the model API -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", BODIES)
+def test_a_good_request_is_answered_whole_and_streamed(target: Target, verb: str) -> None:
+    _, key, _ = target.open()
+    for stream in (False, True):
+        answer = target.send("POST", f"/v1/{verb}", key=key, body=encoded({**BODIES[verb], "stream": stream}))
+        assert answer.status == 200, answer.body
+        check(target, answer)
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_every_field_may_hold_anything(target: Target, verb: str) -> None:
+    session, key, control = target.open()
+    for number, (place, value) in enumerate(product(places(BODIES[verb]), NASTY)):
+        # Each place is asked for whole and streamed, as there is an odd number of values.
+        body = spoiled({**BODIES[verb], "stream": number % 2 == 0}, place, value)
+        answer = target.send("POST", f"/v1/{verb}", key=key, body=encoded(body))
+        assert answer.status < 500, (place, value, answer.body)
+        if answer.status != 200:
+            assert_refusal(answer, verb.startswith("messages"))
+        assert not target.errors.taken(), (place, value)
+    for view in ("", "/tree", "/timelines", "/samples", "/report"):
+        check(target, target.send("GET", f"/sessions/{session}{view}", key=control))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("verb", CALLS)
+def test_an_engine_that_fails_is_told_apart_from_a_mistake(target: Target, verb: str, stream: bool) -> None:
+    _, key, _ = target.open()
+    text = json.dumps({**BODIES[verb], "stream": stream})
+    body = text.replace("be brief", BREAK).replace("once upon", BREAK).encode()
+    answer = target.send("POST", f"/v1/{verb}", key=key, body=body)
+    assert answer.status == 502
+    check(target, answer, is_messages=verb == "messages", most=502)
+
+
+@fuzzed
+@given(request=model_requests())
+def test_no_request_makes_the_model_api_fail(target: Target, request: dict[str, Any]) -> None:
+    session, key, _ = target.open()
+    request["path"] = request["path"].replace("{own}", session)
+    place = Place.find(unquote(request["path"]))
+    is_messages = place is not None and place.verb in ("messages", "messages/count_tokens")
+    check(target, target.send(**request, key=key), is_messages=is_messages)
+
+
+# -- the control API ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "path", "body"), [row for row in CONTROL if row[2] is not None])
+def test_every_field_of_the_control_api_may_hold_anything(
+    target: Target, method: str, path: str, body: Any
+) -> None:
+    for place, value in product(places(body), NASTY):
+        session, key, _ = target.open()
+        sent = encoded(spoiled(body, place, value))
+        answer = target.send(method, path.replace("{id}", session), key=ADMIN, body=sent)
+        assert answer.status < 500, (place, value, answer.body)
+        if answer.status >= 400:
+            assert_refusal(answer, False)
+        elif path == "/sessions":
+            session, key = answer.json["id"], answer.json["api_key"]
+        # Whatever a session was told, it can be called and read.
+        called = target.send("POST", "/v1/chat/completions", key=key, body=encoded(CHAT))
+        shown = target.send("GET", f"/sessions/{session}/samples", key=ADMIN)
+        assert called.status < 500, (place, value, called.body)
+        assert shown.status == 200, (place, value, shown.body)
+        assert not target.errors.taken(), (place, value)
+
+
+@pytest.mark.parametrize("given", ["0", "0.001", "-1", "nan", "inf", "1e400", "", "x", "%ff", "%F0%9F%99%82"])
+def test_waiting_ends(target: Target, given: str) -> None:
+    session, _, control = target.open()
+    answer = target.send("GET", f"/sessions/{session}/wait", key=control, query=f"timeout_s={given}".encode())
+    check(target, answer)
+
+
+@fuzzed
+@given(request=control_requests())
+def test_no_request_makes_the_control_api_fail(target: Target, request: dict[str, Any]) -> None:
+    session, api, control = target.open()
+    request["path"] = request["path"].replace("{own}", session)
+    request["key"] = {"{admin}": ADMIN, "{api}": api, "{control}": control}.get(request["key"], "")
+    answer = target.send(**request)
+    # It may have paused the policy, which is no failure.
+    target.send("POST", "/policy/resume", key=ADMIN)
+    check(target, answer)
+
+
+def test_what_all_this_left_behind_is_read_back(target: Target) -> None:
+    held = {live.id: len(live.session.tree.calls) for live in target.sessions}
+    read = {
+        live.id: len(live.session.tree.calls) for live in Sessions(ToyCodec.chatml(), journal=target.journal)
+    }
+    assert {id: read.get(id) for id in held} == held
+
+
+# -- the server --------------------------------------------------------------------------------------
+
+GOOD = b'{"messages":[{"role":"user","content":"p"}]}'
+RAW = {
+    "chunked": (b"POST", b"transfer-encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(GOOD), GOOD)),
+    "chunks of no size": (b"POST", b"transfer-encoding: chunked", b"wizard\r\n" + GOOD),
+    "chunks that never end": (b"POST", b"transfer-encoding: chunked", b"%x\r\n%b\r\n" % (len(GOOD), GOOD)),
+    "less than announced": (b"POST", b"content-length: 100", GOOD),
+    "more than announced": (b"POST", b"content-length: 10", GOOD),
+    "a negative length": (b"POST", b"content-length: -1", GOOD),
+    "two lengths": (b"POST", b"content-length: 3\r\ncontent-length: 44", GOOD),
+    "no length": (b"POST", b"x: y", GOOD),
+    "a wait for leave": (b"POST", b"expect: 100-continue\r\ncontent-length: 44", GOOD),
+    "a socket instead": (
+        b"GET",
+        b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: eA==",
+        b"",
+    ),
+    "a header without end": (b"POST", b"x: " + b"y" * 200_000, GOOD),
+    "a header of any bytes": (b"POST", b"x-branchline-agent: \xff\xfe\x01", GOOD),
+    "a method of its own": (b"WIZARD", b"content-length: 0", b""),
+}
+
+
+HALF = ("chunks that never end", "less than announced")
+"""The client hangs up; elsewhere it waits."""
+
+
+def test_the_server_outlives_what_is_hardly_http() -> None:
+    async def test() -> None:
+        async with agent("here") as a:
+            for how, request in RAW.items():
+                answer = await asyncio.wait_for(_talk(a, *request, hangs_up=how in HALF), ANSWER_S)
+                if how not in HALF:
+                    assert 100 <= int(answer.split(b" ")[1]) < 500, (how, answer)
+                assert how != "chunked" or answer.startswith(b"HTTP/1.1 200 OK"), answer
+                assert await a.say("p") == "here", how
+
+    run(test)
+
+
+async def _talk(a: Agent, method: bytes, header: bytes, body: bytes, *, hangs_up: bool) -> bytes:
+    host, _, port = a.gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    key = a.session.api_key.encode()
+    writer.write(
+        b"%b /v1/chat/completions HTTP/1.1\r\nhost: h\r\nconnection: close\r\n" % method
+        + b"authorization: Bearer %b\r\n%b\r\n\r\n%b" % (key, header, body)
+    )
+    if hangs_up:
+        writer.write_eof()
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
