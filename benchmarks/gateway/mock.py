@@ -142,7 +142,9 @@ async def main(options: MockOptions) -> None:
     # With its protocol named: asyncio turns Nagle's delays off only where it is.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(MockServer(options), log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        MockServer(options), timeout_keep_alive=600, log_level="warning", access_log=False, lifespan="off"
+    )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
