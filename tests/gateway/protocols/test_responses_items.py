@@ -61,8 +61,8 @@ def call(name: str, **more: Any) -> dict[str, Any]:
 def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_included() -> None:
     task = {
         "type": "agent_message",
-        "author": "/root",
-        "recipient": "/root/first",
+        "author": "/main",
+        "recipient": "/main/first",
         "content": [
             {"type": "input_text", "text": "Payload:\n"},
             {"type": "encrypted_content", "encrypted_content": "count the files"},
