@@ -343,7 +343,7 @@ def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place:
 # -- D7 ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["toy", "qwen3"])
+@places
 def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_removed(place: str) -> None:
     async def test() -> None:
         codec = codec_at(place)
@@ -354,7 +354,7 @@ def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_rem
             for name in ("first", "second")
         )
         replicas = Replicas([first, second])
-        async with stage(script, codec, engine=replicas) as s:
+        async with stage_at(place, script, engine=replicas) as s:
             models = [s.model, *[await s.another() for _ in range(3)]]
             loops = [
                 asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task())))
