@@ -99,7 +99,8 @@ class HfEngine:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if device == "cpu" else "auto")
         auto: Any = transformers.AutoModelForCausalLM
-        transformers.utils.logging.disable_progress_bar()
+        logs: Any = transformers.utils.logging
+        logs.disable_progress_bar()
         try:
             model = auto.from_pretrained(str(path), dtype=dtype, **options)
         except (OSError, ValueError) as error:

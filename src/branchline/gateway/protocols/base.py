@@ -58,6 +58,15 @@ class Ask:
     stream: bool = False
 
 
+@dataclass(frozen=True)
+class CompletionAsk(Ask):
+    """What OpenAI's two older protocols let a client ask of an answer."""
+
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+
 A = TypeVar("A", bound=Ask)
 
 
@@ -153,6 +162,14 @@ def flag(given: Fields, name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise MessageError(name, value, "true or false")
     return value
+
+
+def wants_usage(given: Fields) -> bool:
+    """Whether a stream is to end with its usage."""
+    options = given.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise MessageError("stream_options", options, "an object")
+    return flag(options, "include_usage")
 
 
 def texts(given: Fields, name: str) -> tuple[str, ...]:

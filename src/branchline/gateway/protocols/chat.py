@@ -25,29 +25,21 @@ from branchline.gateway.calls import Asked, Done
 from branchline.gateway.protocols.base import (
     MOST_CHOICES,
     SAMPLING,
-    Ask,
     Caller,
+    CompletionAsk,
     Wire,
     flag,
     given_sampling,
     model_name,
     sampling_params,
     sse,
+    wants_usage,
     whole_number,
     wishes,
 )
 
 
-@dataclass(frozen=True)
-class ChatAsk(Ask):
-    """A chat completion request, read."""
-
-    include_usage: bool = False
-    logprobs: bool = False
-    return_token_ids: bool = False
-
-
-def read(body: object, caller: Caller) -> ChatAsk:
+def read(body: object, caller: Caller) -> CompletionAsk:
     """A request's body; the session's own sampling goes before the client's."""
     given = wishes(body, caller)
     assert isinstance(body, dict)
@@ -66,10 +58,7 @@ def read(body: object, caller: Caller) -> ChatAsk:
         spawned_by=caller.spawned_by,
         sampling=given_sampling(given, max_tokens),
     )
-    stream_options = given.get("stream_options") or {}
-    if not isinstance(stream_options, dict):
-        raise MessageError("stream_options", stream_options, "an object")
-    return ChatAsk(
+    return CompletionAsk(
         Asked(
             request,
             sampling_params(given, max_tokens, caller),
@@ -79,7 +68,7 @@ def read(body: object, caller: Caller) -> ChatAsk:
         ),
         model_name(given),
         stream=flag(given, "stream"),
-        include_usage=flag(stream_options, "include_usage"),
+        include_usage=wants_usage(given),
         logprobs=flag(given, "logprobs"),
         return_token_ids=flag(given, "return_token_ids"),
     )
@@ -102,7 +91,7 @@ def _hides_tools(given: Mapping[str, Any]) -> bool:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def whole(ask: ChatAsk, done: Done, codec: Codec) -> dict[str, Any]:
+def whole(ask: CompletionAsk, done: Done, codec: Codec) -> dict[str, Any]:
     """The whole response."""
     response = {
         "id": done.call.id,
@@ -117,7 +106,7 @@ def whole(ask: ChatAsk, done: Done, codec: Codec) -> dict[str, Any]:
     return response
 
 
-def _choice(ask: ChatAsk, index: int, answer: Answer, codec: Codec) -> dict[str, Any]:
+def _choice(ask: CompletionAsk, index: int, answer: Answer, codec: Codec) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.message.text or None}
     if not answer.message.calls and answer.message.text == "":
         message["content"] = ""
@@ -160,7 +149,7 @@ def count(tokens: int) -> dict[str, Any]:
 class Stream:
     """The events of a streamed response; the finish leaves with `end`."""
 
-    ask: ChatAsk
+    ask: CompletionAsk
     call_id: str
     codec: Codec
     created: int = field(default_factory=lambda: int(time.time()))

@@ -18,8 +18,8 @@ from branchline.gateway.answers import Answer, Said
 from branchline.gateway.calls import Asked, Done
 from branchline.gateway.protocols.base import (
     MOST_CHOICES,
-    Ask,
     Caller,
+    CompletionAsk,
     Fields,
     Wire,
     flag,
@@ -27,21 +27,13 @@ from branchline.gateway.protocols.base import (
     model_name,
     sampling_params,
     sse,
+    wants_usage,
     whole_number,
     wishes,
 )
 from branchline.gateway.protocols.chat import error, usage
 
 _MOST_LOGPROBS = 20
-
-
-@dataclass(frozen=True)
-class CompletionAsk(Ask):
-    """A completion request, read."""
-
-    include_usage: bool = False
-    logprobs: bool = False
-    return_token_ids: bool = False
 
 
 def read(body: object, caller: Caller) -> CompletionAsk:
@@ -61,9 +53,6 @@ def read(body: object, caller: Caller) -> CompletionAsk:
         sampling=given_sampling(given, "max_tokens"),
         raw=True,
     )
-    stream_options = given.get("stream_options") or {}
-    if not isinstance(stream_options, dict):
-        raise MessageError("stream_options", stream_options, "an object")
     return CompletionAsk(
         Asked(
             request,
@@ -73,7 +62,7 @@ def read(body: object, caller: Caller) -> CompletionAsk:
         ),
         model_name(given),
         stream=flag(given, "stream"),
-        include_usage=flag(stream_options, "include_usage"),
+        include_usage=wants_usage(given),
         logprobs=logprobs is not None and logprobs is not False,
         return_token_ids=flag(given, "return_token_ids"),
     )
