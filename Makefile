@@ -26,8 +26,9 @@ demo: $(VENV)/.smollm2 ## play a scripted multi-agent episode, print its tree an
 	$(BIN)/python scripts/fetch_tokenizers.py
 	@mkdir -p $(@D) && touch $@
 
-test: $(READY) .cache/tokenizers/.ready ## run every test (under five minutes on two cores)
-	$(BIN)/python -m pytest
+# By file, because the tests of a file may share what one of them has set up.
+test: $(READY) .cache/tokenizers/.ready ## run every test (under two minutes on two cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)  ## lint, format check, strict types, import order, public names
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
 """Settings of the whole suite: no timed tests, and what cannot be collected here is left out."""
 
+import gc
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -17,3 +19,18 @@ settings.load_profile("house")
 
 # The embedded engine needs torch.
 collect_ignore_glob = [] if find_spec("torch") else ["src/branchline/engines/hf/*", "tests/engines/tiny.py"]
+
+# Tests speak to this machine only, so they trust nobody else: a folder without certificates. Each HTTP client
+# would read the certificates of the whole world otherwise, which takes longer than most tests.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# What is imported is never garbage, and takes half a second to look through each time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on only what tests make is looked at."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()

@@ -74,6 +74,9 @@ class ReplayCodec:
     def decode(self, ids: Ids) -> str:
         return " ".join(map(str, ids.tolist()))
 
+    def token_bytes(self, token: int) -> bytes:
+        return b"%d" % token
+
     def encode(self, text: str) -> Ids:
         raise CodecError("replay: got a text to encode, expected messages whose ids were made beforehand")
 

@@ -66,8 +66,22 @@ def test_all_public_names_are_declared() -> None:
         for name, value in vars(branchline).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    assert public | {"__version__"} == set(branchline.__all__)
-    assert len(set(branchline.__all__)) == len(branchline.__all__)
+    declared = set(branchline.__all__)
+    assert public <= declared
+    assert len(declared) == len(branchline.__all__)
+    assert all(hasattr(branchline, name) for name in declared), "those that are read late, too"
+    assert declared <= set(dir(branchline))
+    assert not hasattr(branchline, "nothing")
+
+
+def test_the_loop_is_read_when_it_is_first_asked_for() -> None:
+    code = (
+        "import sys, branchline; before = {m for m in sys.modules if m.startswith('branchline.')}; "
+        "branchline.tool; print(*sorted(m for m in before if '.loop' in m or '.gateway' in m)); "
+        "print('branchline.loop.tools.functions' in sys.modules, 'branchline.gateway' in sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.splitlines() == ["", "True False"]
 
 
 def test_importing_the_library_loads_nothing_heavy() -> None:

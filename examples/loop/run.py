@@ -25,22 +25,31 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from branchline.chat.toy import ToyCodec
-from branchline.core.message import Message, ToolCall
+from branchline import (
+    CancelToken,
+    HttpModel,
+    InteractionRegistry,
+    LoopLimits,
+    LoopOutput,
+    LoopState,
+    Message,
+    SessionModel,
+    Setting,
+    Task,
+    ToolCall,
+    ToolRegistry,
+    ToyCodec,
+    check_tasks,
+    output_of,
+    run_agent,
+)
 from branchline.core.runs import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import Ask, ScriptedEngine
 from branchline.gateway.live import SessionOptions
 from branchline.gateway.server import Gateway
 from branchline.gateway.sessions import Sessions
-from branchline.loop.agents import Setting, check, run_agent
-from branchline.loop.cancel import CancelToken
-from branchline.loop.interactions.registry import InteractionRegistry
-from branchline.loop.model import Model, SessionModel
-from branchline.loop.output import LoopOutput, output_of
-from branchline.loop.remote import HttpModel
-from branchline.loop.state import LoopLimits, LoopState, Task
-from branchline.loop.tools.registry import ToolRegistry
+from branchline.loop.model import Model
 from examples.loop.arithmetic import Calculator, Problem, problems
 from examples.loop.search import Question, questions, search_tool, towns
 from examples.loop.tutor import ArithmeticTutor, sample
@@ -107,7 +116,7 @@ async def play(*, over_http: bool) -> list[LoopOutput]:
     tasks = [Task.read({**row, "id": f"task-{place}"}) for place, row in enumerate(rows)]
     tools = ToolRegistry([Calculator(), search_tool(CORPUS)])
     interactions = InteractionRegistry([ArithmeticTutor()])
-    check(tasks, tools, interactions)
+    check_tasks(tasks, tools, interactions)
     script = Scripted(sums, facts)
     engine = Continuing(CODEC, script.say, chunk_size=1)
     async with AsyncExitStack() as stack:
@@ -147,7 +156,7 @@ def show(outputs: Sequence[LoopOutput], console: Console) -> None:
         sampled = int(output.response_mask.sum())
         versions = output.outputs[-1].response_versions
         table.add_row(
-            state.trajectory,
+            state.task.id,
             str(state.reason),
             str(output.num_turns),
             str(sampled),

@@ -6,7 +6,12 @@ context it was sampled in.
     turn = session.prepare(Request.read({"messages": [...]}))
     session.commit(turn, Generation(ids, logprobs))
     samples = export_samples(session.tree).samples
+
+The gateway and the agent loop are imported when they are first asked for.
 """
+
+import importlib
+import typing
 
 from branchline.chat.toy import ToyCodec
 from branchline.core.call import Call, Delivery, Generation, Request
@@ -27,7 +32,6 @@ from branchline.core.reader import read_message, read_messages, write_message
 from branchline.core.sample import Report, Sample
 from branchline.export.jsonl import read_jsonl, write_jsonl
 from branchline.export.samples import Export, ExportPolicy, export_samples
-from branchline.loop.agents import agent
 from branchline.timelines.causes import Cause, Fork, Judgement, judge
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import MergePolicy
@@ -38,11 +42,62 @@ from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree, Turn
 
+if typing.TYPE_CHECKING:
+    from branchline.gateway.config import calm_gc
+    from branchline.gateway.server import Gateway
+    from branchline.loop.agents import Setting, agent, check_tasks, run_agent
+    from branchline.loop.cancel import CancelToken
+    from branchline.loop.interactions.registry import InteractionRegistry
+    from branchline.loop.limits import LoopLimits
+    from branchline.loop.model import SessionModel
+    from branchline.loop.output import LoopOutput, output_of
+    from branchline.loop.remote import HttpModel
+    from branchline.loop.state import LoopState
+    from branchline.loop.task import Task
+    from branchline.loop.tools.base import BaseTool, ToolResult
+    from branchline.loop.tools.functions import tool
+    from branchline.loop.tools.registry import ToolRegistry
+else:
+    _LATE = {
+        "BaseTool": "loop.tools.base",
+        "CancelToken": "loop.cancel",
+        "Gateway": "gateway.server",
+        "HttpModel": "loop.remote",
+        "InteractionRegistry": "loop.interactions.registry",
+        "LoopLimits": "loop.limits",
+        "LoopOutput": "loop.output",
+        "LoopState": "loop.state",
+        "SessionModel": "loop.model",
+        "Setting": "loop.agents",
+        "Task": "loop.task",
+        "ToolRegistry": "loop.tools.registry",
+        "ToolResult": "loop.tools.base",
+        "agent": "loop.agents",
+        "calm_gc": "gateway.config",
+        "check_tasks": "loop.agents",
+        "output_of": "loop.output",
+        "run_agent": "loop.agents",
+        "tool": "loop.tools.functions",
+    }
+
+    def __getattr__(name):
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"branchline.{_LATE[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return [*globals(), *_LATE]
+
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "BaseTool",
     "BranchlineError",
     "Call",
+    "CancelToken",
     "Cause",
     "CodecError",
     "Delivery",
@@ -52,14 +107,20 @@ __all__ = [
     "ExportError",
     "ExportPolicy",
     "Fork",
+    "Gateway",
     "Generation",
+    "HttpModel",
     "InputError",
+    "InteractionRegistry",
     "Journal",
     "JournalError",
     "Judgement",
     "LogError",
     "LoggedCall",
     "LoggedOutput",
+    "LoopLimits",
+    "LoopOutput",
+    "LoopState",
     "Media",
     "MergePolicy",
     "Merged",
@@ -70,24 +131,34 @@ __all__ = [
     "Request",
     "Sample",
     "Session",
+    "SessionModel",
+    "Setting",
+    "Task",
     "Timeline",
     "ToolCall",
+    "ToolRegistry",
+    "ToolResult",
     "ToyCodec",
     "Tree",
     "TreeError",
     "Turn",
     "__version__",
     "agent",
+    "calm_gc",
+    "check_tasks",
     "diagnose",
     "echo",
     "export_samples",
     "judge",
     "merge",
+    "output_of",
     "read_jsonl",
     "read_log",
     "read_message",
     "read_messages",
+    "run_agent",
     "timelines_of",
+    "tool",
     "write_jsonl",
     "write_message",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.tokenizer import TokenizerDir
 from branchline.testing.behaviours import Manners
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
@@ -27,21 +28,27 @@ FAMILIES = {
 }
 
 
-def codec_of(name: str) -> GenericCodec:
-    """The codec of a family; skips with a reason where its tokenizer could not be fetched."""
+def tokenizer_of(name: str) -> TokenizerDir:
+    """The tokenizer of a family, read once; skips with a reason where it could not be fetched."""
     if not (CACHE / name / "tokenizer.json").exists():
         why = "npm is missing" if shutil.which("npm") is None else "run scripts/fetch_tokenizers.py"
         pytest.skip(f"no real {name} tokenizer: {why}")
     return _open(name)
 
 
+@cache
+def codec_of(name: str) -> GenericCodec:
+    """The codec of a family; skips where `tokenizer_of` does."""
+    return GenericCodec(tokenizer_of(name))
+
+
 def codec_speaking(template: str, family: str = "qwen3", **options: Any) -> GenericCodec:
     """A family's tokenizer with another chat template."""
-    tokenizer = copy(codec_of(family).tokenizer)
+    tokenizer = copy(tokenizer_of(family))
     tokenizer._sources, tokenizer._templates, tokenizer._dialects = {"default": template}, {}, {}
     return GenericCodec(tokenizer, **options)
 
 
 @cache
-def _open(name: str) -> GenericCodec:
-    return GenericCodec.open(CACHE / name)
+def _open(name: str) -> TokenizerDir:
+    return TokenizerDir.open(CACHE / name)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from branchline import Session
 from branchline.chat.base import Shown
 from branchline.chat.handcoded.codec import RenderersCodec
-from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import ImageProcessor, VisionConfig, place_images, refuse_media
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
@@ -23,11 +22,9 @@ from branchline.core.media import read_media_part
 from branchline.core.message import Media, Message
 from branchline.core.runs import Ids, as_ids
 from branchline.tree.delta import decode_record, encode_record
-from tests.chat.families import CACHE
+from tests.chat.families import tokenizer_of
 
 pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'branchline[vision]'")
-
-QWEN3 = CACHE / "qwen3"
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
@@ -48,9 +45,7 @@ def looking(*parts: str | Media, role: Any = "user") -> Message:
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
 def codec(request: pytest.FixtureRequest) -> RenderersCodec:
     pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
-    if not (QWEN3 / "tokenizer.json").exists():
-        pytest.skip("tokenizer qwen3 is not in the cache: scripts/fetch_tokenizers.py fetches it")
-    return RenderersCodec(TokenizerDir.open(QWEN3), request.param)
+    return RenderersCodec(tokenizer_of("qwen3"), request.param)
 
 
 def prompt_of(codec: RenderersCodec, *messages: Message) -> Ids:

@@ -55,6 +55,7 @@ def test_it_starts_answers_and_says_how_to_be_used(tmp_path: Path) -> None:
         (["--engine", "scripted", "--rule", "engine=big"], "expected one of the named ones: none"),
         (["--engine", "scripted", "--upstream", "big"], "expected NAME=URL"),
         (["--engine", "scripted", "--no-auth", "--host", "0.0.0.0"], "expected loopback"),
+        (["--engine", "scripted", "--default-max-tokens", "0"], "default_max_tokens: got 0, expected 1"),
     ],
 )
 def test_what_is_missing_is_said(
@@ -72,6 +73,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "--engine vllm --engine-url" in told
     assert "OPENAI_BASE_URL" in told
+    assert "4096 where the engine does not say" in " ".join(told.split())
 
 
 # -- keys --------------------------------------------------------------------------------------------
@@ -149,6 +151,19 @@ def test_the_admin_key_may_come_from_the_environment() -> None:
         assert httpx.get(f"{url[1]}/sessions", headers={"authorization": "Bearer ak-mine"}).status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0
+
+
+def test_answers_whose_length_nobody_limits_have_the_limit_it_was_started_with() -> None:
+    with _serving("--default-max-tokens", "3") as (_, told):
+        url, key = re.search(r"a session +(\S+)", told), re.search(r"its api key +(\S+)", told)
+        assert url is not None
+        assert key is not None
+        answer = httpx.post(
+            f"{url[1]}/chat/completions",
+            json={"messages": [{"role": "user", "content": "hello"}]},
+            headers={"authorization": f"Bearer {key[1]}"},
+        ).json()
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
 
 
 def test_the_address_it_prints_is_the_public_one() -> None:

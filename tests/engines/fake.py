@@ -36,6 +36,8 @@ class FakeServer:
         self.event_after: tuple[int, dict[str, Any]] | None = None
         """After this many ids the stream ends with this event."""
         self.refusal: tuple[int, bytes] | None = None
+        self.retry_after = ""
+        """What a refusal says of when to come again."""
         self.answers: dict[str, Any] = {}
         self.broken: set[str] = set()
         """Paths that answer 500."""
@@ -145,7 +147,10 @@ class FakeServer:
         elif path in self.answers:
             answer = self.answers[path]
             status, content = (200, json.dumps(answer).encode()) if answer is not None else (200, b"")
-        writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
+        head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n"
+        if self.retry_after:
+            head += f"retry-after: {self.retry_after}\r\n"
+        writer.write(f"{head}\r\n".encode() + content)
 
     async def _stream(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]

@@ -62,7 +62,8 @@ async def place(
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(CERTIFICATE)
-    server = await asyncio.start_server(there.serve, "127.0.0.1", 0, ssl=context)
+    # Room for all of them to come at once: who finds none comes again after a second.
+    server = await asyncio.start_server(there.serve, "127.0.0.1", 0, ssl=context, backlog=1024)
     port = server.sockets[0].getsockname()[1]
     there.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
     client = HttpClient(Server(there.url, **options), there.url)
@@ -331,3 +332,43 @@ def test_a_server_may_live_below_a_path() -> None:
             await client.close()
 
     run(main())
+
+
+def test_a_request_may_have_headers_of_its_own() -> None:
+    async def main() -> None:
+        async with place([said(), said()]) as (client, there):
+            for headers in ({"x-call": "turn-1"}, None):
+                assert await client.request("GET", "/a", headers=headers, whole=True).content() == (
+                    200,
+                    b"{}",
+                )
+            first, second = there.heads[0]
+            assert b"\r\nx-call: turn-1\r\n" in first
+            assert b"x-call" not in second
+            with pytest.raises(InputError, match=r"x-call: got 'two\\r\\nlines', expected printable ASCII"):
+                client.request("GET", "/a", headers={"x-call": "two\r\nlines"})
+
+    run(main())
+
+
+def test_a_refusal_may_say_when_to_come_again() -> None:
+    async def main() -> None:
+        busy = said(b"busy", b"Retry-After: 3", status=429)
+        async with place([busy, said(b"data: 1\n\n"), GONE], [GONE]) as (client, _):
+            reply = client.request("POST", "/a")
+            assert (await reply.status(), reply.retry_after) == (429, "3")
+            assert await reply.content() == (429, b"busy")
+            reply = client.request("POST", "/a")
+            assert (await reply.status(), reply.retry_after) == (200, "")
+            assert await reply.events() == [b"1"]
+            reply = client.request("POST", "/a")
+            assert await reply.status() == 0
+            with pytest.raises(EngineError, match="closed by the server"):
+                await reply.events()
+
+    run(main())
+
+
+def test_clients_share_what_takes_long_to_make() -> None:
+    one, other = [HttpClient(Server("https://host"), "https://host")._tls for _ in range(2)]
+    assert one is other is not None

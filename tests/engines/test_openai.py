@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.errors import ContextLengthError, EngineBusyError, EngineError, EngineInputError
 from branchline.engines.http import Server
 from branchline.engines.openai import ChatDelta, ToolDelta, UpstreamChat, Usage
 from tests.engines.fake import FakeChat
@@ -146,5 +147,114 @@ def test_several_answers_are_asked_for_one_by_one() -> None:
         with pytest.raises(EngineInputError, match="n: "):
             await anext(upstream.chat(HELLO, options={"n": 2}))
         await upstream.close()
+
+    run(main())
+
+
+# -- calls are told apart ----------------------------------------------------------------------------
+
+
+def _joined(*pieces: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """The id, name and arguments of each call that comes in these pieces."""
+    calls: dict[int, list[str]] = {}
+
+    async def main() -> None:
+        async with FakeChat() as server:
+            server.script = (*(said(tool_calls=piece) for piece in pieces), said("tool_calls"))
+            upstream = UpstreamChat(server.url + "/v1", model="large")
+            async for delta in upstream.chat(HELLO):
+                for tool in delta.tools:
+                    known = calls.setdefault(tool.index, ["", "", ""])
+                    known[0], known[1] = known[0] or tool.id, known[1] or tool.name
+                    known[2] += tool.arguments
+            await upstream.close()
+
+    run(main())
+    return [(one[0], one[1], one[2]) for _, one in sorted(calls.items())]
+
+
+def test_calls_that_are_numbered_are_told_apart_by_their_numbers() -> None:
+    assert _joined(
+        [call(0, "a", name="f", arguments='{"x"'), call(1, "b", name="f", arguments="{")],
+        [call(1, arguments="}"), call(0, arguments=": 1}")],
+    ) == [("a", "f", '{"x": 1}'), ("b", "f", "{}")]
+
+
+@pytest.mark.parametrize("number", [None, 0])
+def test_calls_of_one_number_or_none_are_told_apart_by_their_ids(number: int | None) -> None:
+    assert _joined(
+        [call(number, "a", name="f")],
+        [call(number, "b", name="f", arguments='{"x"')],
+        [call(number, "b", arguments=": 1}")],
+        [call(number, "c", name="f")],
+    ) == [("a", "f", ""), ("b", "f", '{"x": 1}'), ("c", "f", "")]
+
+
+@pytest.mark.parametrize("number", [None, 0])
+def test_without_ids_a_name_begins_a_call_where_the_one_before_is_whole(number: int | None) -> None:
+    assert _joined(
+        [call(number, name="f", arguments='{"x"')],
+        [call(number, name="f", arguments=": 1}")],
+        [call(number, name="f", arguments='{"y": 2}')],
+        [call(number, name="g")],
+        [call(number, name="h", arguments="{}")],
+    ) == [("", "f", '{"x": 1}'), ("", "f", '{"y": 2}'), ("", "g", ""), ("", "h", "{}")]
+
+
+def test_an_id_that_changes_with_every_piece_makes_no_calls() -> None:
+    pieces = [[call(0, f"id{place}", arguments=text)] for place, text in enumerate(('{"x"', ": 1}"), 1)]
+    assert _joined([call(0, "id0", name="f")], *pieces) == [("id0", "f", '{"x": 1}')]
+
+
+# -- what an upstream refuses ------------------------------------------------------------------------
+
+
+def test_a_refusal_is_told_apart_from_a_text() -> None:
+    async def main() -> None:
+        async with FakeChat() as server:
+            server.script = (said(refusal="I "), said(refusal="can't."), said("stop"))
+            upstream = UpstreamChat(server.url + "/v1", model="large")
+            deltas = [one async for one in upstream.chat(HELLO)]
+            assert deltas[:2] == [ChatDelta(refusal="I "), ChatDelta(refusal="can't.")]
+            await upstream.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "problem", "expected"),
+    [
+        (400, {"message": "too much", "code": "context_length_exceeded"}, ContextLengthError),
+        (
+            400,
+            {"message": "This model's maximum context length is 8 tokens.", "code": 400},
+            ContextLengthError,
+        ),
+        (400, {"message": "too much", "code": "invalid"}, EngineInputError),
+        (429, {"message": "slowly"}, EngineBusyError),
+        (500, {"message": "This model's maximum context length broke us"}, EngineError),
+    ],
+)
+def test_a_refusal_is_the_error_that_it_means(
+    status: int, problem: dict[str, Any], expected: type[Exception]
+) -> None:
+    async def main() -> None:
+        async with FakeChat() as server:
+            server.refusal = (status, json.dumps({"error": problem}).encode())
+            upstream = UpstreamChat(server.url + "/v1", model="large")
+            with pytest.raises(EngineError) as refused:
+                await anext(upstream.chat(HELLO))
+            assert type(refused.value) is expected
+            assert problem["message"] in str(refused.value)
+            # The same in a stream that has begun.
+            server.refusal, server.script = None, (said(content="hi"), {"error": {**problem, "code": status}})
+            if "code" in problem and isinstance(problem["code"], str):
+                server.script = (said(content="hi"), {"error": problem})
+            stream = upstream.chat(HELLO)
+            assert await anext(stream) == ChatDelta("hi")
+            with pytest.raises(EngineError) as broken:
+                await anext(stream)
+            assert type(broken.value) is (EngineError if problem.get("code") == "invalid" else expected)
+            await upstream.close()
 
     run(main())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.errors import ContextLengthError, EngineError, EngineInputError
 from branchline.core.runs import as_ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.vllm import VllmEngine
@@ -112,7 +112,7 @@ def test_under_a_grammar_logprobs_are_of_what_it_allows() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("too_long", EngineInputError, "status 400: This model's maximum context length is 512 tokens"),
+        ("too_long", ContextLengthError, "status 400: This model's maximum context length is 512 tokens"),
         ("bad_request", EngineInputError, "status 400: temperature must be non-negative, got -1.0"),
         ("unknown_model", EngineError, "status 404: The model `nope` does not exist"),
     ],

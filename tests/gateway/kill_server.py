@@ -58,7 +58,7 @@ class Place(StrEnum):
     COMMITTED = "committed"
     """The call is in the tree, the journal has been asked to write it."""
     QUEUED = "queued"
-    """The journal's writer has taken the call up and written nothing."""
+    """Whoever writes the journal has taken the call up and written nothing."""
     TRANSACTION = "transaction"
     """The call is written, and the transaction that writes it is open."""
     JOURNALED = "journaled"
@@ -179,10 +179,10 @@ class _Connection:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
 
-    def execute(self, statement: str) -> Any:
+    def execute(self, statement: str, *values: Any) -> Any:
         if statement == "COMMIT":
             self._failpoint.reach(Place.TRANSACTION, *self._calls)
-        return self._db.execute(statement)
+        return self._db.execute(statement, *values)
 
 
 def _install(failpoint: Failpoint, board: Board) -> None:
@@ -225,12 +225,18 @@ def _install(failpoint: Failpoint, board: Board) -> None:
         if last:
             failpoint.reach(Place.FINISHED, ending.get())
 
-    def write_batch(own: Any, db: Any, batch: Any) -> None:
+    def write_batch(own: Any, batch: Any) -> Any:
         records = [msgspec.msgpack.decode(record) for _, record, _ in batch]
         written = [record[2][1] for record in records if record[0] == "commit"]
-        if written:
-            failpoint.reach(Place.QUEUED, *written)
-        write(own, _Connection(db, failpoint, written) if written else db, batch)  # type: ignore[arg-type]
+        if not written:
+            return write(own, batch)
+        failpoint.reach(Place.QUEUED, *written)
+        db = own._db
+        own._db = _Connection(db, failpoint, written)
+        try:
+            return write(own, batch)
+        finally:
+            own._db = db
 
     def replay_all(own: Any) -> Any:
         for record in replay(own):

@@ -20,7 +20,7 @@ class Receiver:
         self.resources: list[Any] = []
         self.spans: list[Any] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Receiver:

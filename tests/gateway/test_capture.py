@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from branchline import ExportPolicy, ToyCodec, export_samples
 from branchline.engines.openai import UpstreamChat
 from tests.engines.fake import FakeChat
 from tests.engines.test_openai import SCRIPT, said
-from tests.gateway.running import agent, run
+from tests.gateway.protocols.every import events_in, post, request
+from tests.gateway.running import Agent, agent, run
 
 TEXT = (said(content="fine"), said("stop"))
 
@@ -143,3 +146,184 @@ def test_an_upstream_is_told_one_limit_under_the_name_it_was_given(
     options: dict[str, Any], body: dict[str, Any], limit: dict[str, int]
 ) -> None:
     assert _chat_body(options, **body) == {**WITHOUT, **limit}
+
+
+# -- what upstreams say beside texts -----------------------------------------------------------------
+
+
+async def _each(a: Agent) -> tuple[Any, Any, Any]:
+    """The answer in each protocol that has conversations."""
+    answers = [await post(a, protocol, "q") for protocol in ("chat/completions", "messages", "responses")]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    chat, messages, responses = (answer.json() for answer in answers)
+    return chat, messages, responses
+
+
+def _said(test: Callable[[Agent], Awaitable[None]], *script: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with FakeChat() as server:
+            server.script = script
+            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+                await test(a)
+
+    run(main)
+
+
+def _call(id: str | None, arguments: str) -> dict[str, Any]:
+    return said(tool_calls=[{"id": id, "function": {"name": "look", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_without_ids_get_some_by_which_their_results_are_known(stream: bool) -> None:
+    async def test(a: Agent) -> None:
+        if stream:
+            events = await a.stream("q")
+            deltas = [event["choices"][0]["delta"] for event in events]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            finish = events[-1]["choices"][0]["finish_reason"]
+        else:
+            choice = (await a.ask("q")).json()["choices"][0]
+            calls, finish = choice["message"]["tool_calls"], choice["finish_reason"]
+        assert [call["function"]["arguments"] for call in calls] == ['{"a":1}', '{"b":2}']
+        assert all(call["id"].startswith("call_") for call in calls)
+        assert calls[0]["id"] != calls[1]["id"]
+        # An answer with calls waits for their results, though the upstream says that it is over.
+        assert finish == "tool_calls"
+        recorded = a.session.live.session.tree.nodes[-1].message.calls
+        assert [call.id for call in recorded] == [call["id"] for call in calls]
+
+    _said(test, _call("", '{"a":1}'), _call(None, '{"b":2}'), said("stop"))
+
+
+def test_both_counts_are_the_upstreams_or_both_ours() -> None:
+    async def counted(a: Agent) -> None:
+        chat, messages, responses = await _each(a)
+        assert chat["usage"] == {"prompt_tokens": 11, "completion_tokens": 222, "total_tokens": 233}
+        assert messages["usage"]["output_tokens"] == 222
+        assert responses["usage"]["output_tokens"] == 222
+
+    async def uncounted(a: Agent) -> None:
+        chat, _, _ = await _each(a)
+        assert chat["usage"]["completion_tokens"] == len(ToyCodec.chatml().encode("fine")) + 1
+
+    usage = {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 222}}
+    _said(counted, *TEXT, usage)
+    _said(uncounted, *TEXT)
+
+
+def test_a_refusal_stays_one_in_every_protocol() -> None:
+    async def test(a: Agent) -> None:
+        chat, messages, responses = await _each(a)
+        message = chat["choices"][0]["message"]
+        assert (message["content"], message["refusal"]) == (None, "I can't.")
+        assert (messages["stop_reason"], messages["content"]) == (
+            "refusal",
+            [{"type": "text", "text": "I can't."}],
+        )
+        (item,) = responses["output"]
+        assert item["content"] == [{"type": "refusal", "refusal": "I can't."}]
+        assert a.session.live.session.tree.nodes[-1].message.refusal == "I can't."
+        # What comes back is known again.
+        await a.ask("q", message, "go on")
+        items = [{"role": "user", "content": "q"}, item, {"role": "user", "content": "go on"}]
+        await a.http.send(request(a, "responses", "", input=items))
+        assert [len(line["calls"]) for line in await a.timelines()] == [1, 1, 2, 2]
+
+    _said(test, said(refusal="I "), said(refusal="can't."), said("stop"))
+
+
+def test_a_refusal_is_streamed_as_one() -> None:
+    async def test(a: Agent) -> None:
+        chat = await a.stream("q")
+        assert [event["choices"][0]["delta"].get("refusal") for event in chat] == ["I can't.", None]
+        sent = [await post(a, protocol, "q", stream=True) for protocol in ("messages", "responses")]
+        messages, responses = (events_in(response.text) for response in sent)
+        assert messages[-2]["delta"]["stop_reason"] == "refusal"
+        assert [event["delta"]["text"] for event in messages if event["type"] == "content_block_delta"] == [
+            "I can't."
+        ]
+        kinds = [event["type"] for event in responses]
+        assert [kind for kind in kinds if "refusal" in kind] == [
+            "response.refusal.delta",
+            "response.refusal.done",
+        ]
+        assert responses[kinds.index("response.refusal.done")]["refusal"] == "I can't."
+        (item,) = responses[-1]["response"]["output"]
+        assert item["content"] == [{"type": "refusal", "refusal": "I can't."}]
+
+    _said(test, said(refusal="I can't."), said("stop"))
+
+
+def test_an_answer_that_a_filter_cut_says_so_in_every_protocol() -> None:
+    async def test(a: Agent) -> None:
+        chat, messages, responses = await _each(a)
+        assert chat["choices"][0]["finish_reason"] == "content_filter"
+        assert messages["stop_reason"] == "refusal"
+        assert (responses["status"], responses["incomplete_details"]) == (
+            "incomplete",
+            {"reason": "content_filter"},
+        )
+
+    _said(test, said(content="par"), said("content_filter"))
+
+
+@pytest.mark.parametrize("protocol", ["chat/completions", "messages", "responses"])
+def test_an_upstream_that_has_too_much_to_do_says_when_to_come_again(protocol: str) -> None:
+    async def main() -> None:
+        async with FakeChat() as server:
+            server.refusal, server.retry_after = (429, b'{"error": {"message": "slowly"}}'), "7"
+            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+                response = await post(a, protocol, "q")
+                assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+                assert "slowly" in response.json()["error"]["message"]
+
+    run(main)
+
+
+def test_an_upstreams_word_for_a_prompt_that_is_too_long_is_ours() -> None:
+    async def main() -> None:
+        async with FakeChat() as server:
+            problem = {"message": "too much", "code": "context_length_exceeded"}
+            server.refusal = (400, json.dumps({"error": problem}).encode())
+            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+                response = await post(a, "chat/completions", "q")
+                assert (response.status_code, response.json()["error"]["code"]) == (
+                    400,
+                    "context_length_exceeded",
+                )
+
+    run(main)
+
+
+# -- tools that only an upstream can run -------------------------------------------------------------
+
+
+def _tools_asked(**body: Any) -> dict[str, Any]:
+    """What an upstream hears about tools."""
+    asked: list[dict[str, Any]] = []
+
+    async def test() -> None:
+        async with FakeChat() as server:
+            server.script = TEXT
+            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+                assert (await a.ask("p", **body)).status_code == 200
+                asked.extend(server.bodies)
+
+    run(test)
+    return {name: value for name, value in asked[0].items() if name not in {*WITHOUT, "messages"}}
+
+
+def test_an_upstream_is_offered_what_it_may_be_able_to_run_itself() -> None:
+    search = {"type": "web_search", "user_location": {"country": "CH"}}
+    assert _tools_asked(tools=[TOOL, search]) == {"tools": [TOOL, search]}
+    assert _tools_asked(tools=[search], tool_choice="auto") == {"tools": [search], "tool_choice": "auto"}
+
+
+def test_functions_of_old_reach_an_upstream_as_tools_one_call_at_a_time() -> None:
+    named = {"name": "f", "parameters": {}}
+    assert _tools_asked(functions=[named], function_call={"name": "f"}) == {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+    }
+    assert _tools_asked(functions=[named], function_call="none") == {}

@@ -104,7 +104,7 @@ def test_without_keys_everybody_shares_the_default_session() -> None:
     ("config", "status", "problem"),
     [
         (GatewayConfig(max_messages=2), 400, "messages: got '3 messages', expected at most 2"),
-        (GatewayConfig(max_prompt_tokens=20), 400, "expected at most 20 tokens"),
+        (GatewayConfig(max_prompt_tokens=20), 400, "prompt is too long: 89 tokens > 20 maximum."),
         (GatewayConfig(max_body_bytes=60), 413, "expected at most 60 bytes"),
     ],
 )

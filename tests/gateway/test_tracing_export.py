@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -81,21 +81,25 @@ def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        )
-        # Spans are sent as soon as there are two: while calls go on.
-        monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
-        tracing = Tracing.from_environment()
+    silent = Receiver()  # it listens, and nobody answers
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{silent.url}/v1/traces")
+    # Spans are sent as soon as there are two: while calls go on.
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
+    tracing = Tracing.from_environment()
 
-        async def test() -> None:
-            assert await _traced(tracing) < 5
+    async def test() -> None:
+        assert await _traced(tracing) < 5
 
-        run(test)
-        began = time.perf_counter()
-        assert not tracing.close(timeout_s=0.2)
-        assert time.perf_counter() - began < 5
+    run(test)
+    began = time.perf_counter()
+    assert not tracing.close(timeout_s=0.2)
+    assert time.perf_counter() - began < 5
+    assert not silent.spans
+    with silent:  # now it does: what tries again and again would disturb the tests that follow
+        for thread in threading.enumerate():
+            if thread.name == "branchline-last-spans":
+                thread.join()
+    assert len(silent.spans) == 11
 
 
 def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -8,11 +10,14 @@ import branchline
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.loop import agents
-from branchline.loop.agents import Setting, check, find_agent, run_agent
+from branchline.loop.agents import Setting, check_tasks, find_agent, run_agent
+from branchline.loop.cancel import CancelToken
 from branchline.loop.interactions.registry import InteractionRegistry
+from branchline.loop.machine import AgentLoop
+from branchline.loop.output import output_of
 from branchline.loop.state import Ending, LoopLimits, LoopState, Task
 from branchline.loop.tools.registry import ToolRegistry
-from tests.loop.playing import Deed, Script, Stage, Turn, User, stage
+from tests.loop.playing import Deed, Deeds, Script, Stage, Turn, User, stage
 from tests.loop.running import run
 
 SCRIPT = Script((Turn("look", deeds=(Deed(text="found"),)), Turn("so"), Turn("end")), user=("and?",))
@@ -97,7 +102,7 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
         async with stage(SCRIPT) as s:
             tools, interactions = ToolRegistry([s.tool]), InteractionRegistry([User(())])
             good = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
-            check([good, Task(PROMPT)], tools, interactions)
+            check_tasks([good, Task(PROMPT)], tools, interactions)
             for bad, words in (
                 (Task(PROMPT, agent_name="wizard"), "agent_name: got 'wizard', expected one of"),
                 (Task(PROMPT, tools=("saw",)), r"tools\[0\]: got 'saw', expected one of \['deed'\]"),
@@ -105,11 +110,11 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
                 (Task(PROMPT, interaction="ghost"), r"interaction: got 'ghost', expected one of \['user'\]"),
             ):
                 with pytest.raises(InputError, match=rf"^tasks\[1\]\.{words}"):
-                    check([good, bad], tools, interactions)
+                    check_tasks([good, bad], tools, interactions)
             with pytest.raises(InputError, match="'single_turn', 'tool'"):
                 await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), setting_of(s))
             with pytest.raises(InputError, match=r"tools\[0\]: got 'deed', expected one of \[\]"):
-                check([good])
+                check_tasks([good])
             assert not s.engine.asked
             assert not s.tool.created
 
@@ -136,3 +141,245 @@ def test_a_name_stands_for_one_agent() -> None:
 
     with pytest.raises(InputError, match="agent: got the name ''"):
         branchline.agent("")
+
+
+# -- agents of one's own -----------------------------------------------------------------------------
+
+TALK = Script((Turn("one two", holds=(1,)), Turn("three"), Turn("four")))
+
+
+def task_of(name: str, **options: Any) -> LoopState:
+    return LoopState.begin(Task(PROMPT, agent_name=name, **options))
+
+
+@branchline.agent("twice")
+async def twice(state: LoopState, setting: Setting) -> LoopState:
+    """Goes on from wherever its state was left."""
+    while state.assistant_turns < 2:
+        if state.messages[-1].role == "assistant":
+            state.messages.append(Message("user", "Are you sure?"))
+        await setting.ask(state)
+    state.score = 1.0
+    return state
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_what_an_agent_asks_is_in_its_output(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(TALK.uninterrupted, over_http=over_http) as s:
+            state = await run_agent(task_of("twice"), setting_of(s))
+            assert [message.text for message in state.messages[1:]] == ["one two", "Are you sure?", "three"]
+            assert (state.is_over, state.reason, state.assistant_turns) == (True, Ending.STOP, 2)
+            assert state.calls == [reply.call_id for reply in s.model.replies]
+            assert state.tokens == len(s.model.replies[1].prompt_ids) + len(s.model.replies[1].ids)
+            assert state.metrics.generate_s > 0
+            output = await output_of(state, s.model)
+            assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
+            assert output.reward_score == 1.0
+            assert await run_agent(state, setting_of(s)) is state
+            assert len(s.model.replies) == 2, "what is over is not run again"
+
+    run(test)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_agent_that_is_cancelled_goes_on_behind_what_was_sampled(over_http: bool, by_token: bool) -> None:
+    async def test() -> None:
+        async with stage(TALK, over_http=over_http) as s:
+            state, cancel = task_of("twice"), CancelToken()
+            running = asyncio.create_task(run_agent(state, setting_of(s, cancel=cancel)))
+            await s.engine.held.wait()
+            if by_token:
+                cancel.cancel()
+                assert await running is state
+            else:
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+            assert (state.is_cancel, state.is_over, state.metrics.num_preempted) == (True, False, 1)
+            state = LoopState.decode(state.encode())
+            state = await run_agent(state, setting_of(s, cancel=CancelToken()))
+            assert (state.is_cancel, state.is_over) == (False, True)
+            assert [message.text for message in state.messages[1:]] == ["one two", "Are you sure?", "three"]
+            first, again = [prompt for _, prompt in s.engine.asked[:2]]
+            assert len(again) == len(first) + 1, "behind the one id it had said"
+            assert len((await output_of(state, s.model)).outputs) == 1
+
+    run(test)
+
+
+def test_a_token_that_was_used_lets_no_agent_begin() -> None:
+    async def test() -> None:
+        async with stage(TALK) as s:
+            cancel = CancelToken()
+            cancel.cancel()
+            state = await run_agent(task_of("twice"), setting_of(s, cancel=cancel))
+            assert state.is_cancel
+            assert not s.engine.asked
+
+    run(test)
+
+
+def test_a_call_that_was_begun_behind_another_prompt_is_made_anew() -> None:
+    async def test() -> None:
+        async with stage(TALK) as s:
+            setting, state = setting_of(s), task_of("x")
+            asking = asyncio.create_task(setting.ask(state))
+            await s.engine.held.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            begun = state.call
+            state.messages.append(Message("user", "Something else."))
+            assert (await setting.ask(state)).message.text == "three"
+            assert state.calls == [s.model.replies[0].call_id] != [begun]
+            assert state.call == ""
+
+    run(test)
+
+
+def test_other_conversations_are_asked_side_by_side_and_trained_too() -> None:
+    @branchline.agent("debate")
+    async def debate(state: LoopState, setting: Setting) -> LoopState:
+        sides = [[Message("user", f"Speak for {side}.")] for side in ("cats", "dogs")]
+        replies = await asyncio.gather(*[setting.ask(state, side) for side in sides])
+        state.messages += [Message("user", reply.message.text) for reply in replies]
+        await setting.ask(state, params={"temperature": 0.5}, tools=[TOOL])
+        return state
+
+    async def test() -> None:
+        async with stage(TALK.uninterrupted) as s:
+            limits = LoopLimits(max_new_tokens=4)
+            state = task_of("debate", limits=limits, sampling={"temperature": 0.1})
+            state = await run_agent(state, setting_of(s))
+            assert state.assistant_turns == 1
+            assert [len(reply.ids) for reply in s.model.replies] == [4, 4, 4]
+            assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
+            assert len((await output_of(state, s.model)).outputs) == 3
+            assert "looks" in s.codec.decode(s.model.replies[2].prompt_ids)
+            assert [call.sampling["temperature"] for call in s.tree.calls] == [0.1, 0.1, 0.5]
+
+    run(test)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "It looks.", "parameters": {}}}
+
+
+def test_a_call_that_was_made_behind_everybodys_back_is_trained_too() -> None:
+    @branchline.agent("direct")
+    async def direct(state: LoopState, setting: Setting) -> LoopState:
+        reply = await setting.model.ask(state.messages)
+        state.messages.append(reply.message)
+        async with AgentLoop(setting.model, state, limits=LoopLimits(max_assistant_turns=1)) as loop:
+            return await loop.run(setting.cancel)
+
+    async def test() -> None:
+        async with stage(TALK.uninterrupted) as s:
+            state = await run_agent(task_of("direct"), setting_of(s, cancel=CancelToken()))
+            output = await output_of(state, s.model)
+            assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
+            assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
+
+    run(test)
+
+
+def test_a_loop_inside_an_agent_is_cancelled_with_it() -> None:
+    @branchline.agent("looping")
+    async def looping(state: LoopState, setting: Setting) -> LoopState:
+        async with AgentLoop(setting.model, state, tools=setting.tools and setting.tools.select()) as loop:
+            return await loop.run(setting.cancel)
+
+    async def test() -> None:
+        async with stage(TALK) as s:
+            cancel = CancelToken()
+            running = asyncio.create_task(run_agent(task_of("looping"), setting_of(s, cancel=cancel)))
+            await s.engine.held.wait()
+            cancel.cancel()
+            state = await running
+            assert (state.is_cancel, state.is_over, s.tool.released) == (True, False, 1)
+            state = await run_agent(state, setting_of(s))
+            assert (state.reason, state.is_over, s.tool.released) == (Ending.STOP, True, 2)
+
+    run(test)
+
+
+def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
+    @branchline.agent("broken")
+    async def broken(state: LoopState, setting: Setting) -> LoopState:
+        await setting.model.ask(state.messages)
+        raise ValueError("broken")
+
+    async def test() -> None:
+        async with stage(TALK.uninterrupted) as s:
+            state = task_of("broken")
+            with pytest.raises(ValueError, match="broken"):
+                await run_agent(state, setting_of(s))
+            assert len(state.calls) == 1
+            assert not state.is_over
+
+    run(test)
+
+
+async def few(state: LoopState) -> LoopState:
+    return state
+
+
+def plain(state: LoopState, setting: Setting) -> LoopState:
+    return state
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (plain, "agent 'odd': got <function plain.*, expected an `async def`"),
+        (None, "agent 'odd': got None, expected an `async def`"),
+        (few, r"agent 'odd': expected to be called with \(state, setting\), but too many positional"),
+    ],
+)
+def test_what_cannot_be_an_agent_is_refused_where_it_is_named(function: Any, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        branchline.agent("odd")(function)
+    with pytest.raises(
+        InputError, match=r"got the name <function few.*, expected a text .*: @agent\('critic'\)"
+    ):
+        branchline.agent(few)  # type: ignore[arg-type]
+
+
+def test_whatever_is_waited_for_with_a_state_and_a_setting_is_an_agent() -> None:
+    class Echo:
+        async def __call__(self, state: LoopState, setting: Setting, *, word: str = "x") -> LoopState:
+            state.detail = word
+            return state
+
+    async def test() -> None:
+        branchline.agent("object")(Echo())
+        branchline.agent("partial")(functools.partial(Echo(), word="y"))
+        async with stage(TALK) as s:
+            assert (await run_agent(task_of("object"), setting_of(s))).detail == "x"
+            assert (await run_agent(task_of("partial"), setting_of(s))).detail == "y"
+
+    run(test)
+
+
+def test_an_agent_that_returns_no_state_says_so() -> None:
+    @branchline.agent("nothing")
+    async def nothing(state: LoopState, setting: Setting) -> Any: ...
+
+    async def test() -> None:
+        async with stage(TALK) as s:
+            with pytest.raises(InputError, match="agent 'nothing': returned None, expected the LoopState"):
+                await run_agent(task_of("nothing"), setting_of(s))
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "named", [{"tools": ("deed",)}, {"tool_arguments": {"deed": {}}}, {"interaction": "user"}]
+)
+def test_a_task_whose_tools_nobody_would_see_is_refused(named: Any) -> None:
+    tools, interactions = ToolRegistry([Deeds(SCRIPT)]), InteractionRegistry([User(())])
+    with pytest.raises(InputError, match=r"^tasks\[0\]\.agent_name: got none, .*: 'single_turn' has neither"):
+        check_tasks([Task(PROMPT, **named)], tools, interactions)
+    for name in ("tool", "single_turn"):
+        check_tasks([Task(PROMPT, agent_name=name, **named)], tools, interactions)
+    check_tasks([Task(PROMPT), Task(PROMPT, tools=())], tools, interactions)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from branchline.core.errors import InputError
+from branchline.core.errors import EngineError
 from branchline.core.message import Message
 from branchline.loop.cancel import CancelToken
 from branchline.loop.interactions.base import BaseInteraction, Response
@@ -14,6 +14,7 @@ from branchline.loop.interactions.registry import Partner
 from branchline.loop.machine import AgentLoop
 from branchline.loop.state import LoopState, State
 from branchline.loop.tools.base import BaseTool, ToolResult
+from branchline.loop.tools.functions import tool
 from branchline.loop.tools.registry import Selection
 from tests.loop.playing import Deed, Deeds, Script, Stage, Turn, stage
 from tests.loop.running import run
@@ -80,8 +81,20 @@ async def _cancelled(s: Stage, loop: AgentLoop) -> None:
     assert (await task).is_cancel
 
 
-@pytest.mark.parametrize(("purse", "coins"), [(KeptPurse(), 3.0), (Purse(), 2.0), (BrokenPurse(), 2.0)])
-def test_what_a_tool_saved_is_there_when_the_trajectory_goes_on(purse: Purse, coins: float) -> None:
+FAULTS: dict[Any, list[str]] = {
+    KeptPurse: [],
+    Purse: ["made again"],
+    BrokenPurse: ["save", "made again"],
+    SecretPurse: ["save", "made again"],
+}
+
+
+@pytest.mark.parametrize(
+    ("purse", "coins"), [(KeptPurse(), 3.0), (Purse(), 2.0), (BrokenPurse(), 2.0), (SecretPurse(), 2.0)]
+)
+def test_what_a_tool_saved_is_there_when_the_trajectory_goes_on(
+    purse: Purse, coins: float, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         async with stage(SCRIPT) as s:
             state = LoopState.begin(s.task())
@@ -92,6 +105,9 @@ def test_what_a_tool_saved_is_there_when_the_trajectory_goes_on(purse: Purse, co
             async with _loop(s, state, purse) as loop:
                 state = await loop.run()
             assert state.final_rewards == {"deed": coins}
+            assert state.reward_score == coins, "what it says of itself still counts"
+            assert [fault.doing for fault in state.faults] == FAULTS[type(purse)]
+            assert ("deed: made again: it was used before" in caplog.text) == (coins < 3)
             assert purse.created == (1 if coins == 3 else 2)
             assert state.tool_states == {}, "nobody will ask for it"
 
@@ -110,14 +126,52 @@ def test_inside_one_block_a_cancelled_loop_finds_its_tools_as_they_were() -> Non
     run(test)
 
 
-def test_what_a_tool_saved_must_be_data() -> None:
+def test_what_could_not_be_saved_is_told_and_the_state_can_be_written() -> None:
     async def test() -> None:
         async with stage(SCRIPT) as s:
             state = LoopState.begin(s.task())
             async with _loop(s, state, SecretPurse()) as loop:
                 await _cancelled(s, loop)
-            with pytest.raises(InputError, match="got a object in extras or saved"):
-                state.encode()
+            (fault,) = LoopState.decode(state.encode()).faults
+            words = "deed: save: saved: got a object, expected values that JSON can hold"
+            assert str(fault) == words
+
+    run(test)
+
+
+@tool
+def deed(turn: int, place: int) -> str:
+    """Does it."""
+    return "done"
+
+
+def test_a_tool_that_was_not_used_or_keeps_nothing_is_made_again_without_a_word() -> None:
+    async def test() -> None:
+        unused = Script((Turn("a long answer", deeds=(Deed(),), holds=(4,)), Turn("end")))
+        for script, keeper in ((unused, Purse()), (SCRIPT, deed)):
+            async with stage(script) as s:
+                state = LoopState.begin(s.task())
+                async with AgentLoop(s.model, state, tools=Selection((keeper,))) as loop:
+                    await _cancelled(s, loop)
+                async with AgentLoop(s.model, state, tools=Selection((keeper,))) as loop:
+                    state = await loop.run()
+                assert (state.is_over, state.faults) == (True, [])
+
+    run(test)
+
+
+def test_what_is_saved_is_not_what_lives() -> None:
+    async def test() -> None:
+        async with stage(SCRIPT) as s:
+            state, purse = LoopState.begin(s.task()), KeptPurse()
+            async with _loop(s, state, purse) as loop:
+                await _cancelled(s, loop)
+            saved = state.tool_states["deed"]
+            s.engine.failure = EngineError("gone")
+            with pytest.raises(EngineError):
+                async with _loop(s, state, purse) as loop:
+                    await loop.run()
+            assert saved == ["button", "coin"]
 
     run(test)
 

@@ -6,19 +6,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from branchline import export_samples
+from branchline import ToyCodec, export_samples
 from branchline.chat.toy import END_CALL
-from branchline.core.errors import EngineError, InputError
+from branchline.core.errors import ContextLengthError, EngineError, InputError, SessionError
 from branchline.core.message import Message
+from branchline.gateway.config import GatewayConfig
+from branchline.gateway.live import Limits
+from branchline.gateway.server import Gateway
 from branchline.loop.cancel import CancelToken
 from branchline.loop.interactions.base import BaseInteraction, Response
 from branchline.loop.interactions.registry import Partner
 from branchline.loop.machine import AgentLoop
 from branchline.loop.output import output_of
-from branchline.loop.state import Ending, LoopLimits, LoopState, State
+from branchline.loop.remote import HttpModel
+from branchline.loop.state import Ending, LoopLimits, LoopState, State, Task
+from branchline.loop.tools.base import BaseTool, ToolResult
 from branchline.loop.tools.registry import Selection
-from tests.loop.playing import Deed, Script, Turn, stage
+from branchline.loop.tools.results import media_of
+from tests.chat.families import codec_of
+from tests.loop.playing import Deed, Deeds, Script, Talker, Turn, spelled, stage
 from tests.loop.running import move_clock, run
 
 WORK = Turn("let me see", deeds=(Deed(text="seen"),))
@@ -55,7 +63,7 @@ def test_an_engine_that_has_no_room_ends_the_trajectory(over_http: bool) -> None
             size = len(s.model.replies[1].prompt_ids)
             for most, detail in (
                 (size, f"{size} tokens leave the engine room for none"),
-                (size - 1, f"prompt is too long: {size} tokens > {size - 1} maximum context length"),
+                (size - 1, str(ContextLengthError.of(size, size - 1))),
             ):
                 s.engine.max_context = most
                 s.engine.asked.clear()
@@ -102,6 +110,170 @@ def test_each_answer_has_the_room_that_is_left_of_the_response() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize("room", [None, 4500, 6000])
+def test_without_a_limit_an_answer_has_the_room_that_the_engine_has(
+    room: int | None, over_http: bool
+) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("word " * 900),)), over_http=over_http) as s:
+            s.engine.max_context = room
+            state = await s.run_once(limits=LoopLimits())
+            (reply,) = s.model.replies
+            if room is None:
+                assert (state.reason, len(reply.ids)) == (Ending.LENGTH, 4096), "nobody knows the room"
+            elif room == 4500:
+                assert state.reason is Ending.LENGTH
+                assert len(reply.prompt_ids) + len(reply.ids) == room
+            else:
+                assert (state.reason, len(reply.ids)) == (Ending.STOP, len(s.engine.answers[0]))
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_sessions_own_sampling_lifts_no_limit_and_may_set_a_lower_one(over_http: bool) -> None:
+    async def test() -> None:
+        for most, length in ((200, 10), (4, 4)):
+            async with stage(
+                Script((Turn("a rather long answer"),)), over_http=over_http, sampling={"max_tokens": most}
+            ) as s:
+                state = await s.run_once(limits=LoopLimits(response_length=10))
+                assert len((await output_of(state, s.model)).response_ids) == length
+                assert state.reason is (Ending.RESPONSE_LENGTH if length == 10 else Ending.LENGTH)
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "reason", "words"),
+    [
+        (Limits(calls=1), Ending.SESSION_CALLS, "may make 1 calls and has made them"),
+        (Limits(tokens=41), Ending.SESSION_TOKENS, "may sample 41 tokens and has sampled them"),
+    ],
+)
+def test_a_session_that_is_spent_ends_the_trajectory_and_it_is_judged(
+    limits: Limits, reason: Ending, words: str, over_http: bool
+) -> None:
+    async def test() -> None:
+        async with stage(Script((WORK, Turn("end"))), over_http=over_http) as s:
+            assert len(s.engine.answers[0]) == 41
+            s.live.options = structs.replace(s.live.options, limits=limits)
+            state = await s.run_once()
+            assert (state.reason, roles(state)[-1]) == (reason, "tool")
+            assert state.detail.endswith(words)
+            assert (state.is_over, state.final_rewards) == (True, {"deed": 0.5})
+            # Judged is judged: there is nothing to go on with.
+            assert (await s.run_once(state)).reason is reason
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_a_session_that_was_closed_is_an_error(over_http: bool) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),)), over_http=over_http) as s:
+            await s.live.end("finalized")
+            with pytest.raises(SessionError) as closed:
+                await s.run_once()
+            assert closed.value.kind == "closed"
+
+    run(test)
+
+
+def test_a_gateway_that_takes_no_longer_prompt_ends_the_trajectory_and_it_is_judged() -> None:
+    async def test() -> None:
+        codec, script, prompt = ToyCodec.chatml(), Script((WORK, Turn("end"))), (Message("user", "Begin."),)
+        most = codec.count(prompt, [Deeds.schema]) + len(spelled(codec, script)[0])
+        config = GatewayConfig(max_prompt_tokens=most)
+        async with Gateway(engine=Talker(spelled(codec, script)), codec=codec, config=config) as gateway:
+            session = await gateway.session()
+            async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
+                state = LoopState.begin(Task(prompt))
+                async with AgentLoop(model, state, tools=Selection((Deeds(script),))) as loop:
+                    await loop.run()
+        assert (state.reason, roles(state)) == (Ending.MODEL_LENGTH, ["user", "assistant", "tool"])
+        assert f"> {most} maximum" in state.detail
+        assert state.final_rewards == {"deed": 0.5}
+
+    run(test)
+
+
+# -- the last turn -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize("kind", ["assistant", "user", "length"])
+def test_the_last_answer_that_a_limit_allows_is_judged_and_nobody_answers_it(
+    kind: str, over_http: bool
+) -> None:
+    async def test() -> None:
+        script = Script((Turn("one"), Turn("two"), Turn("three")), user=("and", "so"))
+        async with stage(script, over_http=over_http) as s:
+            await s.run_once()
+            second = s.model.replies[1]
+            full = len(second.prompt_ids) + len(second.ids)
+            limits, reason, detail = {
+                "assistant": (LoopLimits(max_assistant_turns=2), Ending.ASSISTANT_TURNS, "2 of 2"),
+                "user": (LoopLimits(max_user_turns=1), Ending.USER_TURNS, "1 of 1"),
+                "length": (LoopLimits(model_length=full), Ending.MODEL_LENGTH, f"{full} tokens of {full}"),
+            }[kind]
+            model = await s.another()
+            state = await s.run_once(model=model, limits=limits)
+            assert (state.reason, state.detail) == (reason, detail)
+            assert [m.text for m in state.messages[2:]] == ["one", "and", "two"]
+            assert (state.assistant_turns, state.user_turns) == (2, 1)
+            assert state.turn_scores == [0.0, 0.1]
+            assert [(r.turn, r.content, r.is_last) for r in state.turn_records] == [
+                *[(1, "and", False), (2, "so", True)]
+            ]
+            assert state.score == 2.0, "the interaction has seen both"
+
+    run(test)
+
+
+def test_a_last_answer_with_tool_calls_is_nobodys_to_judge() -> None:
+    async def test() -> None:
+        async with stage(Script((WORK, Turn("end")), user=("and",))) as s:
+            state = await s.run_once(limits=LoopLimits(max_assistant_turns=1))
+            assert (state.reason, state.pending, state.turn_records) == (Ending.ASSISTANT_TURNS, [], [])
+            assert s.tool.done == []
+
+    run(test)
+
+
+def test_cut_off_while_a_last_answer_is_judged_it_is_judged_later_and_still_the_last() -> None:
+    class Pondering(Counted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pondering = asyncio.Event()
+
+        async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
+            if not self.pondering.is_set():
+                self.pondering.set()
+                await asyncio.Event().wait()
+            return await super().respond(state, messages)
+
+    async def test() -> None:
+        async with stage(Script((Turn("one"), Turn("two")))) as s:
+            state, judge, cancel = LoopState.begin(s.task()), Pondering(), CancelToken()
+            limits, partner = LoopLimits(max_assistant_turns=1), Partner(judge)
+            async with AgentLoop(s.model, state, partner=partner, limits=limits) as loop:
+                task = asyncio.create_task(loop.run(cancel))
+                await judge.pondering.wait()
+                cancel.cancel()
+                assert (await task).is_cancel
+            state = LoopState.decode(state.encode())
+            assert (state.state, state.is_over) == (State.INTERACTING, False)
+            async with AgentLoop(s.model, state, partner=partner, limits=limits) as loop:
+                state = await loop.run()
+            assert (state.reason, state.turn_scores, judge.asked) == (Ending.ASSISTANT_TURNS, [1.0], 1)
+            assert len(s.engine.asked) == 1
+
+    run(test)
+
+
 def test_of_an_answer_cut_in_its_second_call_the_first_is_run() -> None:
     async def test() -> None:
         async with stage(Script((Turn(deeds=(Deed(text="seen"),) * 2), Turn("end")))) as s:
@@ -138,6 +310,41 @@ def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
             )
             output = await output_of(state, s.model)
             assert output.outputs[-1].calls == tuple(state.calls)
+
+    run(test)
+
+
+def test_when_the_time_is_up_a_tool_call_that_is_over_counts() -> None:
+    async def test() -> None:
+        deeds = (Deed(text="quick"), Deed(text="slow", holds=1), Deed(text="too"))
+        async with stage(Script((Turn(deeds=deeds), Turn("end")))) as s:
+            state = LoopState.begin(s.task())
+            task = asyncio.create_task(s.run_once(state, limits=LoopLimits(wall_clock_s=100)))
+            await s.tool.held.wait()
+            while len(state.outcomes) < 2:
+                await asyncio.sleep(0)
+            move_clock(101)
+            assert (await task).reason is Ending.WALL_CLOCK
+            assert state.tool_rewards == [5.0, 3.0]
+            assert [record.message.text for record in state.tool_records] == ["quick", "too"]
+            assert (state.outcomes, state.pending) == ({}, [])
+            assert roles(state)[-1] == "assistant", "the model is told nothing any more"
+
+    run(test)
+
+
+def test_when_the_time_is_up_a_turn_that_was_scored_counts() -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("one"), Turn("two")))) as s:
+            state, model = LoopState.begin(s.task()), Waiting(s.model)
+            model.passes = 1
+            limits = LoopLimits(wall_clock_s=100, response_length=1000)
+            async with AgentLoop(model, state, partner=Partner(Counted()), limits=limits) as loop:  # type: ignore[arg-type]
+                task = asyncio.create_task(loop.run())
+                await model.counting.wait()
+                move_clock(101)
+                assert (await task).reason is Ending.WALL_CLOCK
+            assert (state.turn_scores, state.response) == ([1.0], None)
 
     run(test)
 
@@ -348,37 +555,6 @@ def test_an_error_of_the_engine_is_raised_and_the_state_goes_on_afterwards(over_
     run(test)
 
 
-def test_an_interaction_that_never_ends_is_left_behind() -> None:
-    class Clinging(BaseInteraction):
-        name = "clinging"
-
-        async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
-            return Response(True, "half a \ud800 pair")
-
-        async def finalize(self, state: Any) -> None:
-            putting_away.set()
-            await asyncio.Event().wait()
-
-    putting_away = asyncio.Event()
-
-    async def test() -> None:
-        async with stage(Script((Turn("end"),))) as s:
-
-            async def play() -> None:
-                async with AgentLoop(s.model, state, partner=Partner(Clinging())) as loop:
-                    await loop.run()
-
-            state = LoopState.begin(s.task())
-            task = asyncio.create_task(play())
-            await putting_away.wait()
-            move_clock(11)
-            with pytest.raises(TimeoutError):
-                await task
-            assert LoopState.decode(state.encode()).messages[-1].text == "half a \ufffd pair"
-
-    run(test)
-
-
 class Broken(BaseInteraction):
     """Breaks where it is told to."""
 
@@ -408,7 +584,7 @@ class Broken(BaseInteraction):
             raise LookupError(where)
 
 
-@pytest.mark.parametrize("where", ["start", "respond", "score", "finalize"])
+@pytest.mark.parametrize("where", ["start", "respond", "score"])
 def test_an_interaction_that_breaks_is_raised_and_everything_is_put_away(where: str) -> None:
     async def test() -> None:
         async with stage(Script((Turn("end"),))) as s:
@@ -420,22 +596,11 @@ def test_an_interaction_that_breaks_is_raised_and_everything_is_put_away(where: 
                     await loop.run()
             assert (s.tool.created, s.tool.released) == (1, 1)
             assert broken.finalized == (where != "start")
-            assert state.is_over == (where == "finalize")
+            assert not state.is_over
             if where == "score":
                 async with AgentLoop(s.model, state, partner=Partner(Broken(""))) as loop:
                     state = await loop.run()
                 assert (state.is_over, state.score, len(s.engine.asked)) == (True, 1.0, 1)
-
-    run(test)
-
-
-def test_a_state_that_is_over_stays_as_it_is() -> None:
-    async def test() -> None:
-        async with stage(Script((Turn("end"),))) as s:
-            state = await s.run_once()
-            written = state.encode()
-            assert (await s.run_once(state)).encode() == written
-            assert len(s.engine.asked) == 1
 
     run(test)
 
@@ -453,5 +618,41 @@ def test_results_cannot_be_cut_by_tokens_that_are_not_known() -> None:
                     continue
                 with pytest.raises(InputError, match="tool_response_unit: got 'tokens'"):
                     AgentLoop(model, state, limits=limits)  # type: ignore[arg-type]
+
+    run(test)
+
+
+# -- what a model cannot see -------------------------------------------------------------------------
+
+
+class Camera(BaseTool):
+    """Shows what it sees, in words or in a picture."""
+
+    name = "deed"
+    schema = Deeds.schema
+
+    async def execute(self, instance: Any, arguments: Any) -> ToolResult:
+        pictures = (media_of(b"\x89PNG\r\n\x1a\n" + bytes(20)),) if arguments["place"] else ()
+        return ToolResult("look", pictures, reward=1.0)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize("limits", [LoopLimits(), LoopLimits(response_length=5000)])
+def test_a_picture_is_no_end_of_a_model_that_only_reads(over_http: bool, limits: LoopLimits) -> None:
+    codec = codec_of("qwen3")
+
+    async def test() -> None:
+        script = Script((Turn("so", deeds=(Deed(), Deed())), Turn("end")))
+        async with stage(script, codec, over_http=over_http) as s:
+            state = LoopState.begin(s.task())
+            async with AgentLoop(s.model, state, tools=Selection((Camera(),)), limits=limits) as loop:
+                state = await loop.run()
+            assert state.reason is Ending.STOP
+            told = [m.text for m in state.messages if m.role == "tool"]
+            assert told[0] == "look"
+            assert told[1].startswith("Error executing tool 'deed': its result: carries an image, but ")
+            assert not any(m.media for m in state.messages)
+            assert [record.error for record in state.tool_records] == [None, told[1]]
+            assert state.tool_rewards == [1.0, 1.0], "what the tool did counts"
 
     run(test)

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from branchline import ToyCodec
 from branchline.core.media import read_media_part
+from branchline.loop.cancel import CancelToken
 from branchline.loop.machine import AgentLoop
 from branchline.loop.output import output_of
 from branchline.loop.state import LoopLimits, LoopState
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
 from branchline.loop.tools.registry import Selection
 from tests.loop.playing import Deed, Script, Turn, stage
-from tests.loop.running import run
+from tests.loop.running import move_clock, run
 
 SCRIPT = Script((Turn("look", deeds=(Deed(text="found"),)), Turn("so"), Turn("end")), user=("and?",))
 
@@ -48,8 +50,88 @@ def test_an_output_has_every_field(over_http: bool) -> None:
                 "turn_scores": [0.0, 1.0],
                 "tool_rewards": [5.0],
                 "final_rewards": {"deed": 0.5},
+                "faults": [],
                 "is_cancel": False,
             }
+
+    run(test)
+
+
+class Grader(BaseTool):
+    """Judges, or fails to."""
+
+    def __init__(self, name: str, reward: Any) -> None:
+        self.name, self._reward = name, reward
+        self.schema = function_schema(name, "Judges.", {"type": "object"})
+        self.judging = asyncio.Event()
+
+    async def execute(self, instance: Any, arguments: Any) -> ToolResult:
+        return ToolResult("noted")
+
+    async def calc_reward(self, instance: Any) -> float | None:
+        self.judging.set()
+        if self._reward == "never":
+            await asyncio.Event().wait()
+        return 1 / self._reward if self._reward is not None else None
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"), [(0, "division by zero"), ("never", "timed out after 60 s"), ("x", "unsupported")]
+)
+def test_where_one_who_judges_fails_there_is_no_reward_and_it_is_told(reward: Any, words: str) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            broken, state = Grader("broken", reward), LoopState.begin(s.task())
+            tools = Selection((broken, Grader("good", 4), Grader("silent", None)))
+
+            async def play() -> None:
+                async with AgentLoop(s.model, state, tools=tools) as loop:
+                    await loop.run()
+
+            task = asyncio.create_task(play())
+            await broken.judging.wait()
+            move_clock(60 if reward == "never" else 0)
+            await task
+            output = await output_of(LoopState.decode(state.encode()), s.model)
+            assert output.reward_score is None, "what the others say is not the reward"
+            assert output.extra_fields["final_rewards"] == {"good": 0.25}
+            (fault,) = output.extra_fields["faults"]
+            assert fault.startswith(f"broken: calc_reward: {words}")
+            assert state.is_over
+
+    run(test)
+
+
+def test_a_judge_that_was_cut_off_may_judge_again() -> None:
+    class Second(Grader):
+        tries = 0
+
+        async def calc_reward(self, instance: Any) -> float | None:
+            self.tries += 1
+            if self.tries == 1:
+                raise ValueError("not yet")
+            return 2.0
+
+    class Late(Grader):
+        async def calc_reward(self, instance: Any) -> float | None:
+            if not self.judging.is_set():
+                self.judging.set()
+                await asyncio.Event().wait()
+            return None
+
+    async def test() -> None:
+        async with stage(Script((Turn("end"),))) as s:
+            second, late, cancel = Second("second", None), Late("late", None), CancelToken()
+            state = LoopState.begin(s.task())
+            async with AgentLoop(s.model, state, tools=Selection((second, late))) as loop:
+                task = asyncio.create_task(loop.run(cancel))
+                await late.judging.wait()
+                while not second.tries:
+                    await asyncio.sleep(0)
+                cancel.cancel()
+                assert (await task).is_cancel
+                assert (await loop.run()).reward_score == 2.0
+                assert state.faults == []
 
     run(test)
 

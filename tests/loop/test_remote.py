@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
+import tracemalloc
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from typing import Any
 
-import httpx
 import pytest
 
 from branchline import ToyCodec, timelines_of
 from branchline.core.errors import (
     BranchlineError,
     ContextLengthError,
+    EngineBusyError,
     EngineError,
     InputError,
     JournalError,
@@ -35,6 +40,31 @@ async def asking(*said: Any, **options: Any) -> Any:
         HttpModel(a.session.base_url, a.session.api_key, a.session.control_key) as model,
     ):
         yield a, model
+
+
+def said(status: int, body: bytes, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+@asynccontextmanager
+async def place(*answers: bytes) -> AsyncIterator[str]:
+    """Something that is no gateway and says these, one to each request; behind them it hangs up."""
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while left:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]))
+            writer.write(left.pop(0))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.close()
+        await server.wait_closed()
 
 
 def test_a_reply_is_put_together_from_its_stream() -> None:
@@ -157,36 +187,167 @@ def test_refusals_are_the_errors_they_were() -> None:
     run(test)
 
 
+def test_what_becomes_of_a_session_has_the_same_name_here_as_at_the_gateway() -> None:
+    async def test() -> None:
+        async with asking("ok") as (a, model):
+            await a.session.live.end("finalized")
+            for work in (model.ask(ASK), model.ask(ASK, name="mine")):
+                with pytest.raises(SessionError, match="is finalized and takes no more calls") as closed:
+                    await work
+                assert closed.value.kind == "closed", "no conflict, which would be asked again"
+
+    run(test)
+
+
+def test_a_session_that_is_closed_in_the_middle_of_an_answer_is_closed() -> None:
+    class Slow(ScriptedEngine):
+        async def generate(self, *args: Any, **options: Any) -> Any:
+            async for chunk in super().generate(*args, **options):
+                yield chunk
+                halfway.set()
+                await asyncio.Event().wait()
+
+    halfway = asyncio.Event()
+
+    async def test() -> None:
+        engine = Slow(ToyCodec.chatml(), replies("a long answer"))
+        async with agent(engine=engine) as a, HttpModel(a.session.base_url, a.session.api_key) as model:
+            asked = asyncio.create_task(model.ask(ASK))
+            await halfway.wait()
+            await a.session.abort("enough")
+            with pytest.raises(SessionError) as closed:
+                await asked
+            assert closed.value.kind == "closed"
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("status", "body", "kind", "words"),
     [
         (503, b'{"error": {"message": "disk full"}}', JournalError, "disk full"),
         (502, b'{"error": {"message": "gone"}}', EngineError, "status 502: gone"),
         (504, b"<html>timeout</html>", EngineError, "status 504: <html>timeout</html>"),
+        (500, b'{"error": "all of it"}', EngineError, 'status 500: {"error": "all of it"}'),
+        (409, b'{"error": {"message": "no", "code": "odd"}}', SessionError, "no"),
         (413, b"", InputError, "status 413"),
         (200, b'data: {"id": "x", "choices": []}\n\n', EngineError, "ended before its answer did"),
+        (200, b"data: <html>\n\n", EngineError, "not what a gateway says: b'<html>'"),
     ],
 )
 def test_whatever_stands_between_says_something_else(status: int, body: bytes, kind: Any, words: str) -> None:
     async def test() -> None:
-        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=body))
-        async with httpx.AsyncClient(transport=transport) as http:
+        async with place(said(status, body)) as url, HttpModel(url, "key") as model:
             with pytest.raises(kind, match=words):
-                await HttpModel("http://gateway/v1", "key", http=http).ask(ASK)
+                await model.ask(ASK)
 
     run(test)
 
 
 def test_a_gateway_that_is_not_there_is_an_engine_error() -> None:
     async def test() -> None:
-        def refuse(request: httpx.Request) -> httpx.Response:
-            raise httpx.ConnectError("refused", request=request)
-
-        async with httpx.AsyncClient(transport=httpx.MockTransport(refuse)) as http:
-            model = HttpModel("http://gateway/v1", "key", "control", http=http)
-            for work in (model.ask(ASK), model.count(ASK), model.samples()):
-                with pytest.raises(EngineError, match="ConnectError: refused"):
+        async with place() as url:
+            pass
+        async with HttpModel(url, "key", "control") as model:
+            for work in (model.ask(ASK), model.count(ASK), model.samples(), HttpModel.open(url)):
+                with pytest.raises(EngineError, match="cannot connect"):
                     await work
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"base_url": "gateway:8100"}, "url: got 'gateway:8100'"),
+        ({"api_key": "two\nlines"}, "api_key: has characters that no header can carry"),
+    ],
+)
+def test_what_cannot_be_asked_at_all_is_refused_at_once(given: Any, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        HttpModel(**{"base_url": "http://127.0.0.1:1/v1", "api_key": "k", **given})
+
+
+def test_a_name_that_no_header_can_carry_is_refused() -> None:
+    async def test() -> None:
+        async with HttpModel("http://127.0.0.1:1/v1", "k", agent="two\r\nlines") as model:
+            with pytest.raises(
+                InputError, match=r"x-branchline-agent: got 'two\\r\\nlines', expected printable"
+            ):
+                await model.ask(ASK)
+
+    run(test)
+
+
+def test_a_thousand_models_cost_next_to_nothing() -> None:
+    began = time.process_time()
+    for address in ("http", "https"):
+        HttpModel(f"{address}://127.0.0.1:1/v1", "k")
+        gc.collect()
+        tracemalloc.start()
+        models = [HttpModel(f"{address}://127.0.0.1:1/v1", "k") for _ in range(1000)]
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held / len(models) < 10_000, "bytes each"
+    # A TLS context each would take twenty.
+    assert time.process_time() - began < 5
+
+
+def test_a_hundred_and_fifty_answers_may_be_waited_for_at_once() -> None:
+    async def test() -> None:
+        async with asking("ok") as (a, model):
+            a.engine.gate = asyncio.Event()
+            asked = [asyncio.create_task(model.ask(ASK)) for _ in range(150)]
+            while len(a.engine.asked) < 150:
+                await asyncio.sleep(0)
+            move_clock(900)
+            await asyncio.sleep(0)
+            a.engine.gate.set()
+            assert {reply.message.text for reply in await asyncio.gather(*asked)} == {"ok"}
+
+    run(test)
+
+
+def test_a_session_can_be_opened_where_it_is_used() -> None:
+    async def test() -> None:
+        async with asking("ok") as (a, _):
+            opened = await HttpModel.open(a.gateway.url, a.gateway.admin_key, id="mine", group="doors")
+            async with opened as model:
+                await model.ask(ASK)
+                assert len(await model.samples()) == 1
+            live = a.gateway.sessions.get("mine")
+            assert (live.options.group, len(live.session.tree.calls)) == ("doors", 1)
+            with pytest.raises(SessionError) as exists:
+                await HttpModel.open(a.gateway.url, a.gateway.admin_key, id="mine")
+            with pytest.raises(SessionError) as forbidden:
+                await HttpModel.open(a.gateway.url, "wrong")
+            assert (exists.value.kind, forbidden.value.kind) == ("exists", "forbidden")
+            with pytest.raises(InputError, match="gruop"):
+                await HttpModel.open(a.gateway.url, a.gateway.admin_key, gruop="doors")
+
+    run(test)
+
+
+@pytest.mark.parametrize("after", ["2", "date", "soon", None])
+def test_whoever_is_busy_may_say_until_when_as_it_likes(after: str | None) -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        when = formatdate(time.time() + 1.5, usegmt=True) if after == "date" else after
+        headers = [f"Retry-After: {when}"] if when else []
+        busy, gone = said(429, b"slow down", *headers), said(500, b"gone")
+        async with place(busy, gone) as url, HttpModel(url, "key") as model:
+            asked = asyncio.create_task(model.ask(ASK))
+            began = loop.time()
+            while not asked.done():
+                move_clock(0.1)
+                await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="gone"):
+                await asked
+            if after == "2":
+                assert loop.time() - began >= 2
+        async with place(busy) as url, HttpModel(url, "key", patience_s=0.1) as model:
+            with pytest.raises(EngineBusyError, match="slow down"):
+                await model.ask(ASK)
 
     run(test)
 
@@ -227,15 +388,5 @@ def test_samples_need_the_control_key() -> None:
             async with HttpModel(a.session.base_url, "x", a.session.api_key) as wrong:
                 with pytest.raises(SessionError):
                     await wrong.samples()
-
-    run(test)
-
-
-def test_a_client_that_is_lent_stays_open() -> None:
-    async def test() -> None:
-        async with asking("ok") as (a, _), httpx.AsyncClient() as http:
-            async with HttpModel(a.session.base_url, a.session.api_key, http=http) as model:
-                await model.ask(ASK)
-            assert not http.is_closed
 
     run(test)

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from branchline.core.errors import InputError, MessageError
+from branchline.core.errors import InputError
 from branchline.core.message import Media, Message, ToolCall
+from branchline.loop.faults import Fault
 from branchline.loop.state import (
     Ending,
     LoopLimits,
@@ -56,6 +56,7 @@ def full_state() -> LoopState:
         final_rewards={"add": 1.5, "search": 0.5},
         tool_states={"add": [1, 2]},
         partner_states={"tutor": {"wrong": 1}},
+        faults=[Fault("add", "release", "stuck")],
         metrics=Metrics(1.0, 2.0, 3.0, 4),
         call="chatcmpl-1",
         calls=["chatcmpl-0"],
@@ -103,8 +104,17 @@ def test_states_share_nothing() -> None:
         {},
         0,
     )
-    assert one.trajectory != other.trajectory
-    assert LoopState.begin(Task((), id="row 7")).trajectory == "row 7"
+    one.note(Fault("a", "release", "stuck"))
+    assert other.faults == []
+
+
+def test_no_two_trajectories_have_one_name() -> None:
+    """Tools keep things under it, and a task is worked on by many."""
+    for task in (Task(()), Task((), id="row 7")):
+        names = {LoopState.begin(task).trajectory for _ in range(3)}
+        assert len(names) == 3
+        assert all(name.startswith(task.id) for name in names)
+    assert LoopState.begin(Task((), id="row 7"), "mine").trajectory == "mine"
 
 
 def test_numbers_of_numpy_travel_and_what_is_no_data_is_refused_by_name() -> None:
@@ -114,8 +124,16 @@ def test_numbers_of_numpy_travel_and_what_is_no_data_is_refused_by_name() -> Non
     }
     assert LoopState.decode(state.encode()).outcomes[0].extras == {"n": 0.5, "v": [0, 1]}
     state.outcomes = {0: ToolRecord("a", 1, Message("tool"), extras={"handle": object()})}
-    with pytest.raises(InputError, match="got a object in extras or saved"):
+    with pytest.raises(InputError, match="state: got a object, expected values that JSON can hold"):
         state.encode()
+
+
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+@pytest.mark.parametrize("value", ["\ud800", object(), {(1, 2): object()}])
+def test_a_task_by_hand_that_cannot_be_written_is_refused_in_our_words(encoding: Any, value: Any) -> None:
+    state = LoopState.begin(Task((), extra={"odd": value}))
+    with pytest.raises(InputError, match=r"^state: .*, expected values that JSON can hold"):
+        state.encode(encoding)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b'{"trajectory": 1}', b"\x80"])
@@ -138,72 +156,30 @@ def test_scores_and_rewards_are_read_off_the_records() -> None:
     assert state.reward_score == 2.0
     state.score = -1.0
     assert state.reward_score == -1.0
+    state.note(Fault("add", "made again", "it was used before"))
+    assert state.reward_score == -1.0
+    state.note(Fault("add", "calc_reward", "the grader is down"))
+    assert state.reward_score is None, "what the others say is not the reward"
     assert LoopState.begin(state.task).reward_score is None
     assert state.num_turns == 4
 
 
-# -- limits and tasks --------------------------------------------------------------------------------
+def test_a_fault_is_noted_once_however_often_it_comes_back() -> None:
+    state = LoopState.begin(Task(()))
+    for _ in range(2):
+        state.note(Fault("add", "release", "stuck"))
+        state.note(None)
+    assert [str(fault) for fault in state.faults] == ["add: release: stuck"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_assistant_turns", 0),
-        ("max_user_turns", -1),
-        ("max_parallel_calls", 0),
-        ("tool_response_length", -1),
-        ("response_length", 0),
-        ("model_length", -5),
-        ("max_new_tokens", 0),
-        ("wall_clock_s", 0.0),
-        ("tool_timeout_s", -1.0),
-    ],
-)
-def test_a_limit_that_lets_nothing_happen_is_refused(name: str, value: float) -> None:
-    with pytest.raises(InputError, match=rf"limits\.{name}: got {value}, expected"):
-        LoopLimits(**{name: value})  # type: ignore[arg-type]
-
-
-def test_a_task_is_read_from_a_line_of_a_data_set() -> None:
-    line = {
-        "prompt": [{"role": "user", "content": "2+2?"}],
-        "agent_name": "tool",
-        "tools": ["calculator"],
-        "tool_arguments": {"calculator": {"answer": 4}},
-        "limits": {"max_user_turns": 2},
-        "answer": 4,
-        "extra": {"level": "easy"},
-    }
-    task = Task.read(line)
-    assert task.messages == (Message("user", "2+2?"),)
-    assert (task.agent_name, task.tools, task.limits) == (
-        "tool",
-        ("calculator",),
-        LoopLimits(max_user_turns=2),
-    )
-    assert task.extra == {"answer": 4, "level": "easy"}
-    assert Task.read({"messages": line["prompt"]}).agent_name == ""
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ([], "task: got \\[\\], expected an object"),
-        ({}, "messages: got None, expected a non-empty list"),
-        ({"prompt": []}, "prompt: got \\[\\]"),
-        ({"prompt": [{"role": "wizard"}]}, "prompt\\[0\\].role: got 'wizard'"),
-        ({"messages": [{"role": "user"}], "tools": "add"}, "task: .*tools"),
-        ({"messages": [{"role": "user"}], "limits": {"turns": 1}}, "unknown field `turns`.*limits"),
-        ({"messages": [{"role": "user"}], "limits": {"model_length": 0}}, "limits.model_length: got 0"),
-        ({"messages": [{"role": "user"}], "sampling": {"max_tokens": 1}}, "sampling: got 'max_tokens'"),
-        ({"messages": [{"role": "user"}], "extra": 1}, "task: .*extra"),
-    ],
-)
-def test_a_task_that_cannot_be_read_is_refused_by_the_field(line: Any, words: str) -> None:
-    with pytest.raises((InputError, MessageError), match=words):
-        Task.read(line)
-
-
-def test_texts_of_a_task_are_ones_that_utf8_can_carry() -> None:
-    task = Task.read({"messages": [{"role": "user", "content": "a\ud800"}], "extra": {"b\udc00": ["\ud800"]}})
-    assert msgspec.json.encode(task)
+def test_what_is_over_is_taken_in_though_nobody_is_told() -> None:
+    state = full_state()
+    first = ToolRecord("first", 1, Message("tool", "1"), 0.25)
+    state.outcomes = {1: state.outcomes[1], 0: first}
+    told = list(state.tool_records), list(state.turn_records)
+    state.take_in()
+    assert [record.tool for record in state.tool_records[len(told[0]) :]] == ["first", "add"]
+    assert [record.content for record in state.turn_records[len(told[1]) :]] == ["no"]
+    assert (state.pending, state.outcomes, state.response) == ([], {}, None)
+    state.take_in()
+    assert len(state.tool_records) == len(told[0]) + 2, "once"

@@ -157,7 +157,8 @@ def test_7_a_prompt_beyond_the_limit_is_refused_in_the_words_that_make_agents_co
             refused = await a.ask("p")
             assert refused.status_code == 400
             assert refused.json()["error"]["message"] == (
-                "prompt is too long: 17 tokens > 10 maximum context length"
+                "prompt is too long: 17 tokens > 10 maximum. "
+                "This model's maximum context length is 10 tokens."
             )
             assert not engine.asked
             assert not a.session.live.session.tree.calls

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from branchline import ToyCodec
+from branchline import ToyCodec, timelines_of
 from branchline.chat.base import Codec
 from branchline.core.errors import EngineError
 from branchline.core.message import Message, ToolCall
+from branchline.core.runs import Ids
 from branchline.engines.replicas import Replicas
 from branchline.loop import machine
 from branchline.loop.cancel import CancelToken
@@ -146,19 +147,47 @@ def test_d2_what_goes_wrong_with_a_call_is_told_to_the_model(place: str) -> None
     run(test)
 
 
-@pytest.mark.parametrize("place", ["toy", "toy over http"])
-def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str) -> None:
-    """Qwen3's format has no call without JSON: there such an answer is text."""
+NO_JSON = {
+    "{turn: 1": "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    '"{}"': "expected an object, got str",
+    '{"turn": 0, "place": 0': "Expecting ',' delimiter: line 1 column 23 (char 22)",
+    '{"turn": 0, "place": 0}}': "Extra data: line 1 column 24 (char 23)",
+    '{"turn": 0, "place": NaN}': "NaN is not JSON",
+}
+"""Arguments as a model wrote them, and what is wrong with them."""
 
+
+@places
+@pytest.mark.parametrize("arguments", NO_JSON)
+def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str, arguments: str) -> None:
     async def test() -> None:
         async with stage_at(place, Script((Turn("end"),))) as s:
-            bad = Message("assistant", calls=(ToolCall("deed", "{turn: 1"),))
-            s.engine.answers = [s.codec.spell(bad), *s.engine.answers]
+            bad = said_oddly(s.codec, ToolCall("deed", arguments))
+            s.engine.answers = [bad, *s.engine.answers]
             state = await s.play()
-            told = state.messages[-2].text
-            assert told.startswith("Invalid JSON in arguments for 'deed': ")
+            assert roles(state) == ["system", "user", "assistant", "tool", "assistant"]
+            (call,) = state.messages[2].calls
+            assert (call.name, call.arguments) == ("deed", arguments)
+            told = f"Invalid JSON in arguments for 'deed': {NO_JSON[arguments]}"
+            assert state.messages[3].text == told
+            assert state.reason is Ending.STOP, "the loop went on"
+            assert s.tool.done == [], "and nothing was done"
+            first, second = s.model.replies
+            told_ids = second.prompt_ids.tolist()
+            kept = [*first.prompt_ids.tolist(), *bad.tolist()]
+            assert told_ids[: len(kept)] == kept, "the model sees its own words"
+            assert told in s.codec.decode(second.prompt_ids)
+            assert len(timelines_of(s.tree)) == 1
 
     run(test)
+
+
+def said_oddly(codec: Codec, call: ToolCall) -> Ids:
+    """A call whose arguments are no JSON, as a model of this codec would write it."""
+    if isinstance(codec, ToyCodec):
+        return codec.spell(Message("assistant", calls=(call,)))
+    text = f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call><|im_end|>'
+    return codec.encode(text)
 
 
 # -- D3 ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, RemoveMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -13,6 +14,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.prebuilt import ToolNode, tools_condition
 
+from branchline.core.errors import ContextLengthError
 from tests.sdks.running import ASKED, STORY, SYSTEM, Scene, Stage, look, play, scenes, stage, streamed, voices
 
 THREAD: Any = {"configurable": {"thread_id": "1"}}
@@ -101,3 +103,21 @@ def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
         ("actor", [0, 2]),
         ("critic", [1]),
     ]
+
+
+@pytest.mark.parametrize("responses", [False, True])
+@streamed
+def test_a_prompt_that_is_too_long_is_known_as_such(responses: bool, stream: bool) -> None:
+    with stage("toy", [ContextLengthError.of(900, 200)]) as s:
+        model = ChatOpenAI(
+            model="m",
+            base_url=s.url,
+            api_key=s.key,
+            streaming=stream,
+            use_responses_api=responses,
+            max_retries=0,
+        )
+        # An event that says so it does not look into.
+        expected = ValueError if responses and stream else ContextOverflowError
+        with pytest.raises(expected, match="prompt is too long"):
+            model.invoke("q")

@@ -9,7 +9,9 @@ from typing import Any
 
 import litellm
 import pytest
+from litellm.exceptions import ContextWindowExceededError
 
+from branchline.core.errors import ContextLengthError
 from tests.sdks.running import (
     ABOUT_TOOL,
     ASKED,
@@ -21,6 +23,7 @@ from tests.sdks.running import (
     look,
     play,
     scenes,
+    stage,
     streamed,
 )
 
@@ -69,3 +72,29 @@ def converse(s: Stage, provider: str, *, stream: bool) -> list[str]:
 def test_a_conversation_that_only_grows_is_one_timeline(scene: Scene, stream: bool, provider: str) -> None:
     s = play(scene, lambda s: converse(s, provider, stream=stream))
     assert s.echoes <= {"arguments_reserialised", "empty_content"}
+
+
+PROVIDERS = pytest.mark.parametrize("provider", ["openai", "anthropic", "hosted_vllm"])
+
+
+def ask(s: Stage, provider: str, **wishes: Any) -> Any:
+    url = s.anthropic_url if provider == "anthropic" else s.url
+    messages = [{"role": "user", "content": "q"}]
+    return litellm.completion(
+        model=f"{provider}/m", api_base=url, api_key=s.key, messages=messages, num_retries=0, **wishes
+    )
+
+
+@PROVIDERS
+@streamed
+def test_a_prompt_that_is_too_long_is_known_as_such(provider: str, stream: bool) -> None:
+    with stage("toy", [ContextLengthError.of(900, 200)]) as s, pytest.raises(ContextWindowExceededError):
+        list(ask(s, provider, stream=stream))
+
+
+@PROVIDERS
+def test_a_text_with_odd_ends_of_lines_is_streamed_whole(provider: str) -> None:
+    said = "one\u2028two\u2029three\x85four"
+    with stage("toy", [said]) as s:
+        chunks = list(ask(s, provider, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said

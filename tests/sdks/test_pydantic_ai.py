@@ -13,12 +13,14 @@ import openai
 import pytest
 from pydantic_ai import Agent, ModelMessage
 from pydantic_ai.capabilities import ProcessHistory
+from pydantic_ai.exceptions import ModelContextWindowExceededError
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from branchline.core.errors import ContextLengthError
 from tests.sdks.running import ASKED, SYSTEM, Scene, Stage, look, play, scenes, stage, streamed, voices
 
 protocols = pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
@@ -86,3 +88,14 @@ def _cleared(message: ModelMessage) -> ModelMessage:
         for part in message.parts
     ]
     return replace(message, parts=parts)
+
+
+@protocols
+def test_a_prompt_that_is_too_long_is_known_as_such(protocol: str) -> None:
+    async def test(s: Stage) -> None:
+        async with model_of(s, protocol) as model:
+            with pytest.raises(ModelContextWindowExceededError):
+                await Agent(model).run("q")
+
+    with stage("toy", [ContextLengthError.of(900, 200)]) as s:
+        asyncio.run(test(s))

@@ -17,7 +17,7 @@ from branchline.core.message import Message
 from branchline.core.runs import as_ids
 from branchline.timelines.doctor import Refusal, Replay, judge_safety, replay
 from branchline.timelines.log import LoggedCall, read_call
-from tests.chat.families import CACHE
+from tests.chat.families import codec_of
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -239,9 +239,7 @@ def test_advice_is_one_sentence(codec: GenericCodec) -> None:
 
 @pytest.mark.parametrize(("name", "forks"), [("qwen3", 3), ("mistral_nemo", 3)])
 def test_real_templates_fork_under_template_and_not_under_verbatim(name: str, forks: int) -> None:
-    if not (CACHE / name / "tokenizer.json").exists():
-        pytest.skip(f"no {name} tokenizer in {CACHE}: run scripts/fetch_tokenizers.py")
-    real = GenericCodec.open(CACHE / name)
+    real = codec_of(name)
     replies = THOUGHTFUL if name == "qwen3" else PLAIN
     calls = conversation(replies)
     system = Message("system", "Be brief.")

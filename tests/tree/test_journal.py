@@ -125,6 +125,75 @@ def test_records_and_their_numbers_survive_close_and_reopen(path: Path, durabili
         assert journal.sessions() == ["a", "b"]
 
 
+# Who writes: the appender at level `process`, the thread at level `disk` and where the appender would wait
+
+
+def test_at_level_process_an_append_is_durable_when_it_returns(path: Path) -> None:
+    with Journal(path) as journal:
+        futures = [journal.append("s", number(index)) for index in range(20)]
+        assert [future.done() for future in futures] == [True] * 20
+        assert journal.commits == 20
+        assert list(journal.read("s")) == [number(index) for index in range(20)]
+
+
+def test_a_large_record_is_left_to_the_thread_and_keeps_its_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_SMALL_BYTES", 100)
+    records = [bytes([index]) * (1000 if index % 3 == 1 else 10) for index in range(200)]
+    with Journal(path) as journal:
+        futures = [journal.append("s", record) for record in records]
+        assert [future.result() for future in futures] == list(range(1, 201))
+        assert list(journal.read("s")) == records
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_a_note_shares_the_commit_of_the_next_record(path: Path, durability: Durability) -> None:
+    with Journal(path, durability=durability) as journal:
+        notes = [journal.append("s", number(index), is_note=True) for index in range(3)]
+        assert not any(note.done() for note in notes)
+        assert journal.append("t", b"record").result() == 4
+        assert [note.result() for note in notes] == [1, 2, 3]
+        assert journal.commits == 1
+        assert [record for _, record in journal.replay()] == [number(0), number(1), number(2), b"record"]
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_a_note_that_nothing_follows_is_written_all_the_same(
+    path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_NOTES_S", 0.01)
+    with Journal(path, durability=durability) as journal:
+        assert journal.append("s", b"note", is_note=True).result(timeout=30) == 1
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_flush_and_close_leave_no_note_behind(path: Path, durability: Durability) -> None:
+    with Journal(path, durability=durability) as journal:
+        flushed = journal.append("s", b"flushed", is_note=True)
+        journal.flush()
+        assert flushed.done()
+        journal.append("s", b"closed", is_note=True)
+    with Journal(path) as journal:
+        assert list(journal.read("s")) == [b"flushed", b"closed"]
+
+
+def test_at_level_process_a_reader_finds_the_notes_before_it(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("s", b"note", is_note=True)
+        assert list(journal.read("s")) == [b"note"]
+
+
+def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_PATIENCE_S", 0.02)
+    with Journal(path) as journal, held_up(path):
+        with pytest.raises(JournalError, match="locked"):
+            journal.append("s", b"late").result()
+        assert journal.failed is not None
+
+
 # Group commit, threads, asyncio
 
 
@@ -493,12 +562,15 @@ def test_a_failed_transaction_fails_all_that_queued_behind_it(path: Path) -> Non
 def test_a_failed_checkpoint_stops_the_journal_and_takes_back_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Journal, "_checkpoint", lambda self, db: db.execute("SELECT * FROM nowhere"))
+    monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 1)
+    monkeypatch.setattr(journal_module, "_SHORTEN_WAL", "SELECT * FROM nowhere")
     with Journal(path) as journal:
-        assert journal.append("s", b"kept").result() == 1
-        with pytest.raises(JournalError, match="no such table: nowhere"):
-            journal.append("s", b"late").result()
-        assert list(journal.read("s")) == [b"kept"]
+        kept: list[bytes] = []
+        while (refusal := journal.append("s", number(len(kept))).exception()) is None:
+            kept.append(number(len(kept)))
+        assert kept
+        assert "no such table: nowhere" in str(refusal)
+        assert list(journal.read("s")) == kept
 
 
 def test_an_unstorable_value_is_refused_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,10 @@ class Codec(Protocol):
         """Text for people to read."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token spells, which may be part of a character; an id that is none spells `<id>`."""
+        ...
+
     # What no template frames: bare prompts, and replies of which only the text is known.
 
     def encode(self, text: str) -> Ids:

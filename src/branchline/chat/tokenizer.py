@@ -19,6 +19,7 @@ import numpy as np
 
 from branchline.chat.generic.dialect import Dialect, probe_dialect
 from branchline.chat.generic.template import ChatTemplate, to_json
+from branchline.chat.generic.words import word_pattern
 from branchline.core.errors import CodecError
 from branchline.core.fields import clean
 from branchline.core.message import Message, ToolCall
@@ -75,6 +76,8 @@ class TokenizerDir:
         self._tokenizer = tokenizer
         self._byte_level = _mentions([file.decoder, file.pre_tokenizer], "ByteLevel")
         self._composes = _mentions(file.normalizer, "NFC")
+        self.word_pattern = word_pattern(file.normalizer, file.pre_tokenizer)
+        """The expression that words are found with, where that is all there is to it."""
         self._added = {token.id: token for token in file.added_tokens}
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self._known = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
@@ -120,8 +123,14 @@ class TokenizerDir:
 
     def encode(self, text: str) -> Ids:
         """The ids of a text; none are added around it, those written out in it (`<|im_end|>`) are one id."""
-        (encoding,) = self._tokenizer.encode_batch_fast([clean(text)], add_special_tokens=False)
-        return as_ids(encoding.ids)
+        (ids,) = self.encode_all([text])
+        return as_ids(ids)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each of many texts."""
+        texts = [clean(text) for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Ids) -> str:
         """Text for people to read: special tokens are shown, an id that does not decode is `<id>`."""

@@ -133,6 +133,9 @@ class ToyCodec:
     def decode(self, ids: Ids) -> str:
         return _text(ids.tolist())
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if 0 <= token < 256 else _text([token]).encode()
+
     def encode(self, text: str) -> Ids:
         return as_ids(list(text.encode()))
 

@@ -14,7 +14,7 @@ from branchline.chat.base import Codec
 from branchline.cli.engines import ENGINE_KEY, ENGINES, OPENAI_KEY, UPSTREAM_KEY, build
 from branchline.cli.watching import Watch, add_watch_options, watch
 from branchline.gateway.access import require_loopback
-from branchline.gateway.config import GatewayConfig, calm_gc
+from branchline.gateway.config import UNKNOWN_ROOM, GatewayConfig, calm_gc
 
 if TYPE_CHECKING:
     from branchline.gateway.fleet import Fleet
@@ -131,6 +131,14 @@ def add_serve(commands: Any) -> None:
         help="generations at once; above, clients are told to come back (default: %(default)s)",
     )
     parser.add_argument(
+        "--default-max-tokens",
+        type=int,
+        default=GatewayConfig.default_max_tokens,
+        metavar="N",
+        help="how long an answer may be where neither client nor session says (default: as long as its "
+        f"prompt leaves room; {UNKNOWN_ROOM} where the engine does not say how much it can hold)",
+    )
+    parser.add_argument(
         "--idle-s",
         type=float,
         default=GatewayConfig.idle_s,
@@ -179,6 +187,7 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
             admin_key=options.admin_key or os.environ.get(ADMIN_KEY, ""),
             auth=not options.no_auth,
             max_in_flight=options.max_in_flight,
+            default_max_tokens=options.default_max_tokens,
             public_url=options.public_url,
             drain_s=options.drain_s,
             idle_s=options.idle_s,

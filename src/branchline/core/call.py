@@ -62,6 +62,8 @@ class Request:
     """The id of a cancelled call that this one goes on from, behind the ids it had sampled."""
     raw: bool = False
     """A bare prompt that no template frames: its one message is the whole of it."""
+    instructed: bool = False
+    """Its first message are instructions for this answer alone: who goes on from it leaves them out."""
 
     @classmethod
     def read(
@@ -71,8 +73,9 @@ class Request:
         agent: str = DEFAULT_AGENT,
         messages: tuple[Message, ...] | None = None,
         tools: ToolList | None = None,
+        **known: Any,
     ) -> Request:
-        """A request from the body of a chat completion request, but for what is read already."""
+        """A request from the body of a chat completion request, but for what is read or known already."""
         if tools is None:
             tools = read_tools(body.get("tools"))
         template = body.get("chat_template_kwargs")
@@ -85,6 +88,7 @@ class Request:
             template=clean_values(template or {}),
             agent=agent,
             equivalences=tolerated,
+            **known,
         )
 
     @cached_property
@@ -171,3 +175,6 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """Whether its outputs are for training."""
     resumes: int = -1
     """The cancelled call whose tokens its output begins with; they count here and no longer there."""
+    instructed: bool = False
+    """Its first message were instructions for it alone. Others may have sent the same words as a message, and
+    share the node: so it is the call that knows."""

@@ -9,6 +9,7 @@
     ├── SessionError            a session that is not there, is closed, or that a key does not open
     ├── TreeError               a commit that does not fit the tree it is meant for
     ├── EngineError             an engine failed; the call can be tried again
+    │   ├── EngineBusyError     it takes nothing more for now, and may say for how long
     │   └── EngineInputError    what it was asked cannot be done: not supported, out of range
     │       └── ContextLengthError  a prompt beyond what the model can hold
     ├── ToolError               a tool could not be set up, or the server it lives on is not there
@@ -69,14 +70,15 @@ class TemplateError(CodecError):
     """The chat template refused a conversation; the message is its own."""
 
 
-class SessionError(BranchlineError):
-    """A session that is not there, is closed, or that a key does not open; `kind` says which."""
+SessionKind = Literal[
+    "unknown", "closed", "out_of_calls", "out_of_tokens", "forbidden", "no_key", "exists", "conflict", "busy"
+]
 
-    def __init__(
-        self,
-        kind: Literal["unknown", "closed", "forbidden", "no_key", "exists", "conflict", "busy"],
-        message: str,
-    ) -> None:
+
+class SessionError(BranchlineError):
+    """A session that is not there, is closed or spent, or that a key does not open; `kind` says which."""
+
+    def __init__(self, kind: SessionKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -87,6 +89,14 @@ class TreeError(BranchlineError):
 
 class EngineError(BranchlineError):
     """An engine failed; the call changed nothing and can be tried again."""
+
+
+class EngineBusyError(EngineError):
+    """An engine that takes nothing more for now; `retry_after` is for how long, as it says it itself."""
+
+    def __init__(self, message: str, retry_after: str = "") -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineInputError(EngineError):
@@ -108,7 +118,17 @@ class ToolError(BranchlineError):
 
 
 class ContextLengthError(EngineInputError):
-    """A prompt beyond what the model can hold; agents compact their history when they are told so."""
+    """A prompt beyond what the model can hold; agents compact their history when they are told so.
+
+    >>> str(ContextLengthError.of(17, 10))
+    "prompt is too long: 17 tokens > 10 maximum. This model's maximum context length is 10 tokens."
+    """
+
+    @classmethod
+    def of(cls, tokens: int, most: int) -> ContextLengthError:
+        """In the words that agents look for: Claude Code in the first sentence, all others in the second."""
+        words = f"prompt is too long: {tokens} tokens > {most} maximum."
+        return cls(f"{words} This model's maximum context length is {most} tokens.")
 
 
 class JournalError(BranchlineError):

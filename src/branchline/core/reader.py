@@ -243,6 +243,19 @@ class ToolList(tuple[dict[str, Any], ...]):
     def digest(self) -> bytes:
         return digest_of([dict(tool) for tool in self])
 
+    @cached_property
+    def constants(self) -> list[Constant]:
+        """The tools for a template, which may ask for their JSON."""
+        return [Constant(tool) for tool in self]
+
+
+class Constant(dict[str, Any]):
+    """A mapping that nobody changes any more, so that its JSON need be written only once."""
+
+    @cached_property
+    def json_text(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
 
 def read_tools(raw: object, where: str = "tools") -> ToolList:
     """A request's tool list; null, absent and empty are the same."""

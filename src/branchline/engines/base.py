@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from msgspec import Struct
+
 from branchline.core.runs import NO_IDS, Floats, Ids
 
 Finish = Literal["stop", "length"]
@@ -50,11 +52,10 @@ class SamplingParams:
         return replace(self, max_tokens=self.max_tokens - produced)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """The next ids of a generation."""
 
-    ids: Ids = field(default_factory=lambda: NO_IDS)
+    ids: Ids = NO_IDS
     logprobs: Floats | None = None
     """One for each id; None where the engine gives none."""
     version: int = 0

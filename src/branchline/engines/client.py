@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
+import os
+import re
 import ssl
 from collections import deque
 from collections.abc import Mapping
@@ -18,12 +21,21 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.core.errors import (
+    ContextLengthError,
+    EngineBusyError,
+    EngineError,
+    EngineInputError,
+    InputError,
+)
 from branchline.engines.connection import Connection, Inbox
 from branchline.engines.events import EventReader
 
 # The server's way of saying that this request can never be answered, here or elsewhere.
 REFUSALS = frozenset({400, 413, 422})
+TOO_MANY = 429
+# How servers that have no code for it say that a prompt does not fit.
+_TOO_LONG = re.compile(r"maximum context length|model's context length")
 # A control endpoint that this server does not have, or does not open to us.
 ABSENT = frozenset({401, 403, 404, 405, 501})
 # What is kept for the next request. Who stands between may forget a silent connection without a word.
@@ -78,7 +90,7 @@ class HttpClient:
         self._server = server
         base = urlsplit(base_url)
         self._prefix = base.path.rstrip("/")
-        self._tls = ssl.create_default_context() if base.scheme == "https" else None
+        self._tls = _tls(*map(os.environ.get, _CERTIFICATES)) if base.scheme == "https" else None
         self._host, self._port = base.hostname or "", base.port or (443 if self._tls else 80)
         headers = [f"host: {server.place}", "content-type: application/json", "user-agent: branchline"]
         if server.credentials:
@@ -112,7 +124,19 @@ class HttpClient:
 
         Of a whole one nothing is looked at before its end.
         """
-        return Reply(self, self._request("POST", path, body), whole=whole)
+        return self.request("POST", path, body, whole=whole)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        whole: bool = False,
+    ) -> Reply:
+        """Any request, with headers of its own."""
+        return Reply(self, self._request(method, path, body, headers or {}), whole=whole)
 
     async def close(self) -> None:
         """Closes every connection; what still runs ends with an error."""
@@ -159,12 +183,17 @@ class HttpClient:
     def _forget(self, connection: Connection) -> None:
         self._open.discard(connection)
 
-    def _request(self, method: str, path: str, body: bytes) -> bytes:
-        line = f"{method} {self._prefix}{path} HTTP/1.1"
-        return f"{line}\r\n{self._headers}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        lines = [f"{method} {self._prefix}{path} HTTP/1.1", self._headers]
+        for name, value in headers.items():
+            if not (value.isascii() and value.isprintable()):
+                raise InputError(f"{name}: got {value!r}, expected printable ASCII, as headers carry it")
+            lines.append(f"{name}: {value}")
+        lines.append(f"content-length: {len(body)}\r\n\r\n")
+        return "\r\n".join(lines).encode() + body
 
     async def _ask(self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None) -> bytes:
-        reply = Reply(self, self._request(method, path, body), whole=True)
+        reply = self.request(method, path, body, whole=True)
         try:
             async with asyncio.timeout(timeout_s):
                 status, content = await reply.content()
@@ -194,6 +223,16 @@ class Reply:
     def is_over(self) -> bool:
         """Nothing more will arrive; what has may still be there to be read."""
         return self._inbox.is_over
+
+    @property
+    def retry_after(self) -> str:
+        """When to come again, where a refusal says so."""
+        return self._inbox.retry_after
+
+    async def status(self) -> int:
+        """Of an answer that has begun; 0 where none came."""
+        await self._arrival()
+        return self._inbox.status
 
     async def events(self) -> list[bytes]:
         """The data of all events that have arrived since, one at least; none at the end or behind a cut.
@@ -229,7 +268,7 @@ class Reply:
     def _last(self) -> list[bytes]:
         inbox = self._inbox
         if inbox.status and not inbox.is_good:
-            raise refusal(self._client.place, inbox.status, inbox.take())
+            raise refusal(self._client.place, inbox.status, inbox.take(), inbox.retry_after)
         if inbox.error:
             raise self._broken()
         return self._reader.end()
@@ -256,30 +295,49 @@ class Reply:
             connection.ask(self._request, self._inbox)
 
 
+# What a TLS context depends on beside the system.
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+@functools.cache
+def _tls(*_certificates: str | None) -> ssl.SSLContext:
+    """One for all clients: the system's certificates take 20 ms and a MiB to read."""
+    return ssl.create_default_context()
+
+
 class _AbsentError(EngineError):
     """An endpoint that is not there for us."""
 
 
-def refusal(place: str, status: int, body: bytes) -> EngineError:
+def refusal(place: str, status: int, body: bytes, retry_after: str = "") -> EngineError:
     """The error for an answer that is none, in the server's own words."""
     try:
-        words = _words(msgspec.json.decode(body))
+        given = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        words = ""
-    words = words or body.decode(errors="replace").strip()[:500] or "no reason given"
-    kind = EngineInputError if status in REFUSALS else EngineError
-    return kind(f"{place}: status {status}: {words}")
+        given = None
+    words = _words(given) or body.decode(errors="replace").strip()[:500] or "no reason given"
+    told = f"{place}: status {status}: {words}"
+    if status == TOO_MANY:
+        return EngineBusyError(told, retry_after)
+    is_refused = status in REFUSALS
+    if _code(given) == "context_length_exceeded" or (is_refused and _TOO_LONG.search(words)):
+        return ContextLengthError(told)
+    return EngineInputError(told) if is_refused else EngineError(told)
 
 
 def error_event(place: str, event: bytes) -> EngineError:
     """The error that a stream ended with: `{"error": {"message": …, "code": 400}}` and its variants."""
-    given = msgspec.json.decode(event)
-    error = given.get("error")
-    code = (error if isinstance(error, dict) else given).get("code")
+    code = _code(msgspec.json.decode(event))
     return refusal(place, code if isinstance(code, int) else 500, event)
+
+
+def _code(given: Any) -> Any:
+    error = given.get("error") if isinstance(given, dict) else None
+    place = error if isinstance(error, dict) else given
+    return place.get("code") if isinstance(place, dict) else None
 
 
 def _words(given: Any) -> str:
     while isinstance(given, dict):
         given = next((given[key] for key in ("error", "message", "detail") if given.get(key)), "")
-    return given if isinstance(given, str) else str(given)
+    return given if isinstance(given, str) else str(given or "")

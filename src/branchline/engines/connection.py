@@ -21,6 +21,8 @@ class Inbox:
         """Whoever waits is woken by the end alone."""
         self.status = 0
         """0: not known yet."""
+        self.retry_after = ""
+        """When to come again, as a refusal said it."""
         self.is_over = False
         """Nothing more will come."""
         self.error = ""
@@ -129,7 +131,10 @@ class Connection(asyncio.Protocol):
             self._transport.abort()  # Nobody asked.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
+        name = name.lower()
+        self._has_length |= name in (b"content-length", b"transfer-encoding")
+        if name == b"retry-after" and self._inbox is not None:
+            self._inbox.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         inbox, status = self._inbox, self._parser.get_status_code()

@@ -28,6 +28,11 @@ class EventReader:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The data of every event that this piece ends."""
+        if piece.endswith(b"}\n\n") and piece.startswith(b"data: {") and not (self._rest or self._data):
+            # Mostly: one event, or several alike, whole.
+            events = piece[6:-2].split(b"\n\ndata: ")
+            if not any(b"\n" in event or b"\r" in event for event in events):
+                return events
         text = self._rest + piece
         if b"\r" in text:
             text = text.replace(b"\r\n", b"\n")

@@ -6,7 +6,7 @@ What it says can be recorded, but the ids that were sampled are not known: every
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from branchline.engines.client import HttpClient, Server, error_event
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """The next piece of the tool call at `index`; id and name come once."""
+    """The next piece of the tool call at `index`, one number for each call; its name comes once."""
 
     index: int
     id: str = ""
@@ -39,8 +39,9 @@ class ChatDelta:
     text: str = ""
     reasoning: str = ""
     tools: tuple[ToolDelta, ...] = ()
+    refusal: str = ""
     finish: str | None = None
-    """`stop`, `length`, `tool_calls` or whatever else the upstream says."""
+    """`stop`, `length`, `tool_calls`, `content_filter` or whatever else the upstream says."""
     usage: Usage | None = None
     """Once, after the finish, where the upstream counts at all."""
 
@@ -60,6 +61,7 @@ class _Delta(Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
     tool_calls: list[_ToolCall] | None = None
 
 
@@ -118,11 +120,12 @@ class UpstreamChat:
         if tools:
             body["tools"] = tools
         finished = False
+        calls = _Calls()
         reply = self.client.post("/chat/completions", msgspec.json.encode(body))
         try:
             while events := await reply.events():
                 for data in events:
-                    delta = self._delta(data)
+                    delta = self._delta(data, calls)
                     finished = finished or delta.finish is not None
                     if delta != ChatDelta():
                         yield delta
@@ -134,7 +137,7 @@ class UpstreamChat:
     async def close(self) -> None:
         await self.client.close()
 
-    def _delta(self, data: bytes) -> ChatDelta:
+    def _delta(self, data: bytes, calls: _Calls) -> ChatDelta:
         try:
             event = _read(data)
         except msgspec.DecodeError as error:
@@ -150,14 +153,56 @@ class UpstreamChat:
         return ChatDelta(
             delta.content or "",
             delta.reasoning_content or delta.reasoning or "",
-            tuple(_tool(place, call) for place, call in enumerate(delta.tool_calls or ())),
+            tuple([calls.take(place, piece) for place, piece in enumerate(delta.tool_calls or ())]),
+            delta.refusal or "",
             choice.finish_reason,
             usage,
         )
 
 
-def _tool(place: int, call: _ToolCall) -> ToolDelta:
-    function = call.function or _Function()
-    # Some upstreams send whole calls and do not number them.
-    index = place if call.index is None else call.index
-    return ToolDelta(index, call.id or "", function.name or "", function.arguments or "")
+@dataclass
+class _Open:
+    """A call of which more may come."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    def goes_on(self, piece: ToolDelta) -> bool:
+        """Whether a piece belongs to it: one with a name may begin another call, any other never does."""
+        if not (piece.name and self.name):
+            return True
+        if piece.id and self.id:
+            return piece.id == self.id
+        return piece.name == self.name and not _is_json(self.arguments)
+
+
+class _Calls:
+    """Tells calls apart. Upstreams number them, or give all the same number, or none at all."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Open] = {}
+        """By the number that the upstream gave it, else by its place among those that came with it."""
+        self._taken: set[int] = set()
+
+    def take(self, place: int, piece: _ToolCall) -> ToolDelta:
+        function = piece.function or _Function()
+        number = place if piece.index is None else piece.index
+        said = ToolDelta(number, piece.id or "", function.name or "", function.arguments or "")
+        call = self._open.get(number)
+        if call is None or not call.goes_on(said):
+            index = number if number not in self._taken else max(self._taken) + 1
+            self._taken.add(index)
+            call = self._open[number] = _Open(index)
+        call.id, call.name = call.id or said.id, call.name or said.name
+        call.arguments += said.arguments
+        return replace(said, index=call.index)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
 
 from branchline.chat.base import IncrementalParser
 from branchline.chat.parsing.base import Delta
@@ -22,13 +24,12 @@ from branchline.core.runs import NO_IDS, Floats, Ids, as_ids
 from branchline.engines.base import Chunk
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Struct, frozen=True):
     """The next bit of an answer, and the tokens it came with."""
 
     choice: int
     deltas: Sequence[Delta]
-    ids: Ids = field(default_factory=lambda: NO_IDS)
+    ids: Ids = NO_IDS
     logprobs: Floats | None = None
 
 
@@ -38,13 +39,18 @@ class Answer:
 
     message: Message
     finish: str
-    """`stop`, `length` or `tool_calls`."""
+    """`stop`, `length`, `tool_calls`, or an upstream's `content_filter`."""
     ids: Ids
     logprobs: Floats | None
     stop: str | None = None
     """The stop text that ended it, if one did."""
     versions: tuple[int, ...] = ()
     """The policy versions that sampled it, ascending; none where that is not known."""
+
+
+def new_call_id() -> str:
+    """An id for a tool call that has none of its own."""
+    return "call_" + secrets.token_hex(12)
 
 
 class StopTexts:
@@ -107,6 +113,7 @@ class Choice:
     """Nothing more is wanted, though the engine may have more to say."""
 
     def __post_init__(self) -> None:
+        self._made: Generation | None = None
         self._watch = StopTexts(self.stops) if self.stops else None
         self._texts: list[str] = []
         self._has_called = False
@@ -121,11 +128,14 @@ class Choice:
                 logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
                 chunk = Chunk(chunk.ids[:used], logprobs, chunk.version, "stop")
         self.chunks.append(chunk)
+        self._made = None
         if chunk.finish is not None:
             self.finish = chunk.finish
             if not self.ended:
                 deltas = [*deltas, *self._watched(self.parser.finish(chunk.finish)), *self._flushed()]
-        return Said(self.index, [self._named(delta) for delta in deltas], chunk.ids, chunk.logprobs)
+        if deltas and any(delta.call is not None for delta in deltas):
+            deltas = [self._named(delta) for delta in deltas]
+        return Said(self.index, deltas, chunk.ids, chunk.logprobs)
 
     def keep(self, chunk: Chunk) -> None:
         """Takes what arrived behind the client's back; behind an end that it asked for there is nothing."""
@@ -178,39 +188,35 @@ class Choice:
             return delta
         call = delta.call
         if not call.id:
-            call = ToolCall(call.name, call.arguments, "call_" + secrets.token_hex(12), call.kind)
+            call = ToolCall(call.name, call.arguments, new_call_id(), call.kind)
         self.calls.append(call)
-        return replace(delta, call=call)
+        return Delta(call=call, index=delta.index)
 
     @property
     def ids(self) -> Ids:
-        return as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in self.chunks)]))
+        return self._whole().ids
 
-    @property
-    def logprobs(self) -> Floats | None:
-        if all(chunk.logprobs is None for chunk in self.chunks):
-            return None
-        parts = [
-            np.full(len(chunk.ids), np.nan, np.float32) if chunk.logprobs is None else chunk.logprobs
-            for chunk in self.chunks
-        ]
-        return np.concatenate(parts)
+    def _whole(self) -> Generation:
+        """All chunks as one, made when it is asked for and kept until another comes."""
+        if self._made is None:
+            said = self.parser.message
+            text = said.text if self._watch is None else "".join(self._texts)
+            message = Message(
+                "assistant", text, reasoning=said.reasoning, calls=tuple(self.calls), id=self.response_id
+            )
+            self._made = Generation(*_joined(self.chunks), self.finish, message)
+        return self._made
 
     @property
     def message(self) -> Message:
-        said = self.parser.message
-        text = said.text if self._watch is None else "".join(self._texts)
-        return Message(
-            "assistant", text, reasoning=said.reasoning, calls=tuple(self.calls), id=self.response_id
-        )
+        message = self._whole().message
+        assert message is not None
+        return message
 
     def generation(self, finish: str) -> Generation:
         """The answer as the tree keeps it."""
-        versions = np.repeat(
-            np.array([chunk.version for chunk in self.chunks], np.int64),
-            [len(chunk.ids) for chunk in self.chunks],
-        )
-        return Generation(self.ids, self.logprobs, versions, finish, self.message)
+        whole = self._whole()
+        return whole if finish == whole.finish else replace(whole, finish=finish)
 
     @property
     def answer(self) -> Answer:
@@ -218,4 +224,25 @@ class Choice:
         finish = "tool_calls" if self.calls and self.finish == "stop" else self.finish
         stop = self._watch.found if self._watch is not None else None
         versions = tuple(sorted({chunk.version for chunk in self.chunks}))
-        return Answer(self.message, finish, self.ids, self.logprobs, stop, versions)
+        whole = self._whole()
+        return Answer(self.message, finish, whole.ids, whole.logprobs, stop, versions)
+
+
+def _joined(chunks: Sequence[Chunk]) -> tuple[Ids, Floats | None, int | NDArray[np.int64]]:
+    """The ids, logprobs and versions of chunks that follow one another; one version where all have it."""
+    if len(chunks) == 1:
+        (chunk,) = chunks
+        return as_ids(chunk.ids), chunk.logprobs, chunk.version
+    ids = as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in chunks)]))
+    logprobs: Floats | None = None
+    if any(chunk.logprobs is not None for chunk in chunks):
+        parts = [
+            np.full(len(chunk.ids), np.nan, np.float32) if chunk.logprobs is None else chunk.logprobs
+            for chunk in chunks
+        ]
+        logprobs = np.concatenate(parts)
+    versions = {chunk.version for chunk in chunks}
+    if len(versions) == 1:
+        return ids, logprobs, versions.pop()
+    told = np.array([chunk.version for chunk in chunks], np.int64)
+    return ids, logprobs, np.repeat(told, [len(chunk.ids) for chunk in chunks])

@@ -20,7 +20,7 @@ from branchline.gateway.model import ModelApi, Place
 from branchline.gateway.protocols.chat import error
 from branchline.gateway.record import Observer, SessionObserver
 from branchline.gateway.sessions import Sessions
-from branchline.gateway.wire import error_of
+from branchline.gateway.wire import code_of, error_of
 
 _CUT_S = 5.0
 """How long what was cut may take to note what it has; a client that reads nothing must not hold up an end."""
@@ -67,7 +67,7 @@ class GatewayApp:
                 await self.model.answer(place, exchange)
         except SessionError as refused:
             status, message, field, headers = error_of(refused)
-            await exchange.respond(error(status, message, field), status, headers)
+            await exchange.respond(error(status, message, field, code_of(refused)), status, headers)
         except asyncio.CancelledError:
             if not self._is_cut:
                 raise

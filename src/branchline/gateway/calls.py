@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.errors import ContextLengthError, JournalError, MessageError, SessionError
+from branchline.core.errors import ContextLengthError, JournalError, SessionError
 from branchline.core.runs import Ids
 from branchline.engines.base import Engine, SamplingParams
 from branchline.gateway.answers import Answer, Choice, Said
+from branchline.gateway.config import UNKNOWN_ROOM
 from branchline.gateway.live import LiveSession
 from branchline.gateway.record import CallRecord
 from branchline.gateway.resume import left_by, take_up
@@ -28,6 +29,8 @@ from branchline.tree.tree import Turn
 
 log = logging.getLogger("branchline.gateway")
 
+ROOM_LEFT = 2**62
+"""As a limit of an answer: nobody has said one, so it is the room that the prompt leaves."""
 _THREAD_LETTERS = 50_000
 """Prompts with more text to be looked at than this are prepared in a thread, for the event loop's sake."""
 
@@ -55,9 +58,13 @@ class Done:
     answers: Sequence[Answer]
     prompt_tokens: int
     prompt_ids: Ids
+    counted_tokens: int | None = None
+    """What was sampled as an upstream counts it, which knows better than ids that were made from its text."""
 
     @property
     def sampled_tokens(self) -> int:
+        if self.counted_tokens is not None:
+            return self.counted_tokens
         return sum(len(answer.ids) for answer in self.answers)
 
     @property
@@ -83,7 +90,7 @@ async def run_call(
     with _under_way(live, asked, record) as allowed:
         turn = await begin(live, asked, record, max_prompt_tokens)
         choices = _choices(live, asked, record.call_id)
-        params = _params(engine, turn, asked, live, allowed, streamed=record.streamed)
+        params = _params(engine, turn, asked, live, allowed, choices[0], streamed=record.streamed)
         prompt_ids, before = turn.prompt_ids, await left_by(live, turn, asked.choices, record.call_id)
         try:
             if before:
@@ -91,7 +98,8 @@ async def run_call(
                 for event in told:
                     yield event
             if params.max_tokens > 0:
-                async with aclosing(_generate(engine, prompt_ids, params, choices, live.id)) as said:
+                sampled = _one if len(choices) == 1 else _several
+                async with aclosing(sampled(engine, prompt_ids, params, choices, live.id)) as said:
                     async for event in said:
                         record.close_phase("queue")
                         yield event
@@ -102,8 +110,9 @@ async def run_call(
     generations = [choice.generation(choice.finish) for choice in choices]
     call = await commit(live, turn, generations, record)
     answers = [choice.answer for choice in choices]
+    record.done = Done(call, answers, len(turn.prompt_ids), turn.prompt_ids)
     with delivery(live, call):
-        yield Done(call, answers, len(turn.prompt_ids), turn.prompt_ids)
+        yield record.done
 
 
 @contextmanager
@@ -116,14 +125,20 @@ def _under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[
     limits, resumes, reserved = live.options.limits, asked.request.resumes, 0
     allowed: int | None = None
     if limits.calls is not None and len(live.session.tree.calls) + live.in_flight >= limits.calls:
-        raise SessionError("closed", f"session {live.id} may make {limits.calls} calls and has made them")
+        raise SessionError(
+            "out_of_calls", f"session {live.id} may make {limits.calls} calls and has made them"
+        )
     if limits.tokens is not None:
         allowed = (limits.tokens - live.sampled_tokens - live.reserved_tokens) // asked.choices
         if allowed <= 0:
             raise SessionError(
-                "closed", f"session {live.id} may sample {limits.tokens} tokens and has sampled them"
+                "out_of_tokens", f"session {live.id} may sample {limits.tokens} tokens and has sampled them"
             )
-        allowed = min(allowed, asked.params.max_tokens)
+        wanted = asked.params.max_tokens
+        if wanted == ROOM_LEFT:
+            # Who does not say how much must not take all of it from those that come beside it.
+            wanted = max(UNKNOWN_ROOM, allowed // 2)
+        allowed = min(allowed, wanted)
         reserved = allowed * asked.choices
     if resumes in live.resuming:
         raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
@@ -149,7 +164,7 @@ async def begin(live: LiveSession, asked: Asked, record: CallRecord, max_prompt_
     live.require_open()
     turn = await _prepare(live, asked)
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
-        raise MessageError("prompt", f"{len(turn.prompt_ids)} tokens", f"at most {max_prompt_tokens} tokens")
+        raise ContextLengthError.of(len(turn.prompt_ids), max_prompt_tokens)
     record.close_phase("prepare")
     return turn
 
@@ -184,7 +199,7 @@ def _sampling(engine: Engine, params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
         "seed": params.seed,
-        "max_tokens": params.max_tokens,
+        "max_tokens": None if params.max_tokens == ROOM_LEFT else params.max_tokens,
         # A grammar takes tokens away before anything is measured, whatever the engine calls raw.
         "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
         "engine": engine.name,
@@ -207,22 +222,34 @@ def _choices(live: LiveSession, asked: Asked, call_id: str) -> list[Choice]:
 
 
 def _params(
-    engine: Engine, turn: Turn, asked: Asked, live: LiveSession, allowed: int | None, *, streamed: bool
+    engine: Engine,
+    turn: Turn,
+    asked: Asked,
+    live: LiveSession,
+    allowed: int | None,
+    first: Choice,
+    *,
+    streamed: bool,
 ) -> SamplingParams:
-    """What the engine is asked for. A prompt at the limit leaves room for no token, which is an answer."""
+    """What the engine is asked for, for the first choice.
+
+    A prompt at the limit leaves room for no token, which is an answer.
+    """
     room = asked.params.max_tokens if allowed is None else allowed
     most, length = engine.max_context, len(turn.prompt_ids)
     if most is not None:
         if length > most:
-            # The words that clients look for when they decide to compact.
-            raise ContextLengthError(f"prompt is too long: {length} tokens > {most} maximum context length")
+            raise ContextLengthError.of(length, most)
         room = min(room, most - length)
+    elif asked.params.max_tokens == ROOM_LEFT:
+        room = min(room, UNKNOWN_ROOM)
     return replace(
         asked.params,
         max_tokens=room,
         stop=(),
         stop_ids=tuple(sorted(live.session.codec.stop_ids)),
         whole=not (streamed or asked.params.stop or asked.single_call),
+        left=first.keep,
     )
 
 
@@ -244,23 +271,17 @@ async def _prepare(live: LiveSession, asked: Asked) -> Turn:
     return await asyncio.to_thread(live.session.prepare, request)
 
 
-async def _generate(
+async def _several(
     engine: Engine, prompt_ids: Ids, params: SamplingParams, choices: Sequence[Choice], session: str
 ) -> AsyncGenerator[Said, None]:
     """All choices side by side, their bits in the order they arrive."""
-    if len(choices) == 1:
-        async with aclosing(_one(engine, prompt_ids, params, choices[0], session)) as said:
-            async for bit in said:
-                yield bit
-        return
     queue: asyncio.Queue[Said | Exception | None] = asyncio.Queue()
 
     async def one(choice: Choice) -> None:
         seed = None if params.seed is None else params.seed + choice.index
         try:
-            async with aclosing(
-                _one(engine, prompt_ids, replace(params, seed=seed), choice, session)
-            ) as said:
+            own = replace(params, seed=seed, left=choice.keep)
+            async with aclosing(_one(engine, prompt_ids, own, [choice], session)) as said:
                 async for event in said:
                     queue.put_nowait(event)
             queue.put_nowait(None)
@@ -285,9 +306,9 @@ async def _generate(
 
 
 async def _one(
-    engine: Engine, prompt_ids: Ids, params: SamplingParams, choice: Choice, session: str
+    engine: Engine, prompt_ids: Ids, params: SamplingParams, choices: Sequence[Choice], session: str
 ) -> AsyncGenerator[Said, None]:
-    params = replace(params, left=choice.keep)
+    (choice,) = choices
     async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             yield choice.take(chunk)
@@ -302,7 +323,7 @@ async def commit(
     # Finalized or aborted while it was being sampled: the answer comes too late and changes nothing.
     live.require_open()
     committed = live.session.commit(turn, *generations, call_id=record.call_id)
-    if committed.durable is not None:
+    if committed.durable is not None and not committed.durable.done():
         try:
             await asyncio.wrap_future(committed.durable)
         except asyncio.CancelledError:

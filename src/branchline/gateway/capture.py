@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from branchline.chat.parsing.base import Delta
 from branchline.core.call import Generation
@@ -20,15 +19,27 @@ from branchline.core.errors import EngineInputError, MessageError
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import write_message
 from branchline.engines.openai import ChatDelta, ToolDelta, UpstreamChat, Usage
-from branchline.gateway.answers import Answer, Said
+from branchline.gateway.answers import Answer, Said, new_call_id
 from branchline.gateway.bodies import decode_json
 from branchline.gateway.calls import Asked, Done, Event, begin, commit, delivery
 from branchline.gateway.live import LiveSession, SessionOptions
+from branchline.gateway.protocols.tools import is_offered
 from branchline.gateway.record import CallRecord
 
-_SAID_ANEW = frozenset({"model", "messages", "tools", "stream", "stream_options", "return_token_ids"})
+_SAID_ANEW = frozenset(
+    {
+        "model",
+        "messages",
+        "functions",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+    }
+)
 """Fields that are ours to say to an upstream."""
 _ABOUT_TOOLS = ("tool_choice", "parallel_tool_calls")
+_FINISHES = frozenset({"length", "tool_calls", "content_filter"})
+"""Ends that mean the same here; all others are a stop."""
 
 
 @dataclass
@@ -37,14 +48,18 @@ class _Reply:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    refusal: list[str] = field(default_factory=list)
     tools: dict[int, ToolDelta] = field(default_factory=dict)
-    finish: str = "stop"
+    ended: str = "stop"
+    """In the upstream's own word."""
     usage: Usage | None = None
 
     def take(self, delta: ChatDelta) -> list[Delta]:
-        """What can be said at once; tool calls are said when they are whole, at the end."""
+        """What can be said at once; tool calls and refusals are said when they are whole, at the end."""
         self.usage = delta.usage or self.usage
-        self.finish = delta.finish or self.finish
+        self.ended = delta.finish or self.ended
+        if delta.refusal:
+            self.refusal.append(delta.refusal)
         for tool in delta.tools:
             known = self.tools.get(tool.index, ToolDelta(tool.index))
             self.tools[tool.index] = ToolDelta(
@@ -60,12 +75,26 @@ class _Reply:
         return said
 
     @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        return tuple(ToolCall(tool.name, tool.arguments, tool.id) for _, tool in sorted(self.tools.items()))
+    def finish(self) -> str:
+        """In ours. An answer that calls tools waits for their results, whatever the upstream calls that."""
+        if self.tools and self.ended == "stop":
+            return "tool_calls"
+        return self.ended if self.ended in _FINISHES else "stop"
 
-    @property
-    def message(self) -> Message:
-        return Message("assistant", "".join(self.text), reasoning="".join(self.reasoning), calls=self.calls)
+    def message(self, call_id: str) -> Message:
+        """All that was said. A call that came without an id gets one, for its result must name it."""
+        calls = [
+            ToolCall(tool.name, tool.arguments, tool.id or new_call_id())
+            for _, tool in sorted(self.tools.items())
+        ]
+        return Message(
+            "assistant",
+            "".join(self.text),
+            reasoning="".join(self.reasoning),
+            calls=tuple(calls),
+            refusal="".join(self.refusal),
+            id=call_id,
+        )
 
 
 async def run_capture(
@@ -82,12 +111,17 @@ async def run_capture(
     messages = [write_message(message) for message in asked.request.messages]
     options = _passed(body, live.options) if body else _options(asked)
     options["model"] = record.model
-    if not asked.request.tools:
+    if asked.single_call:
+        options["parallel_tool_calls"] = False
+    # What nobody here can run, the upstream may.
+    hosted = [tool for tool in options.pop("tools", ()) if not is_offered(tool)]
+    tools = [*asked.request.tools, *hosted]
+    if not tools:
         # Without tools there is nothing to choose, and upstreams refuse to be told about it.
         options = {name: value for name, value in options.items() if name not in _ABOUT_TOOLS}
     live.in_flight += 1
     try:
-        async with aclosing(upstream.chat(messages, tools=asked.request.tools, options=options)) as deltas:
+        async with aclosing(upstream.chat(messages, tools=tools, options=options)) as deltas:
             async for delta in deltas:
                 said = reply.take(delta)
                 record.close_phase("queue")
@@ -95,17 +129,22 @@ async def run_capture(
                     yield Said(0, said)
     finally:
         live.in_flight -= 1
-    if reply.calls:
-        yield Said(0, [Delta(call=call, index=index) for index, call in enumerate(reply.calls)])
+    message, finish, usage = reply.message(record.call_id), reply.finish, reply.usage
+    if message.calls:
+        yield Said(0, [Delta(call=call, index=index) for index, call in enumerate(message.calls)])
     record.close_phase("generate")
-    message = structs.replace(reply.message, id=record.call_id)
     ids = live.session.codec.spell(message)
-    finish = reply.finish if reply.finish in ("length", "tool_calls") else "stop"
     call = await commit(live, turn, [Generation(ids, None, 0, finish, message, inexact=True)], record)
-    prompt_tokens = len(turn.prompt_ids) if reply.usage is None else reply.usage.prompt_tokens
-    done = Done(call, [Answer(message, finish, ids, None)], prompt_tokens, turn.prompt_ids)
+    record.done = Done(
+        call,
+        [Answer(message, finish, ids, None)],
+        # Both counts are the upstream's, or both ours.
+        len(turn.prompt_ids) if usage is None else usage.prompt_tokens,
+        turn.prompt_ids,
+        None if usage is None else usage.completion_tokens,
+    )
     with delivery(live, call):
-        yield done
+        yield record.done
 
 
 def _passed(body: bytes, session: SessionOptions) -> dict[str, Any]:
@@ -121,6 +160,9 @@ def _passed(body: bytes, session: SessionOptions) -> dict[str, Any]:
         # The same limit under two names: the session's own goes first, then the newer one.
         options.pop("max_completion_tokens" if "max_tokens" in session.sampling else "max_tokens", None)
     options.pop("n", None)
+    wanted = options.pop("function_call", None)
+    if isinstance(wanted, dict):
+        options["tool_choice"] = {"type": "function", "function": wanted}
     return options
 
 
@@ -132,6 +174,4 @@ def _options(asked: Asked) -> dict[str, Any]:
         options["stop"] = list(params.stop)
     if params.grammar is not None:
         options["response_format"] = dict(params.grammar)
-    if asked.single_call:
-        options["parallel_tool_calls"] = False
     return options

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from branchline.core.errors import InputError
 
+UNKNOWN_ROOM = 4096
+"""How long an answer may be where nobody says, and the engine does not say how much it can hold."""
+
 
 @dataclass(frozen=True)
 class GatewayConfig:
@@ -21,8 +24,11 @@ class GatewayConfig:
     """Of one request."""
     max_prompt_tokens: int | None = None
     """Longer prompts are refused; None leaves it to what the engine can hold."""
-    default_max_tokens: int = 4096
-    """Where neither client nor session says."""
+    default_max_tokens: int | None = None
+    """How long an answer may be where neither client nor session says. None: as long as the prompt leaves
+    room, or UNKNOWN_ROOM where the engine does not say how much it can hold."""
+    silence_s: float = 10.0
+    """The longest that a stream says nothing; then it says that it is still there."""
     public_url: str = ""
     """Where clients reach the gateway, if it is not where it listens; empty: the address each came by."""
     drain_s: float = 30.0
@@ -35,6 +41,12 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if self.public_url and not self.public_url.startswith(("http://", "https://")):
             raise InputError(f"public_url: got {self.public_url!r}, expected http://HOST or https://HOST")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise InputError(
+                f"default_max_tokens: got {self.default_max_tokens}, expected 1 or more, or None"
+            )
+        if self.silence_s <= 0:
+            raise InputError(f"silence_s: got {self.silence_s:g}, expected more than 0")
 
 
 def calm_gc() -> None:

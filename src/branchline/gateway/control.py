@@ -31,7 +31,7 @@ from branchline.gateway.protocols.chat import error
 from branchline.gateway.record import SessionObserver
 from branchline.gateway.sessions import Sessions
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
-from branchline.gateway.wire import error_of, json_response
+from branchline.gateway.wire import code_of, error_of, json_response
 
 log = logging.getLogger("branchline.gateway")
 
@@ -255,7 +255,7 @@ def _guarded(handler: Handler) -> Handler:
             return await handler(http)
         except BranchlineError as refused:
             status, message, field, headers = error_of(refused)
-            return json_response(error(status, message, field), status, headers)
+            return json_response(error(status, message, field, code_of(refused)), status, headers)
         except ClientGoneError:
             return Response(status_code=499)  # nobody will see it
         except Exception:

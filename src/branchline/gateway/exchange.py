@@ -42,6 +42,12 @@ class Exchange:
         self._raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.is_streaming = False
         """Whether an answer is under way, so that an error can only be told inside it."""
+        self.is_sending = False
+        """Whether bytes of a stream are waiting to leave."""
+        self.sent = 0
+        """How many pieces of a stream have left."""
+        self.more_headers: list[tuple[bytes, bytes]] = []
+        """What every answer says in its headers, whatever becomes of the request."""
         self.body = b""
         """The body as it came, once it has been read."""
 
@@ -86,32 +92,48 @@ class Exchange:
         data = msgspec.json.encode(body)
         more = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         length = (b"content-length", str(len(data)).encode())
-        await self._send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *more]})
+        start = [_JSON, length, *self.more_headers, *more]
+        await self._send({"type": "http.response.start", "status": status, "headers": start})
         await self._send({"type": "http.response.body", "body": data})
 
     async def stream(self, data: bytes, *, last: bool = False) -> None:
         """Sends the next bytes of a stream of events."""
+        self.is_sending = True
         if not self.is_streaming:
             self.is_streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+            start = [*_STREAM, *self.more_headers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": start})
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self.is_sending = False
+        self.sent += 1
 
     async def until_gone(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:
         """The work's result; a client that hangs up before cancels it, and so may whoever holds `tasks`."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.current_task()
+        assert task is not None
         tasks.add(task)
+        is_working, is_gone = True, False
+
+        def cancel(watch: asyncio.Task[None]) -> None:
+            nonlocal is_gone
+            if is_working and not watch.cancelled():
+                # However the watch ended, nobody is there any more.
+                watch.exception()
+                is_gone = task.cancel()
+
         watch = asyncio.ensure_future(self._gone())
+        watch.add_done_callback(cancel)
         try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientGoneError
-            return task.result()
+            return await work
+        except asyncio.CancelledError:
+            if not is_gone:
+                raise
+            task.uncancel()
+            raise ClientGoneError from None
         finally:
+            is_working = False
             watch.cancel()
             tasks.discard(task)
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -13,7 +13,7 @@ from typing import Any
 from branchline.core.call import Request
 from branchline.core.message import Message
 from branchline.engines.base import SamplingParams
-from branchline.gateway.calls import Done
+from branchline.gateway.calls import ROOM_LEFT, Done
 from branchline.gateway.live import LiveSession
 from branchline.gateway.record import CallRecord
 
@@ -106,7 +106,7 @@ def _request_attributes(params: SamplingParams, choices: int, streamed: bool) ->
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k or None,
-        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.max_tokens": None if params.max_tokens == ROOM_LEFT else params.max_tokens,
         "gen_ai.request.presence_penalty": params.presence_penalty or None,
         "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
         "gen_ai.request.seed": params.seed,

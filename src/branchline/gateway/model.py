@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -28,14 +29,16 @@ from branchline.gateway.config import GatewayConfig
 from branchline.gateway.exchange import ClientGoneError, Exchange
 from branchline.gateway.fleet import Fleet
 from branchline.gateway.live import LiveSession
-from branchline.gateway.protocols.base import Ask, Caller, Wire
+from branchline.gateway.protocols import chat, messages
+from branchline.gateway.protocols.base import LIMIT_HEADER, Ask, Caller, Wire
 from branchline.gateway.protocols.chat import CHAT, PROMPT_TOKENS
 from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import COUNT_TOKENS, MESSAGES
 from branchline.gateway.protocols.responses import INPUT_TOKENS, RESPONSES
+from branchline.gateway.pulse import Pulse
 from branchline.gateway.record import CallRecord, Failure, Observer
 from branchline.gateway.resume import CALL_HEADER, earlier_attempt, next_attempt
-from branchline.gateway.wire import error_of
+from branchline.gateway.wire import code_of, error_of
 
 log = logging.getLogger("branchline.gateway")
 
@@ -106,7 +109,7 @@ class ModelApi:
                 await exchange.respond(refusal, 405, {"allow": "POST" if wire else "GET, HEAD"})
         except BranchlineError as refused:
             status, message, field, headers = error_of(refused)
-            await exchange.respond(error(status, message, field), status, headers)
+            await exchange.respond(error(status, message, field, code_of(refused)), status, headers)
         except ClientGoneError:
             pass
         except Exception:
@@ -117,12 +120,10 @@ class ModelApi:
     async def _models(self, place: Place, exchange: Exchange) -> None:
         self._access.model(place.session, exchange.key)
         _, _, wanted = place.verb.partition("/")
-        cards = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "branchline"}
-            for name in ([wanted] if wanted else [*self._fleet.names, "branchline"])
-        ]
         # Any name is accepted, so any name is there.
-        await exchange.respond(cards[0] if wanted else {"object": "list", "data": cards})
+        names = [wanted] if wanted else [*self._fleet.names, "branchline"]
+        cards = (messages if "anthropic-version" in exchange.headers else chat).cards(names)
+        await exchange.respond(cards["data"][0] if wanted else cards)
 
     async def _count(self, wire: Wire[Any], place: Place, exchange: Exchange) -> None:
         """How long a prompt would be: it is prepared and dropped, so nothing is sampled or recorded."""
@@ -145,6 +146,7 @@ class ModelApi:
             group=live.options.group,
             traceparent=exchange.headers.get("traceparent", ""),
         )
+        exchange.more_headers.append((wire.request_id, record.call_id.encode()))
         try:
             live.require_open()
             body = await exchange.json(self._config.max_body_bytes, wire.decode)
@@ -155,9 +157,8 @@ class ModelApi:
                 )
             self.in_flight += 1
             try:
-                events = self._events(wire, live, ask, record, exchange)
                 work = self._streamed if ask.stream else self._whole
-                await exchange.until_gone(work(wire, live, ask, record, exchange, events), live.tasks)
+                await exchange.until_gone(work(wire, live, ask, record, exchange), live.tasks)
             finally:
                 self.in_flight -= 1
         except BranchlineError as error:
@@ -202,9 +203,9 @@ class ModelApi:
             int(retry[:6]) if retry.isdecimal() and retry.isascii() else 0,
             named.parent,
             self._config.default_max_tokens,
+            _limit(headers.get(LIMIT_HEADER, "")),
         )
         ask: Ask = wire.read(body, caller)
-        ask = replace(ask, model=clean(ask.model))
         count = len(ask.asked.request.messages)
         if count > self._config.max_messages:
             raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
@@ -215,6 +216,7 @@ class ModelApi:
     async def _events(
         self, wire: Wire[Any], live: LiveSession, ask: Ask, record: CallRecord, exchange: Exchange
     ) -> AsyncGenerator[Event, None]:
+        """What will happen, once the engine is chosen."""
         resumes = exchange.headers.get(RESUME_HEADER, "")
         route = self._fleet.route(ask.model, record.agent)
         record.engine = route.engine.name
@@ -229,14 +231,8 @@ class ModelApi:
                 raise SessionError("conflict", f"resume: {route.engine.name} cannot go on behind ids")
             # Only an upstream of the same protocol knows what the fields mean that nobody here reads.
             body = exchange.body if wire is CHAT else b""
-            events = run_capture(live, route.engine, asked, record, body)
-        else:
-            events = run_call(live, route.engine, asked, record, self._config.max_prompt_tokens)
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Done):
-                    record.done = event
-                yield event
+            return run_capture(live, route.engine, asked, record, body)
+        return run_call(live, route.engine, asked, record, self._config.max_prompt_tokens)
 
     async def _whole(
         self,
@@ -245,9 +241,11 @@ class ModelApi:
         ask: Ask,
         record: CallRecord,
         exchange: Exchange,
-        events: AsyncGenerator[Event, None],
     ) -> None:
-        async with _stopped_with(live), aclosing(events):
+        async with (
+            _stopped_with(live),
+            aclosing(await self._events(wire, live, ask, record, exchange)) as events,
+        ):
             async for event in events:
                 if isinstance(event, Done):
                     # The call counts as delivered once this has left, and not before.
@@ -260,23 +258,41 @@ class ModelApi:
         ask: Ask,
         record: CallRecord,
         exchange: Exchange,
-        events: AsyncGenerator[Event, None],
     ) -> None:
         stream = wire.stream(ask, record.call_id, live.session.codec)
-        try:
-            async with _stopped_with(live), aclosing(events):
-                async for event in events:
-                    if isinstance(event, Done):
-                        await exchange.stream(stream.end(event), last=True)
-                    elif data := stream.said(event):
-                        await exchange.stream(data)
-        except BranchlineError as error:
-            # Before the first event an error has a status of its own; after it, it is an event.
-            if not exchange.is_streaming:
-                raise
-            status, message, field, _ = error_of(error)
-            record.outcome, record.status, record.failure = "failed", status, Failure.of(error)
-            await exchange.stream(stream.failed(status, message, field), last=True)
+        with Pulse(exchange, stream.beat, self._config.silence_s) as pulse:
+            try:
+                async with (
+                    _stopped_with(live),
+                    aclosing(await self._events(wire, live, ask, record, exchange)) as events,
+                ):
+                    async for event in events:
+                        if pulse.beating is not None:
+                            await pulse.settle()
+                        if isinstance(event, Done):
+                            pulse.stop()
+                            await exchange.stream(stream.end(event), last=True)
+                        elif data := stream.said(event):
+                            await exchange.stream(data)
+            except BranchlineError as error:
+                # Before the first event an error has a status of its own; after it, it is an event.
+                code = code_of(error)
+                if not exchange.is_streaming and code not in wire.told_inside:
+                    raise
+                status, message, field, _ = error_of(error)
+                record.outcome = "failed" if exchange.is_streaming else "refused"
+                record.status, record.failure = status, Failure.of(error)
+                pulse.stop()
+                await pulse.settle()
+                await exchange.stream(stream.failed(status, message, field, code), last=True)
+
+
+def _limit(given: str) -> int | None:
+    if not given:
+        return None
+    if not re.fullmatch("[1-9][0-9]{0,9}", given):
+        raise MessageError(LIMIT_HEADER, given, "a whole number of 1 or more")
+    return int(given)
 
 
 @asynccontextmanager
@@ -285,5 +301,8 @@ async def _stopped_with(live: LiveSession) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if live.is_closed and task is not None:
+            task.uncancel()
         live.require_open()
         raise

@@ -13,15 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import uvicorn
 
 from branchline.chat.base import Codec, History
 from branchline.core.errors import BranchlineError, InputError
@@ -31,6 +27,7 @@ from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.fleet import Fleet
+from branchline.gateway.listening import Listener, listening_socket
 from branchline.gateway.live import LiveSession, State, read_options
 from branchline.gateway.record import Observer, SessionObserver
 from branchline.gateway.sessions import Sessions
@@ -112,7 +109,7 @@ class Gateway:
         self.app = GatewayApp(engine, self.sessions, config, tuple(observers), tuple(on_end))
         self.admin_key = config.admin_key
         self._host, self._port = host, port
-        self._server: _Server | None = None
+        self._server: Listener | None = None
         self._serving: asyncio.Task[None] | None = None
         self._expiring: asyncio.Task[None] | None = None
         self._hurried = asyncio.Event()
@@ -143,14 +140,9 @@ class Gateway:
             self._expiring = asyncio.create_task(self._expire(self.app.config.idle_s))
 
     async def _listen(self) -> None:
-        listener = _listener(self._host, self._port)
-        # Accepted connections inherit it; without it every answer waits some 40 ms for an acknowledgement.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener = listening_socket(self._host, self._port)
         self._port = listener.getsockname()[1]
-        settings = uvicorn.Config(
-            self.app, log_level="warning", log_config=None, lifespan="off", access_log=False
-        )
-        self._server = _Server(settings)
+        self._server = Listener(self.app)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0)
@@ -188,8 +180,8 @@ class Gateway:
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
 
-    async def _drain(self, server: _Server, serving: asyncio.Task[None]) -> None:
-        server.should_exit = True
+    async def _drain(self, server: Listener, serving: asyncio.Task[None]) -> None:
+        server.stop()
         hurried = asyncio.ensure_future(self._hurried.wait())
         await asyncio.wait(
             {serving, hurried}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
@@ -198,7 +190,7 @@ class Gateway:
         if not serving.done():
             log.warning("%d calls are still running and are broken off", self.app.model.in_flight)
             await self.app.cut()
-            server.force_exit = True
+            server.leave()
         await serving
 
     def hurry(self) -> None:
@@ -209,21 +201,6 @@ class Gateway:
         """Opens a session; options are those of `POST /sessions`."""
         live, api_key, control_key = await asyncio.to_thread(self.sessions.open, read_options(options))
         return GatewaySession(self.app, live, f"{self.url}/sessions/{live.id}/v1", api_key, control_key)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the gateway."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    if ":" not in host:
-        return socket.create_server((host, port), backlog=2048)
-    both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=both)
 
 
 def _url(host: str, port: int) -> str:

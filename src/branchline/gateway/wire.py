@@ -8,6 +8,8 @@ from starlette.responses import Response
 from branchline.core.errors import (
     BranchlineError,
     CodecError,
+    ContextLengthError,
+    EngineBusyError,
     EngineError,
     EngineInputError,
     InputError,
@@ -17,9 +19,13 @@ from branchline.core.errors import (
 )
 from branchline.gateway.exchange import BodyTooLargeError
 
+CONTEXT_LENGTH = "context_length_exceeded"
+"""What OpenAI calls a prompt that does not fit: clients compact when they read this, and not otherwise."""
 _STATUS = {
     "unknown": 404,
     "closed": 409,
+    "out_of_calls": 409,
+    "out_of_tokens": 409,
     "exists": 409,
     "conflict": 409,
     "forbidden": 403,
@@ -41,10 +47,20 @@ def error_of(error: BranchlineError) -> tuple[int, str, str | None, dict[str, st
         status = 400
     elif isinstance(error, JournalError):
         status = 503
+    elif isinstance(error, EngineBusyError):
+        status = 429
+        headers = {"retry-after": error.retry_after} if error.retry_after else {}
     else:
         status = 502 if isinstance(error, EngineError) else 500
     name = error.field if isinstance(error, MessageError) else None
     return status, str(error), name, headers
+
+
+def code_of(error: BranchlineError) -> str | None:
+    """The word that programs know an error by, where it has one."""
+    if isinstance(error, ContextLengthError):
+        return CONTEXT_LENGTH
+    return error.kind if isinstance(error, SessionError) else None
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,28 +1,37 @@
 """Agents by name: whoever works on a task is named by it, and a task that names nobody is a single turn.
 
-    @agent("critic")
-    async def critic(state: LoopState, setting: Setting) -> LoopState: ...
+    @agent("twice")
+    async def twice(state: LoopState, setting: Setting) -> LoopState:
+        await setting.ask(state)                         # the answer is in state.messages
+        state.messages.append(Message("user", "Are you sure?"))
+        await setting.ask(state)
+        return state
 
-    check(tasks, tools, interactions)                    # unknown names, before anything runs
+    check_tasks(tasks, tools, interactions)              # unknown names, before anything runs
     state = await run_agent(LoopState.begin(task), setting)
 
 An agent takes a state, new or gone on with, to its end, or to a cancel. `single_turn` and `tool` are there.
+Every call it makes is in `state.calls`, however it was asked: what is not there would not be trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from branchline.core.errors import InputError
+from branchline.loop.names import is_awaited
 
 if TYPE_CHECKING:
     # At run time they bring the gateway with them, and whoever only names an agent needs none of it.
+    from branchline.core.message import Message
     from branchline.loop.cancel import CancelToken
     from branchline.loop.interactions.registry import InteractionRegistry
-    from branchline.loop.model import Model
+    from branchline.loop.model import Model, Reply, Schemas
     from branchline.loop.state import LoopLimits, LoopState, Task
     from branchline.loop.tools.registry import ToolRegistry
 
@@ -41,6 +50,25 @@ class Setting:
     """Of tasks that have none of their own."""
     cancel: CancelToken | None = None
 
+    async def ask(
+        self,
+        state: LoopState,
+        messages: Sequence[Message] | None = None,
+        *,
+        tools: Schemas = (),
+        params: Mapping[str, Any] | None = None,
+    ) -> Reply:
+        """A turn of the model: the state's conversation is asked and grows by the answer.
+
+        With messages another conversation is asked, and what becomes of the answer is up to the agent.
+        `params` go before the task's sampling; of the limits, `max_new_tokens` is kept to.
+        """
+        from branchline.loop.asking import ask
+        from branchline.loop.limits import LoopLimits
+
+        limits = state.task.limits or self.limits or LoopLimits()
+        return await ask(self.model, state, messages, tools, params or {}, limits)
+
 
 Agent = Callable[["LoopState", Setting], Awaitable["LoopState"]]
 _agents: dict[str, Agent] = {}
@@ -49,9 +77,10 @@ _agents: dict[str, Agent] = {}
 def agent(name: str) -> Callable[[Agent], Agent]:
     """Registers an agent under a name."""
     if not name or not isinstance(name, str):
-        raise InputError(f"agent: got the name {name!r}, expected a text that is not empty")
+        raise InputError(f"agent: got the name {name!r}, expected a text that is not empty: @agent('critic')")
 
     def register(function: Agent) -> Agent:
+        _check(name, function)
         known = _agents.get(name)
         # The same definition once more is a module read again, as notebooks do.
         if known is not None and _place(known) != _place(function):
@@ -71,7 +100,7 @@ def find_agent(name: str) -> Agent:
         raise InputError(f"agent_name: got {name!r}, expected one of {sorted(_agents)}") from None
 
 
-def check(
+def check_tasks(
     tasks: Iterable[Task],
     tools: ToolRegistry | None = None,
     interactions: InteractionRegistry | None = None,
@@ -83,14 +112,87 @@ def check(
         try:
             find_agent(task.agent_name)
             chosen(task, tools, interactions)
+            if not task.agent_name and (task.tools or task.tool_arguments or task.interaction):
+                raise InputError(
+                    f"agent_name: got none, beside tools {task.tools!r} and interaction "
+                    f"{task.interaction!r}, expected one: {DEFAULT!r} has neither, 'tool' has both"
+                )
         except InputError as error:
             raise InputError(f"tasks[{place}].{error}") from error
 
 
 async def run_agent(state: LoopState, setting: Setting) -> LoopState:
-    """Goes on with a trajectory, by the agent its task names."""
-    return await find_agent(state.agent_name)(state, setting)
+    """Goes on with a trajectory, by the agent its task names, until it is over or cancelled.
+
+    A trajectory whose agent returns is over. If it is cancelled, by the setting's token or as a task, its
+    state says so, and going on means running the agent again on what stands there.
+    """
+    function = find_agent(state.agent_name)
+    if state.is_over:
+        return state
+    if getattr(function, "__module__", "") == _BUILT_IN:
+        return await function(state, setting)
+    return await _run(function, state, setting)
+
+
+async def _run(function: Agent, state: LoopState, setting: Setting) -> LoopState:
+    from branchline.loop.state import Ending, LoopState, State
+
+    cancel, noted = setting.cancel, _Noted(setting.model)
+    ended: object = state
+
+    async def work() -> None:
+        nonlocal ended
+        ended = await function(state, replace(setting, model=cast("Model", noted)))
+
+    state.is_cancel = False
+    try:
+        if cancel is None:
+            await work()
+        else:
+            state.is_cancel = cancel.is_set or not await cancel.guard(work())
+    except asyncio.CancelledError:
+        state.is_cancel = True
+        raise
+    finally:
+        state.calls += [call for call in noted.calls if call not in state.calls]
+    if not isinstance(ended, LoopState):
+        raise InputError(f"agent {state.agent_name!r}: returned {ended!r}, expected the LoopState")
+    if not ended.is_cancel:
+        ended.state, ended.is_judged = State.TERMINATED, True
+        ended.reason = ended.reason or Ending.STOP
+    return ended
+
+
+class _Noted:
+    """A model that keeps the names of the calls it answered."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    async def ask(self, messages: Sequence[Message], **options: Any) -> Reply:
+        reply = await self._model.ask(messages, **options)
+        self.calls.append(reply.call_id)
+        return reply
+
+
+def _check(name: str, function: Any) -> None:
+    """Whether something can be run as an agent."""
+    if not is_awaited(function):
+        raise InputError(f"agent {name!r}: got {function!r}, expected an `async def`")
+    try:
+        inspect.signature(function).bind("state", "setting")
+    except TypeError as error:
+        raise InputError(
+            f"agent {name!r}: expected to be called with (state, setting), but {error}"
+        ) from error
 
 
 def _place(function: Agent) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    """Where it is defined; an object that is called is where its class is."""
+    definition = function if hasattr(function, "__qualname__") else type(function)
+    return f"{definition.__module__}.{definition.__qualname__}"

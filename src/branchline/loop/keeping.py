@@ -7,18 +7,26 @@ waiting; `restore` makes an instance of them, in this process or in another:
         def save(self, instance): return instance.results
         async def restore(self, trajectory, saved, **arguments): return Slate(results=saved, **arguments)
 
-One that does not begins anew, with the arguments of its sample.
+One that does not begins anew, with the arguments of its sample. If it was used before, that is a fault: what
+it says and what it is worth may be other than it would have been.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from branchline.loop.faults import Fault
+from branchline.loop.names import Named
+from branchline.loop.plain import own_copy, plain
 from branchline.loop.tools.base import Tool, ToolResult
+from branchline.loop.waiting import told
 
 log = logging.getLogger("branchline.loop")
+
+_OURS = ("branchline.loop.tools.", "branchline.loop.interactions.")
+"""Whoever is made and judged as it says there has nothing in it but the arguments of its sample."""
 
 
 @runtime_checkable
@@ -49,7 +57,8 @@ class KeptTool:
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         if self.name in self._saved:
             assert isinstance(self._tool, Restorable)
-            self._instance = await self._tool.restore(trajectory, self._saved[self.name], **arguments)
+            saved = own_copy(self._saved[self.name])
+            self._instance = await self._tool.restore(trajectory, saved, **arguments)
         else:
             self._instance = await self._tool.create(trajectory, **arguments)
         self._is_there = True
@@ -65,20 +74,36 @@ class KeptTool:
         self._is_there = False
         await self._tool.release(instance)
 
-    def write(self, saved: dict[str, Any]) -> None:
+    def write(self, saved: dict[str, Any]) -> Fault | None:
         """Puts down what its instance remembers."""
-        if self._is_there:
-            write(self._tool, self._instance, saved)
+        return write(self._tool, self._instance, saved) if self._is_there else None
 
 
-def write(keeper: object, instance: Any, saved: dict[str, Any]) -> None:
-    """Puts down what an instance remembers, if its keeper says how."""
+def write(keeper: Named, instance: Any, saved: dict[str, Any]) -> Fault | None:
+    """Puts down what an instance remembers, if its keeper says how; a fault if that cannot be had."""
     if not isinstance(keeper, Restorable):
-        return
-    name: str = keeper.name  # type: ignore[attr-defined]
+        return None
+    name = keeper.name
     try:
-        saved[name] = keeper.save(instance)
-    except Exception:
+        saved[name] = plain(keeper.save(instance), "saved")
+    except Exception as error:
         # A trajectory that is left is left; going on, this one begins anew.
         saved.pop(name, None)
         log.exception("%s: what it remembers could not be saved", name)
+        return Fault(name, "save", told(error))
+    return None
+
+
+def forgets(keeper: Named, ways: Sequence[str], saved: Mapping[str, Any], trajectory: str) -> Fault | None:
+    """The fault of one that was used before and is made again without what it remembered.
+
+    `ways` are the methods by which instances have something of their own, where a keeper has its own.
+    """
+    name = keeper.name
+    modules = [getattr(getattr(keeper, way, None), "__module__", None) or _OURS[0] for way in ways]
+    is_ours = all(module.startswith(_OURS) for module in modules)
+    if name in saved or (is_ours and not isinstance(keeper, Restorable)):
+        return None
+    fault = Fault(name, "made again", "it was used before, and nothing is saved of what it remembered")
+    log.warning("%s: %s", trajectory, fault)
+    return fault

@@ -6,8 +6,11 @@ from msgspec import structs
 
 from branchline.chat.base import Codec
 from branchline.core.message import Message
-from branchline.loop.state import Ending, LoopLimits
+from branchline.loop.state import Ending, LoopLimits, LoopState
 from branchline.loop.tools.truncate import truncate
+
+_THREAD_LETTERS = 50_000
+"""A result with more of them is cut by tokens in a thread: all of it is encoded, and all loops would wait."""
 
 
 def room(limits: LoopLimits, tokens: int, first_tokens: int) -> int | None:
@@ -30,6 +33,26 @@ def fullness(limits: LoopLimits, tokens: int, first_tokens: int) -> tuple[Ending
     if limits.response_length is not None and used >= limits.response_length:
         return Ending.RESPONSE_LENGTH, f"{used} tokens of {limits.response_length}"
     return Ending.MODEL_LENGTH, f"{tokens} tokens of {limits.model_length}"
+
+
+def reached(limits: LoopLimits, state: LoopState) -> tuple[Ending, str] | None:
+    """Which limit makes the last answer the last, and its figures; None where the conversation may go on."""
+    left = room(limits, state.tokens, state.first_tokens)
+    if left is not None and left <= 0:
+        return fullness(limits, state.tokens, state.first_tokens)
+    for ending, turns, most in (
+        (Ending.ASSISTANT_TURNS, state.assistant_turns, limits.max_assistant_turns),
+        (Ending.USER_TURNS, state.user_turns, limits.max_user_turns),
+    ):
+        if most is not None and turns >= most:
+            return ending, f"{turns} of {most}"
+    return None
+
+
+def is_long(result: Message, limits: LoopLimits) -> bool:
+    """Whether cutting a result to size takes so long that others should not have to wait for it."""
+    counts_tokens = limits.tool_response_length is not None and limits.tool_response_unit == "tokens"
+    return counts_tokens and len(result.text) > _THREAD_LETTERS
 
 
 def shorten(result: Message, limits: LoopLimits, codec: Codec | None) -> Message:

@@ -11,9 +11,9 @@ tool calls that are over do not run again, those that were not do.
     async with AgentLoop(model, LoopState.begin(task), tools=registry.select()) as loop:
         state = await loop.run(cancel)
 
-The block is the life of the trajectory's tool instances and of whoever the model talks to: run again inside
-it, a cancelled loop finds them as they were. In another block or process there are new ones, made of what the
-old ones saved (`keeping.py`) or with the same arguments.
+The block is the life of the trajectory's tool instances and of whoever the model talks to: the first run in
+it makes them, and run again inside it a cancelled loop finds them as they were. In another block or process
+there are new ones, made of what the old ones saved (`keeping.py`) or with the same arguments.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
+from msgspec import structs
+
 from branchline.core.errors import ContextLengthError, InputError, SessionError
 from branchline.core.fields import clean
 from branchline.core.message import Message
 from branchline.loop.cancel import CancelToken
 from branchline.loop.company import Company
 from branchline.loop.interactions.registry import Partner
-from branchline.loop.lengths import fullness, room, shorten
+from branchline.loop.lengths import fullness, is_long, reached, room, shorten
 from branchline.loop.model import Model, Reply
+from branchline.loop.showing import showable
 from branchline.loop.state import Ending, LoopLimits, LoopState, State, ToolRecord, TurnRecord
 from branchline.loop.tools.registry import Selection
+from branchline.loop.waiting import settle
+
+_SPENT = {"out_of_calls": Ending.SESSION_CALLS, "out_of_tokens": Ending.SESSION_TOKENS}
+"""What a session says when it has given all it may."""
 
 # -- the states --------------------------------------------------------------------------------------
 
@@ -51,13 +58,17 @@ async def pending(loop: AgentLoop) -> State:
 
 async def generating(loop: AgentLoop) -> State:
     """The model's turn."""
-    state, limits = loop.state, loop.limits
+    state = loop.state
     if loop.is_full():
         return loop.end_full(state.tokens)
     try:
         reply = await loop.ask()
     except ContextLengthError as error:
         return loop.end(Ending.MODEL_LENGTH, str(error))
+    except SessionError as error:
+        if error.kind not in _SPENT:
+            raise
+        return loop.end(_SPENT[error.kind], str(error))
     state.call = ""
     state.calls.append(reply.call_id)
     if reply.finish == "length" and not len(reply.ids):
@@ -70,21 +81,22 @@ async def generating(loop: AgentLoop) -> State:
         if reply.finish != "length":
             return loop.end(Ending.STOP)
         return loop.end_full(state.tokens) if loop.is_full() else loop.end(Ending.LENGTH)
-    if loop.is_full():
-        return loop.end_full(state.tokens)
-    if limits.max_assistant_turns is not None and state.assistant_turns >= limits.max_assistant_turns:
-        return loop.end(Ending.ASSISTANT_TURNS, f"{state.assistant_turns} of {limits.max_assistant_turns}")
-    if limits.max_user_turns is not None and state.user_turns >= limits.max_user_turns:
-        return loop.end(Ending.USER_TURNS, f"{state.user_turns} of {limits.max_user_turns}")
-    state.pending = list(calls)
-    return State.PROCESSING_TOOLS if calls else State.INTERACTING
+    limit = reached(loop.limits, state)
+    if limit is None:
+        state.pending = list(calls)
+        return State.PROCESSING_TOOLS if calls else State.INTERACTING
+    if calls:
+        return loop.end(*limit)
+    # Nobody answers it any more, but what it is worth is asked all the same.
+    state.reason, state.detail = limit
+    return State.INTERACTING
 
 
 async def processing_tools(loop: AgentLoop) -> State:
     """Every call of the last answer has a result before the model is told any."""
     state = loop.state
     await loop.run_tools()
-    records = [state.outcomes[place] for place in range(len(state.pending))]
+    records = await showable([state.outcomes[place] for place in range(len(state.pending))], loop.count)
     results = [record.message for record in records]
     tokens = await loop.measure(results)
     state.tool_records += records
@@ -93,7 +105,7 @@ async def processing_tools(loop: AgentLoop) -> State:
 
 
 async def interacting(loop: AgentLoop) -> State:
-    """Somebody answers the model, or ends the conversation."""
+    """Somebody answers the model, or ends the conversation; a last answer is only judged."""
     state = loop.state
     if state.response is None:
         state.response = await loop.respond()
@@ -102,6 +114,8 @@ async def interacting(loop: AgentLoop) -> State:
     tokens = 0 if response.is_last else await loop.measure(new)
     state.turn_records.append(response)
     state.response = None
+    if state.reason is not None:
+        return loop.end(state.reason, state.detail)
     if not response.is_last:
         return loop.hear(new, tokens)
     if response.content:
@@ -144,17 +158,18 @@ class AgentLoop:
             )
 
     async def __aenter__(self) -> Self:
-        await self.company.__aenter__()
+        self.company.is_open = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.company.__aexit__()
+        await self.company.part()
 
     async def run(self, cancel: CancelToken | None = None) -> LoopState:
         """Goes on from the state until it is over, or cancelled; then `is_cancel` says so.
 
         A cancelled task leaves the state as a token does, and is cancelled all the same. An error of the
-        model or of an interaction is raised, and leaves a state that can be gone on from too.
+        model or of an interaction, and a tool that cannot be made, is raised, and leaves a state that can be
+        gone on from too.
         """
         state = self.state
         if state.is_over:
@@ -173,6 +188,7 @@ class AgentLoop:
         return state
 
     async def _run(self) -> None:
+        await self.company.gather()
         state, began, spent_s = self.state, time.perf_counter(), self.state.spent_s
         limit_s = self.limits.wall_clock_s
         try:
@@ -184,11 +200,11 @@ class AgentLoop:
         except TimeoutError:
             if not clock.expired():
                 raise
+            state.take_in()
             state.state = self.end(Ending.WALL_CLOCK, f"more than {limit_s:g} s")
         finally:
             state.spent_s = spent_s + time.perf_counter() - began
-        state.final_rewards, state.score = await self.company.judge()
-        state.is_judged = True
+        await self.company.judge()
 
     # -- what the states are made of -----------------------------------------------------------------
 
@@ -242,16 +258,20 @@ class AgentLoop:
             state.metrics.tool_s += time.perf_counter() - began
 
     async def _run_tool(self, place: int) -> None:
-        outcome = await self.company.run(self.state.pending[place])
-        self.state.outcomes[place] = ToolRecord(
-            outcome.call.name,
-            self.state.assistant_turns,
-            shorten(outcome.message, self.limits, self.model.codec),
-            outcome.reward,
-            dict(outcome.extras),
-            outcome.seconds,
-            outcome.error,
-        )
+        record = await self.company.run(self.state.pending[place])
+        if is_long(record.message, self.limits):
+            # The call is over: a cancel that comes while its result is cut must not make it run again.
+            await settle(self._cut(place, record))
+        else:
+            self._take(place, record, shorten(record.message, self.limits, self.model.codec))
+
+    async def _cut(self, place: int, record: ToolRecord) -> None:
+        cut = await asyncio.to_thread(shorten, record.message, self.limits, self.model.codec)
+        self._take(place, record, cut)
+
+    def _take(self, place: int, record: ToolRecord, shown: Message) -> None:
+        is_whole = shown is record.message
+        self.state.outcomes[place] = record if is_whole else structs.replace(record, message=shown)
 
     async def respond(self) -> TurnRecord:
         """What the partner says to the last answer."""
@@ -260,21 +280,19 @@ class AgentLoop:
             response = await self.company.respond(tuple(state.messages))
         finally:
             state.metrics.interact_s += time.perf_counter() - began
-        return TurnRecord(
-            state.assistant_turns,
-            clean(response.content),
-            response.terminate,
-            response.score,
-            dict(response.extras),
-        )
+        is_last = response.terminate or state.reason is not None
+        extras = dict(response.extras)
+        return TurnRecord(state.assistant_turns, response.content, is_last, response.score, extras)
 
     # -- lengths -------------------------------------------------------------------------------------
 
     async def measure(self, new: Sequence[Message]) -> int:
         """How long the next prompt is with these messages behind it; 0 where no limit asks."""
+        return await self.count(new) if self.limits.has_length else 0
+
+    async def count(self, new: Sequence[Message]) -> int:
+        """The same, whether a limit asks or not; raises where the codec cannot show a model such messages."""
         state = self.state
-        if not self.limits.has_length:
-            return 0
         params = {"chat_template_kwargs": state.task.template} if state.task.template else {}
         return await self.model.count([*state.messages, *new], tools=self.company.schemas, params=params)
 

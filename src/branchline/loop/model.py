@@ -28,7 +28,7 @@ from branchline.engines.base import Engine
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.gateway.calls import Asked, Done, begin, run_call
 from branchline.gateway.live import LiveSession
-from branchline.gateway.protocols.base import Caller, flag, sampling_params, wishes
+from branchline.gateway.protocols.base import Caller, flag, sampling_params, whole_number, wishes
 from branchline.gateway.protocols.chat import CHAT
 from branchline.gateway.record import CallRecord
 from branchline.gateway.resume import earlier_attempt, next_attempt
@@ -67,7 +67,8 @@ class Model(Protocol):
         params: Mapping[str, Any] | None = None,
         name: str = "",
     ) -> Reply:
-        """The answer to a conversation. `params` are those of Chat Completions.
+        """The answer to a conversation. `params` are those of Chat Completions; the session's own sampling
+        goes before them, but an answer never has more than the `max_tokens` that are given here.
 
         A call that was asked under this name before is gone on with.
         """
@@ -163,7 +164,10 @@ class SessionModel:
         params: Mapping[str, Any],
         resumes: str = "",
     ) -> Asked:
-        caller = Caller(self.live, self.agent)
+        wanted = params.get("max_tokens")
+        # A session's own sampling goes before the loop's, but never beyond its limits.
+        most = None if wanted is None else whole_number(params, "max_tokens", 1, 1, 2**31)
+        caller = Caller(self.live, self.agent, most_tokens=most)
         given = wishes(dict(params), caller)
         template = given.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):

@@ -42,7 +42,8 @@ class LoopOutput:
     num_turns: int
     metrics: LoopMetrics
     extra_fields: Mapping[str, Any]
-    """`turn_scores`, `tool_rewards`, `final_rewards`, `is_cancel`, and the `state` to go on from."""
+    """`turn_scores`, `tool_rewards`, `final_rewards`, `faults` in words, `is_cancel`, and the `state` to go
+    on from. Where a fault is that of somebody who judges, there is no `reward_score`."""
     multi_modal_data: Mapping[MediaKind, tuple[Media, ...]]
     """Media by kind, in the order they stand in the last sample."""
     outputs: tuple[Sample, ...]
@@ -65,6 +66,7 @@ class LoopOutput:
                 "turn_scores": state.turn_scores,
                 "tool_rewards": state.tool_rewards,
                 "final_rewards": dict(state.final_rewards),
+                "faults": [str(fault) for fault in state.faults],
                 "is_cancel": state.is_cancel,
                 "state": state,
             },

@@ -7,11 +7,12 @@ as they came. A refusal becomes the error it was at the gateway, so that a loop 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, Self
+from email.utils import parsedate_to_datetime
+from typing import Any, Self, get_args
 
-import httpx
 import msgspec
 import numpy as np
 
@@ -19,27 +20,34 @@ from branchline.chat.base import Codec
 from branchline.core.errors import (
     BranchlineError,
     ContextLengthError,
+    EngineBusyError,
     EngineError,
     InputError,
     JournalError,
     SessionError,
+    SessionKind,
 )
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import write_message
 from branchline.core.runs import Floats, as_ids
 from branchline.core.sample import Sample
-from branchline.engines.events import EventReader
+from branchline.engines.client import HttpClient, Server
+from branchline.engines.client import Reply as HttpReply
 from branchline.export.jsonl import read_sample
+from branchline.gateway.protocols.base import LIMIT_HEADER
 from branchline.gateway.resume import CALL_HEADER
 from branchline.loop.model import Reply, Schemas
 
-SessionKind = Literal["unknown", "closed", "forbidden", "no_key", "exists", "conflict", "busy"]
+_SILENCE_S = 24 * 3600.0
+"""An answer may wait in the engine's queue for as long as it takes; whoever asks can be cancelled."""
+_PAUSE_S = 1.0
+"""Between two knocks at a gateway that is busy and does not say for how long."""
+# Where whoever refuses is no gateway, and names no kind.
 _KINDS: dict[int, SessionKind] = {
     401: "no_key",
     403: "forbidden",
     404: "unknown",
     409: "conflict",
-    429: "busy",
 }
 
 
@@ -62,28 +70,37 @@ class HttpModel:
         codec: Codec | None = None,
         model: str = "branchline",
         patience_s: float = 600.0,
-        http: httpx.AsyncClient | None = None,
     ) -> None:
-        """`patience_s`: how long to knock at a gateway that is busy. A client that is given stays open."""
+        """`patience_s`: how long to knock at a gateway that is busy."""
         self.codec = codec
         self._url = base_url.rstrip("/")
-        # A gateway without keys wants none.
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        if agent:
-            self._headers["x-branchline-agent"] = agent
+        self._headers = {"x-branchline-agent": agent} if agent else {}
         self._control_key = control_key
         self._model = model
         self._patience_s = patience_s
-        self._owns = http is None
-        # An answer may wait in the engine's queue for as long as it takes; whoever asks can be cancelled.
-        self._http = http or httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0))
+        # A client of its own costs next to nothing, and what others ask never stands in the way.
+        self._http = _client(self._url, api_key)
+
+    @classmethod
+    async def open(
+        cls, gateway: str, admin_key: str = "", *, codec: Codec | None = None, **options: Any
+    ) -> Self:
+        """Opens a session at a gateway; `options` are those of `POST /sessions`: `group`, `sampling`, …
+
+        async with await HttpModel.open("http://127.0.0.1:8100", admin_key, group="doors") as model: ...
+        """
+        http = _client(gateway.rstrip("/"), admin_key)
+        try:
+            told = await _json(http.request("POST", "/sessions", msgspec.json.encode(options), whole=True))
+        finally:
+            await http.close()
+        return cls(told["base_url"], told["api_key"], told["control_key"], codec=codec)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._owns:
-            await self._http.aclose()
+        await self._http.close()
 
     async def ask(
         self,
@@ -93,7 +110,9 @@ class HttpModel:
         params: Mapping[str, Any] | None = None,
         name: str = "",
     ) -> Reply:
-        headers = {**self._headers, CALL_HEADER: name} if name else self._headers
+        headers = {**self._headers, CALL_HEADER: name} if name else dict(self._headers)
+        if params and params.get("max_tokens") is not None:
+            headers[LIMIT_HEADER] = str(params["max_tokens"])
         wanted = {"stream": True, "return_token_ids": True, "logprobs": True}
         body = self._body(messages, tools, {**(params or {}), **wanted})
         answer = _Answer()
@@ -105,16 +124,18 @@ class HttpModel:
     async def count(
         self, messages: Sequence[Message], *, tools: Schemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
-        body = self._body(messages, tools, params or {})
-        path = f"{self._url}/chat/completions/count_tokens"
-        told = await self._json("POST", path, content=body, headers=self._headers)
+        body, path = self._body(messages, tools, params or {}), "/chat/completions/count_tokens"
+        told = await _json(self._http.request("POST", path, body, headers=self._headers, whole=True))
         return int(told["prompt_tokens"])
 
     async def samples(self) -> list[Sample]:
         if not self._control_key:
             raise InputError("control_key: got none, expected the session's, which opens its samples")
-        headers = {"authorization": f"Bearer {self._control_key}"}
-        told = await self._json("GET", self._url.removesuffix("/v1") + "/samples", headers=headers)
+        http = _client(self._url.removesuffix("/v1"), self._control_key)
+        try:
+            told = await _json(http.request("GET", "/samples", whole=True))
+        finally:
+            await http.close()
         return [read_sample(raw) for raw in told["samples"]]
 
     def _body(self, messages: Sequence[Message], tools: Schemas, params: Mapping[str, Any]) -> bytes:
@@ -129,30 +150,57 @@ class HttpModel:
         """The events of a stream. Leaving it closes the connection, which is what aborts a call."""
         until = asyncio.get_running_loop().time() + self._patience_s
         while True:
+            reply = self._http.request("POST", path, body, headers=headers)
             try:
-                async with self._http.stream("POST", self._url + path, content=body, headers=headers) as http:
-                    if http.status_code == 200:
-                        reader = EventReader()
-                        async for piece in http.aiter_bytes():
-                            for event in reader.feed(piece):
-                                yield msgspec.json.decode(event)
-                        return
-                    refused = _refusal(http.status_code, await http.aread())
-                    wait_s = float(http.headers.get("retry-after", "1"))
-            except httpx.HTTPError as error:
-                raise EngineError(f"{self._url}: {type(error).__name__}: {error}") from error
-            if http.status_code != 429 or asyncio.get_running_loop().time() + wait_s > until:
-                raise refused
+                if await reply.status() in (0, 200):
+                    while events := await reply.events():
+                        for event in events:
+                            yield _decoded(event)
+                    return
+                status, content = await reply.content()
+            finally:
+                await reply.close()
+            wait_s = _pause_s(reply.retry_after)
+            if status != 429 or asyncio.get_running_loop().time() + wait_s > until:
+                raise _refusal(status, content)
             await asyncio.sleep(wait_s)
 
-    async def _json(self, method: str, url: str, **sent: Any) -> Any:
-        try:
-            response = await self._http.request(method, url, **sent)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise _refusal(response.status_code, response.content)
-        return msgspec.json.decode(response.content)
+
+def _client(url: str, key: str) -> HttpClient:
+    """A gateway without keys wants none."""
+    return HttpClient(Server(url, api_key=key, read_timeout_s=_SILENCE_S), url)
+
+
+async def _json(reply: HttpReply) -> Any:
+    """What a request answers that is no stream."""
+    try:
+        status, content = await reply.content()
+    finally:
+        await reply.close()
+    if status // 100 != 2:
+        raise _refusal(status, content)
+    return _decoded(content)
+
+
+def _decoded(content: bytes) -> Any:
+    try:
+        return msgspec.json.decode(content)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"not what a gateway says: {content[:200]!r}") from error
+
+
+def _pause_s(retry_after: str) -> float:
+    """The seconds that a header says, as a number or as the date they end at.
+
+    >>> _pause_s("2"), _pause_s("Wed, 21 Oct 2015 07:28:00 GMT"), _pause_s("soon")
+    (2.0, 0.0, 1.0)
+    """
+    try:
+        if retry_after.strip().isdecimal():
+            return float(retry_after)
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return _PAUSE_S
 
 
 class _Answer:
@@ -221,14 +269,19 @@ def _written(message: Message) -> dict[str, Any]:
 
 def _refusal(status: int, body: bytes) -> BranchlineError:
     """The error that a gateway refused by."""
+    code = None
     try:
-        words = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, LookupError, TypeError):
+        error = msgspec.json.decode(body)["error"]
+        words, code = str(error["message"]), error.get("code")
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
         words = body[:500].decode(errors="replace") or f"status {status}"
-    if status in _KINDS:
-        return SessionError(_KINDS[status], words)
-    if status == 400 and words.startswith("prompt is too long"):
+    kind = code if code in get_args(SessionKind) else _KINDS.get(status)
+    if kind is not None:
+        return SessionError(kind, words)
+    if code == "context_length_exceeded":
         return ContextLengthError(words)
+    if status == 429:
+        return EngineBusyError(words)
     if status < 500:
         return InputError(words)
     return JournalError(words) if status == 503 else EngineError(f"status {status}: {words}")

@@ -8,26 +8,23 @@ this process or in another: nothing is said twice, and no finished tool call run
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.core.fields import clean_values
 from branchline.core.message import Message, ToolCall
-from branchline.core.reader import read_messages
-from branchline.gateway.protocols.base import SAMPLING
-from branchline.loop.tools.truncate import Side, Unit
+from branchline.loop.faults import Fault
+
+# Named here too: whoever has a state has its task and its limits.
+from branchline.loop.limits import LoopLimits as LoopLimits
+from branchline.loop.plain import builtin
+from branchline.loop.task import Task as Task
 
 FORMAT = 1
 """Of written states; one that is not known is refused."""
 Encoding = Literal["msgpack", "json"]
-
-
-_MESSAGES = ("messages", "prompt")
-_SAMPLING = (*SAMPLING, "stop", "parallel_tool_calls", "response_format")
 
 
 class State(StrEnum):
@@ -53,93 +50,12 @@ class Ending(StrEnum):
     USER_TURNS = "max_user_turns"
     RESPONSE_LENGTH = "response_length"
     MODEL_LENGTH = "model_length"
+    """The loop's own limit, the gateway's, or what the model can hold."""
+    SESSION_CALLS = "session_calls"
+    """Its session may make no more calls."""
+    SESSION_TOKENS = "session_tokens"
+    """Its session may sample no more tokens."""
     WALL_CLOCK = "wall_clock"
-
-
-class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When to stop, and how much of what; None is no limit."""
-
-    max_assistant_turns: int | None = None
-    max_user_turns: int | None = None
-    """Answers to the model: the results of one turn's tool calls are one, a user's message is one."""
-    max_parallel_calls: int = 8
-    """Tool calls that run at once; further ones run after them."""
-    tool_response_length: int | None = None
-    """Of each tool result; what is longer is cut."""
-    tool_response_unit: Unit = "tokens"
-    tool_response_side: Side = "middle"
-    tool_timeout_s: float | None = 60.0
-    response_length: int | None = None
-    """Tokens behind the first prompt: all that is sampled, and all that is said to the model in between."""
-    model_length: int | None = None
-    """Tokens of a prompt and its answer together."""
-    max_new_tokens: int | None = None
-    """Of one answer."""
-    wall_clock_s: float | None = None
-    """Of all runs together; what is half done when it is over is left."""
-
-    def __post_init__(self) -> None:
-        for name, value in msgspec.structs.asdict(self).items():
-            least = 0 if name in ("tool_response_length", "max_user_turns") else 1
-            if isinstance(value, int | float) and (value <= 0 if name.endswith("_s") else value < least):
-                what = "more than 0" if name.endswith("_s") else f"{least} or more"
-                raise InputError(f"limits.{name}: got {value}, expected {what}, or null for no limit")
-
-    @property
-    def has_length(self) -> bool:
-        """Whether prompts have to be counted before they are asked."""
-        return self.response_length is not None or self.model_length is not None
-
-
-class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a data set: a prompt, and what the agent has to work on it with."""
-
-    messages: tuple[Message, ...]
-    agent_name: str = ""
-    """Who works on it; none is `single_turn`."""
-    id: str = ""
-    tools: tuple[str, ...] | None = None
-    """Names; None is all there are."""
-    tool_arguments: dict[str, dict[str, Any]] = {}
-    """What each tool's instance is created with."""
-    interaction: str = ""
-    """A name; none is nobody."""
-    interaction_arguments: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
-    """As Chat Completions calls it: `temperature`, `top_p`, `seed`, `stop`, … How long an answer may be is
-    a limit, and what the model is told of tools is their business."""
-    template: dict[str, Any] = {}
-    """Arguments of the chat template."""
-    limits: LoopLimits | None = None
-    """Its own, in place of everybody's."""
-    extra: dict[str, Any] = {}
-    """Whatever else the line says, for those who judge."""
-
-    def __post_init__(self) -> None:
-        for name in self.sampling:
-            if name not in _SAMPLING:
-                raise InputError(f"sampling: got {name!r}, expected any of {', '.join(_SAMPLING)}")
-
-    @classmethod
-    def read(cls, raw: object) -> Task:
-        """From a line of a data set: messages as Chat Completions writes them, under `messages` or `prompt`.
-
-        >>> task = Task.read({"prompt": [{"role": "user", "content": "2+2?"}], "answer": 4})
-        >>> task.messages[0].text, task.extra
-        ('2+2?', {'answer': 4})
-        """
-        if not isinstance(raw, Mapping):
-            raise InputError(f"task: got {raw!r}, expected an object")
-        where = next((name for name in _MESSAGES if name in raw), _MESSAGES[0])
-        given = clean_values({name: value for name, value in raw.items() if name != where})
-        known = {name: given.pop(name) for name in cls.__struct_fields__ if name in given}
-        try:
-            # Types and names of everything else; messages have their own reader.
-            task = msgspec.convert({**known, "messages": ()}, cls)
-        except msgspec.ValidationError as error:
-            raise InputError(f"task: {error}") from error
-        messages = read_messages(raw.get(where), where)
-        return msgspec.structs.replace(task, messages=messages, extra={**task.extra, **given})
 
 
 class ToolRecord(msgspec.Struct, frozen=True):
@@ -202,6 +118,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     """What tools remember, by name, where they say so; written when a trajectory is left."""
     partner_states: dict[str, Any] = {}
     """The same of its interaction."""
+    faults: list[Fault] = []
+    """What failed beside the conversation: judging, putting away, remembering."""
     metrics: Metrics = msgspec.field(default_factory=Metrics)
     call: str = ""
     """The name of the call that is asked now; asked again under it, it goes on from where it was left."""
@@ -215,6 +133,7 @@ class LoopState(msgspec.Struct, kw_only=True):
     is_judged: bool = False
     """Whether the final rewards are there."""
     reason: Ending | None = None
+    """Why it is over; while the interaction looks at a last answer, why that is the last."""
     detail: str = ""
     """The figures behind a reason."""
     spent_s: float = 0.0
@@ -222,8 +141,9 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @classmethod
     def begin(cls, task: Task, trajectory: str = "") -> LoopState:
-        """A trajectory that has not begun."""
-        trajectory = trajectory or task.id or secrets.token_hex(8)
+        """A trajectory that has not begun. Without a name it is called like its task, and like no other."""
+        if not trajectory:
+            trajectory = (f"{task.id}-" if task.id else "") + secrets.token_hex(8)
         return cls(trajectory=trajectory, task=task, messages=list(task.messages))
 
     @property
@@ -244,7 +164,12 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @property
     def reward_score(self) -> float | None:
-        """What the interaction says of the whole, else what the tools say at the end, together."""
+        """What the interaction says of the whole, else what the tools say at the end, together.
+
+        None if somebody who judges failed to: what the others say is not the reward.
+        """
+        if any(fault.is_of_judge for fault in self.faults):
+            return None
         if self.score is not None:
             return self.score
         return sum(self.final_rewards.values()) if self.final_rewards else None
@@ -254,9 +179,26 @@ class LoopState(msgspec.Struct, kw_only=True):
         """Of both sides, the prompt counted as one."""
         return self.assistant_turns + self.user_turns + 1
 
+    def note(self, fault: Fault | None) -> None:
+        """Keeps a fault, each once however often it comes back."""
+        if fault is not None and fault not in self.faults:
+            self.faults.append(fault)
+
+    def take_in(self) -> None:
+        """Counts what is over though the model is not told of it any more: results, and a turn's score."""
+        self.tool_records += [record for _, record in sorted(self.outcomes.items())]
+        self.pending, self.outcomes = [], {}
+        if self.response is not None:
+            self.turn_records.append(self.response)
+            self.response = None
+
     def encode(self, encoding: Encoding = "msgpack") -> bytes:
-        """The state as bytes. InputError if a tool or an interaction left something in it that is no data."""
-        return (_msgpack if encoding == "msgpack" else _json).encode(self)
+        """The state as bytes. InputError if its task holds something that is no data."""
+        encoder = _msgpack if encoding == "msgpack" else _json
+        try:
+            return encoder.encode(self)
+        except (InputError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InputError(f"state: {error}, expected values that JSON can hold") from error
 
     @classmethod
     def decode(cls, data: bytes) -> LoopState:
@@ -271,19 +213,7 @@ class LoopState(msgspec.Struct, kw_only=True):
         return state
 
 
-def _plain(value: object) -> object:
-    """Numbers of numpy and torch; whatever else tools put into extras, or save, cannot travel."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    plain = getattr(value, "tolist", None)
-    if plain is None:
-        raise InputError(
-            f"state: got a {type(value).__name__} in extras or saved, expected values that JSON can hold"
-        )
-    return plain()
-
-
-_msgpack = msgspec.msgpack.Encoder(enc_hook=_plain)
-_json = msgspec.json.Encoder(enc_hook=_plain)
+_msgpack = msgspec.msgpack.Encoder(enc_hook=builtin)
+_json = msgspec.json.Encoder(enc_hook=builtin)
 _from_msgpack = msgspec.msgpack.Decoder(LoopState)
 _from_json = msgspec.json.Decoder(LoopState)

@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+WIND_DOWN_S = 10.0
+"""What cancelled work has to put its things away, where nobody says otherwise."""
+
 # The event loop itself keeps no hold of its tasks.
 _left_behind: set[asyncio.Task[Any]] = set()
 

@@ -32,6 +32,9 @@ class SampledCalls:
             if call.id:
                 self._by_id[call.id] = call
 
+    def find(self, call_id: str) -> ToolCall | None:
+        return self._by_id.get(call_id)
+
     def restore(
         self, messages: Sequence[Message], start: int, tools: Tools
     ) -> tuple[tuple[Message, ...], tuple[Echo, ...]]:

@@ -1,8 +1,11 @@
 """The journal: opaque records per session, in order, that outlive the process that wrote them.
 
-Its idea is one writer. `append` only queues; a single thread takes everything that is queued, commits it
-in one SQLite transaction and then resolves the futures. So under load many appends share one commit (and,
-at level `disk`, one fsync), and a lone append waits for nobody.
+Its idea is one writer at a time. At level `disk`, `append` only queues; a thread takes everything that is
+queued, commits it in one SQLite transaction and then resolves the futures, so that under load many appends
+share one fsync. At level `process` a commit costs a fifth of what it costs to wake a thread and to be woken
+by it: there `append` commits a small record itself, and the future it gives has resolved. It only queues
+while the thread is at work (on a large record, or emptying the WAL). A note, which nobody waits for, is
+committed together with the next record, or within a second.
 
 Its invariant: **a record whose future has resolved is found by every later reader, behind all records that
 were appended before it.** What a crash cuts off is a tail of unresolved appends. The converse is not
@@ -20,6 +23,7 @@ import sqlite3
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -55,8 +59,17 @@ COMMIT;
 # The WAL is copied into the main file each time it has grown by this much. Larger: fewer fsyncs and fewer
 # pages copied twice. Smaller: less to recover at open, and a shorter stall of the writer while it copies.
 _CHECKPOINT_BYTES = 16 * 2**20
+_SHORTEN_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
 # SQLite refuses rows near 10^9 bytes; found out inside a transaction, that would fail everybody's records.
 _MAX_RECORD_BYTES = 512 * 2**20
+# What an appender writes itself at level `process`; more would hold up whatever else its thread does.
+_SMALL_BYTES = 256 * 2**10
+# How long a note may stay unwritten.
+_NOTES_S = 1.0
+# How long to wait for another program that has the file open to write (and how often to look): nobody should.
+_PATIENCE_S, _LOOK_AGAIN_S = 5.0, 0.01
+# Sessions whose number is remembered; looking one up again is cheap.
+_KNOWN_SESSIONS = 10_000
 
 _Entry = tuple[str, bytes, "Future[int]"]
 
@@ -72,12 +85,17 @@ class Journal:
         self.path: Final = Path(path)
         self.durability: Final = durability
         self._file = self.path.resolve()  # the same file has the same lock, whatever link leads to it
-        self._wake = threading.Condition()  # guards the queue, its tail, `failed` and `closed`
+        # Guards the queue, its tail, `failed` and `closed`, and who writes: the thread, or who holds this.
+        self._wake = threading.Condition()
         self._queue: list[_Entry] = []
+        self._is_awaited = False  # the thread is to write the queue; else it holds nothing but notes
+        self._thread_writes = False
+        self._wal_is_long = False
         self._tail: Future[int] | None = None
         self._failed: JournalError | None = None
         self._closed = False
         self._commits = 0
+        self._numbers: dict[str, int] = {}
         self._checkpoint_at = _CHECKPOINT_BYTES
         try:
             with ExitStack() as resources:
@@ -91,7 +109,8 @@ class Journal:
                 owned = resources.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise self._error("cannot be opened", error) from error
-        self._writer = threading.Thread(target=self._write, args=(db, owned), name="journal", daemon=True)
+        self._db = db
+        self._writer = threading.Thread(target=self._write, args=(owned,), name="journal", daemon=True)
         self._writer.start()
 
     @property
@@ -104,10 +123,10 @@ class Journal:
         """Why this journal takes no more records, or None while it does."""
         return self._failed
 
-    def append(self, session: str, record: bytes) -> Future[int]:
-        """Queue a record; the future resolves with its sequence number once it is durable.
+    def append(self, session: str, record: bytes, *, is_note: bool = False) -> Future[int]:
+        """Write or queue a record; the future resolves with its sequence number once it is durable.
 
-        Never raises and never waits: a refusal is a future that has already failed with JournalError.
+        Never raises and never waits for the disk: a refusal is a future that has failed with JournalError.
         """
         future: Future[int] = Future()
         # An append cannot be taken back: later records build on it, whether or not somebody still waits.
@@ -124,9 +143,11 @@ class Journal:
             elif session.encode(errors="ignore").decode() != session:
                 refusal = self._error(f"got session {session!r}, expected no lone surrogates")
             else:
-                self._queue.append((session, record, future))
                 self._tail = future
-                self._wake.notify()
+                self._queue.append((session, record, future))
+                if not is_note and not self._write_at_once(len(record)):
+                    self._is_awaited = True
+                    self._wake.notify()
                 return future
         future.set_exception(refusal)
         return future
@@ -135,6 +156,8 @@ class Journal:
         """Wait until everything appended so far is committed; JournalError if the journal has failed."""
         with self._wake:
             tail = self._tail
+            self._is_awaited = bool(self._queue)
+            self._wake.notify()
         if tail is not None:
             tail.exception()  # waits; futures resolve in order, so the last one stands for all
         if self._failed is not None:
@@ -173,8 +196,11 @@ class Journal:
         return error
 
     def _rows(self, query: str, *values: str) -> Iterator[Any]:
-        if self._closed:
-            raise self._error("is closed")
+        with self._wake:
+            if self._closed:
+                raise self._error("is closed")
+            if self._queue:
+                self._write_at_once(0)
         # A connection per reader: its own snapshot, from any thread, never in the writer's way.
         uri = f"{self._file.as_uri()}?mode=ro"
         try:
@@ -183,49 +209,109 @@ class Journal:
         except sqlite3.Error as error:
             raise self._error("cannot be read", error) from error
 
-    def _write(self, db: sqlite3.Connection, owned: ExitStack) -> None:
-        """The writer thread. Leaving `owned` closes the connection, then the lock."""
+    def _write_at_once(self, size: int) -> bool:
+        """Writes the queue here and now, unless that could take long; False: the thread has to."""
+        is_busy = self._is_awaited or self._thread_writes or self._wal_is_long
+        if is_busy or size > _SMALL_BYTES or self.durability != "process":
+            return False
+        if not self._commit_all(self._queue, patience_s=0):
+            return False
+        self._queue = []
+        return True
+
+    def _write(self, owned: ExitStack) -> None:
+        """The thread. Leaving `owned` closes the connection, then the lock."""
         with owned:
             while True:
                 with self._wake:
-                    self._wake.wait_for(lambda: self._queue or self._closed)
-                    batch, self._queue = self._queue, []
-                if not batch:
-                    return
-                try:
-                    self._commit(db, batch)
-                    self._checkpoint(db)
-                except Exception as error:  # whatever it is, those who wait hear of it
-                    self._fail(db, batch, error)
+                    self._wake.wait_for(
+                        lambda: self._is_awaited or self._wal_is_long or self._closed, _NOTES_S
+                    )
+                    batch, self._queue, self._is_awaited = self._queue, [], False
+                    if not batch and self._closed:
+                        return
+                    self._thread_writes = bool(batch) or self._wal_is_long
+                if batch:
+                    self._commit_all(batch, _PATIENCE_S)
+                if self._wal_is_long:
+                    self._shorten_wal()
+                with self._wake:
+                    self._thread_writes = False
 
-    def _commit(self, db: sqlite3.Connection, batch: list[_Entry]) -> None:
-        rows = [(seq, name, record) for seq, (name, record, _) in enumerate(batch, self._last_seq + 1)]
-        names = dict.fromkeys((name,) for _, name, _ in rows)
-        db.execute("BEGIN IMMEDIATE")
-        db.executemany("INSERT OR IGNORE INTO sessions (name) VALUES (?)", names)
-        db.executemany("INSERT INTO records VALUES (?, (SELECT id FROM sessions WHERE name = ?), ?)", rows)
+    def _commit_all(self, batch: list[_Entry], patience_s: float) -> bool:
+        """One transaction; whatever becomes of it, those who wait hear of it.
+
+        False where somebody else holds the file and there is no patience: then nothing has happened.
+        """
+        try:
+            if not self._begin(patience_s):
+                return False
+            first = self._commit(batch)
+        except Exception as error:
+            self._fail(batch, error)
+            return True
+        for seq, (_, _, future) in enumerate(batch, first):
+            future.set_result(seq)
+        return True
+
+    def _begin(self, patience_s: float) -> bool:
+        """Opens a transaction, once nobody else has one; False or an error when patience is at an end."""
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return True
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
+                if not patience_s:
+                    return False
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _commit(self, batch: list[_Entry]) -> int:
+        """The first number of a batch, once all of it is safe."""
+        db, first = self._db, self._last_seq + 1
+        rows = [(seq, self._number(name), record) for seq, (name, record, _) in enumerate(batch, first)]
+        db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
         db.execute("COMMIT")
         self._last_seq += len(batch)
         self._commits += 1
-        for (seq, _, _), (_, _, future) in zip(rows, batch, strict=True):
-            future.set_result(seq)
+        if os.stat(f"{self._file}-wal").st_size >= self._checkpoint_at:
+            with self._wake:
+                self._wal_is_long = True
+                self._wake.notify()
+        return first
 
-    def _checkpoint(self, db: sqlite3.Connection) -> None:
+    def _number(self, session: str) -> int:
+        """A session's number; a new session gets one, in the transaction under way."""
+        number = self._numbers.get(session)
+        if number is None:
+            self._db.execute("INSERT OR IGNORE INTO sessions (name) VALUES (?)", (session,))
+            (number,) = self._db.execute("SELECT id FROM sessions WHERE name = ?", (session,)).fetchone()
+            if len(self._numbers) >= _KNOWN_SESSIONS:
+                self._numbers.clear()
+            self._numbers[session] = number
+        return int(number)
+
+    def _shorten_wal(self) -> None:
         # In place of SQLite's automatic checkpoint, which runs inside COMMIT, before futures could resolve,
         # and leaves the WAL at its greatest length. TRUNCATE empties it: the disk space comes back, and a
         # cut through the WAL never mixes its old pages with newer ones in the main file.
-        wal_bytes = os.stat(f"{self._file}-wal").st_size
-        if wal_bytes < self._checkpoint_at:
-            return
-        db.execute("PRAGMA busy_timeout = 0")  # a slow reader must not hold up the writer
-        (busy, _, _) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        db.execute("PRAGMA busy_timeout = 5000")
+        try:
+            wal_bytes = os.stat(f"{self._file}-wal").st_size
+            (busy, _, _) = self._db.execute(_SHORTEN_WAL).fetchone()
+        except Exception as error:
+            self._fail([], error)
+            wal_bytes, busy = 0, 0
         # Where a reader is in the way, try again after as much growth again, not at every commit.
         self._checkpoint_at = _CHECKPOINT_BYTES + (wal_bytes if busy else 0)
+        self._wal_is_long = False
 
-    def _fail(self, db: sqlite3.Connection, batch: list[_Entry], cause: Exception) -> None:
+    def _fail(self, batch: list[_Entry], cause: Exception) -> None:
         with suppress(sqlite3.Error):  # some failures SQLite has already rolled back
-            db.rollback()
+            self._db.rollback()
         with self._wake:
             self._failed = self._error("could not be written", cause)
             unresolved, self._queue = [*batch, *self._queue], []
@@ -273,4 +359,6 @@ def _set_up(db: sqlite3.Connection, level: str) -> int:
         db.executescript(_SCHEMA)
     db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {level}")
     (last_seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()
+    # From here on no waiting inside SQLite: a slow reader must hold up neither the writer nor an appender.
+    db.execute("PRAGMA busy_timeout = 0")
     return int(last_seq)

@@ -101,7 +101,8 @@ class Session:
         """Records what became of a call's outputs."""
         record = Delivered(call.index, delivery)
         with self._commit:
-            durable = self._write(record)
+            # That all went well is a note: without it a call counts as under way, until somebody answers it.
+            durable = self._write(record, is_note=delivery is Delivery.DELIVERED)
             self.tree.apply(record)
             return durable
 
@@ -112,12 +113,12 @@ class Session:
             moment = self.tree.moment()
         yield moment()
 
-    def _write(self, record: Record) -> Future[int] | None:
+    def _write(self, record: Record, *, is_note: bool = False) -> Future[int] | None:
         if self._journal is None:
             return None
         if self._journal.failed is not None:
             raise self._journal.failed
-        durable = self._journal.append(self.id, encode_record(record))
+        durable = self._journal.append(self.id, encode_record(record), is_note=is_note)
         # A refusal comes at once: what the journal will never hold must not be in the tree.
         refused = durable.exception() if durable.done() else None
         if refused is not None:

@@ -20,7 +20,7 @@ from branchline.chat.base import Codec, History, Piece, Shown
 from branchline.core.call import Call, Delivery, Echo, Generation, Output, Request
 from branchline.core.echo import Equivalence, echo
 from branchline.core.errors import TreeError
-from branchline.core.message import Message
+from branchline.core.message import Message, ToolCall
 from branchline.core.runs import NO_IDS, Ids, Origin, Runs, as_ids, compress, runs_of
 from branchline.tree.defaults import SampledCalls
 from branchline.tree.delta import Delivered, Delta, NewNode, Record
@@ -245,12 +245,17 @@ class Tree:
             clock=clock,
             trained=turn.request.trained,
             resumes=self._resumed_index(turn.request.resumes),
+            instructed=turn.request.instructed,
         )
         return Delta(tuple(new), call)
 
     def find_call(self, call_id: str) -> Call | None:
         """The call with this id, the latest where clients gave it twice."""
         return next((call for call in reversed(self.calls) if call.id == call_id), None)
+
+    def sampled_call(self, call_id: str) -> ToolCall | None:
+        """The tool call that was sampled and has this id on the wire."""
+        return self._sampled_calls.find(call_id)
 
     def is_resumed(self, call: Call) -> bool:
         """Whether another call went on from it, so that its tokens count there."""

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from branchline.chat.audit.audit import Audit, audit_codec
 from branchline.chat.audit.findings import VERBATIM, Severity
 from branchline.chat.generic.codec import GenericCodec
-from tests.chat.families import CACHE
+from tests.chat.families import codec_of
 
 CLEAN = (
     "{%- if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
@@ -46,9 +46,7 @@ def audited(path: Path, template: str) -> Audit:
 
 @lru_cache
 def real(name: str) -> Audit:
-    if not (CACHE / name / "tokenizer.json").exists():
-        pytest.skip(f"no {name} tokenizer in {CACHE}: run scripts/fetch_tokenizers.py")
-    return audit_codec(GenericCodec.open(CACHE / name))
+    return audit_codec(codec_of(name))
 
 
 def unsafe(audit: Audit) -> set[str]:

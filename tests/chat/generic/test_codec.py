@@ -15,7 +15,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.runs import as_ids
 from branchline.tree.node import Node
-from tests.chat.families import CACHE, FAMILIES, codec_of
+from tests.chat.families import FAMILIES, codec_of, tokenizer_of
 from tests.chat.test_tokenizer import save_byte_level
 
 TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
@@ -165,8 +165,7 @@ def test_a_client_that_drops_reasoning_gets_it_back_unless_it_may_really_drop_it
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_empty_thought_of_the_generation_prompt_may_stand(keep: bool) -> None:
-    codec_of("qwen3")
-    talk = Talk(GenericCodec.open(CACHE / "qwen3", keep_empty_think=keep))
+    talk = Talk(GenericCodec(tokenizer_of("qwen3"), keep_empty_think=keep))
     off = {"enable_thinking": False}
     history = [user("p")]
     for count in range(3):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat.parsing.samples import FORMATS, TOOLS, WRITERS, call, over_bytes
+from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, call, over_bytes
 
-from branchline.chat.parsing import Delta, Parsed, parser_for
+from branchline.chat.parsing import Delta, Parsed, Problem, parser_for
+from branchline.chat.parsing.jsontext import is_object
 from branchline.chat.parsing.reasoning import REASONING
 from branchline.core.message import Message
 
@@ -65,11 +66,26 @@ def wholes(name: str) -> list[str]:
     return [text for text in written if text]
 
 
+def malformed(name: str) -> list[str]:
+    """Outputs with arguments that are no object: some JSON, some not, some in strings that never end."""
+    if name in TAGGED:
+        return [text.replace(cut, "") for text in wholes(name) for cut in ("=k", ' name="k"', "</arg_value>")]
+    odd = ("[1]", "null", '{"k": 1,}', '{"k": "x}', '{"k": "\n"}', "{k: 1}", "words")
+    good = call("g", "{}", 1, format=name)
+    return [
+        write("", [call("f", arguments, format=name), good])
+        for own, write in WRITERS
+        if own == name and name != "plain"
+        for arguments in odd
+    ]
+
+
 def outputs(name: str) -> st.SearchStrategy[list[int]]:
     """Ids: markers, halves of markers, JSON in pieces, whole calls, any bytes, a stop id anywhere."""
     markers = [*MARKERS[name], *itertools.chain(*REASONING.values())]
     halves = st.sampled_from(markers).flatmap(lambda text: st.integers(1, len(text)).map(lambda n: text[:n]))
-    texts = st.sampled_from([*markers, *SCRAPS, *wholes(name)]) | halves | st.text(max_size=4)
+    known = [*markers, *SCRAPS, *wholes(name), *malformed(name)]
+    texts = st.sampled_from(known) | halves | st.text(max_size=4)
     encoded = texts.map(lambda text: list(text.encode("utf-8", "surrogatepass")))
     spelled = encoded | st.lists(st.integers(0, 255), max_size=3) | st.just([STOP])
     return st.lists(spelled, max_size=12).map(lambda pieces: list(itertools.chain(*pieces)))
@@ -128,8 +144,25 @@ def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_place_to_cut_a_good_output(name: str) -> None:
-    for text in wholes(name):
+@settings(max_examples=60)
+@given(data=st.data())
+def test_arguments_stand_in_the_output_and_are_flagged_where_they_are_no_object(
+    name: str, data: st.DataObject
+) -> None:
+    ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
+    text = bytes(ids).decode("utf-8", "replace")
+    finish = data.draw(st.sampled_from(["stop", "length"]))
+    parsed = stream([ids], finish, name, "none", False)
+    odd = [made.arguments for made in parsed.message.calls if not is_object(made.arguments)]
+    assert bool(odd) == (Problem.MALFORMED_ARGUMENTS in parsed.problems)
+    assert all(arguments in text for arguments in odd)
+    if name not in TAGGED:
+        assert all(made.arguments in text for made in parsed.message.calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_place_to_cut_an_output(name: str) -> None:
+    for text in [*wholes(name), *malformed(name)]:
         ids = list(f"<think>\nä\n</think>\n\n{text}".encode())
         whole = stream([ids], "stop", name, "think", False)
         assert whole.message.reasoning.startswith("ä")

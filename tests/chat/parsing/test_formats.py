@@ -1,4 +1,4 @@
-"""Each format reads what its template writes, and leaves as text what is not quite that."""
+"""Each format reads what its template writes, and leaves as text what is no call of anything."""
 
 from __future__ import annotations
 
@@ -87,32 +87,6 @@ def test_a_call_cut_anywhere_is_text_and_never_a_call(name: str, write: Writer) 
 
 
 @every_json_caller
-def test_a_call_with_broken_json_is_text(name: str, write: Writer) -> None:
-    output = write("Hm.\n", [call("f", '{"a": 1,}', format=name)])
-    parsed = read(name, output)
-    shown = output.replace("<|channel|>commentary<|message|>Hm.\n<|end|>", "Hm.\n")
-    assert (parsed.message.text, parsed.message.calls) == (shown, ())
-    assert parsed.problems == MALFORMED
-
-
-@every_json_caller
-def test_arguments_must_be_an_object(name: str, write: Writer) -> None:
-    for arguments in ("[1]", '"{}"', "null", "3"):
-        assert read(name, write("", [call("f", arguments, format=name)])).message.calls == ()
-
-
-@pytest.mark.parametrize("write", [samples.hermes, samples.kimi, samples.deepseek, samples.mistral_v11])
-def test_a_good_call_behind_a_bad_one_is_a_call(write: Writer) -> None:
-    name = write.__name__.removesuffix("_v11")
-    bad, good = call("bad", '{"a": nope}', 0, format=name), call("good", '{"b": 1}', 1, format=name)
-    parsed = read(name, write("", [bad, good]))
-    assert parsed.message.calls == (good,)
-    assert "nope" in parsed.message.text
-    assert "good" not in parsed.message.text
-    assert parsed.problems == MALFORMED
-
-
-@every_json_caller
 def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> None:
     value = json.dumps({"code": f'print("{write("", [call("g", format=name)])}") \\'}, ensure_ascii=False)
     parsed = read(name, write("", [call("f", value, format=name)]))
@@ -120,31 +94,20 @@ def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> No
     assert parsed.message.text == ""
 
 
-def test_an_open_string_does_not_swallow_the_rest() -> None:
-    good = samples.hermes("", [call("f")])
-    parsed = read("hermes", '<tool_call>\n{"name": "oops, "arguments": {}}\n</tool_call>\n' + good)
-    assert parsed.message.calls == (call("f"),)
-    assert parsed.message.text == '<tool_call>\n{"name": "oops, "arguments": {}}\n</tool_call>'
-
-
 @pytest.mark.parametrize(
     ("name", "output"),
     [
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>'),
         ("hermes", "<tool_call></tool_call>"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
-        ("hermes", "<tool_call>" + '{"name": "f", "arguments": ' + '{"a":' * 90_000 + "</tool_call>"),
+        ("hermes", '<tool_call>{"name": "oops, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments":</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1,}, "name": "f"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}'),
-        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>"),
-        ("qwen3_coder", "<tool_call><function=f>loose</function></tool_call>"),
         ("qwen3_coder", "<tool_call><function=>\n</function></tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>"),
         ("glm", "<tool_call>let me see</tool_call>"),
-        ("glm", "<tool_call>f<arg_key>k</arg_key></tool_call>"),
-        ("glm", "<tool_call>f<arg_value>v</arg_value></tool_call>"),
         ("glm", "<tool_call></tool_call>"),
         ("minimax", "<minimax:tool_call>\n</minimax:tool_call>"),
         ("minimax", "<minimax:tool_call>\nwords\n</minimax:tool_call>"),
@@ -153,21 +116,25 @@ def test_an_open_string_does_not_swallow_the_rest() -> None:
         ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
         ("kimi", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
         ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>f:0 {}<|tool_call_end|>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_end|>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f {}<｜tool▁call▁end｜>"),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]words"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁call▁end｜>"),
         ("mistral", "[TOOL_CALLS]f g[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]f g[ARGS]words"),
+        ("mistral", "[TOOL_CALLS][1]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"nom": "g"}]'),
         ("mistral", "[TOOL_CALLS][]"),
-        ("mistral", '[TOOL_CALLS][{"name": "f"}]'),
         ("mistral", "[TOOL_CALLS]f"),
         ("llama3", '<|python_tag|>brave_search.call(query="x")'),
         ("llama3", '{"name": "f", "parameters": {}} and more'),
         ("llama3", '{"name": "f", "parameters": {}};'),
+        ("llama3", '{"name": "f"}'),
+        ("llama3", '{"name": "f", "parameters": {"a": 1,}}'),
         ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>"),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{}<|end|>"),
     ],
 )
-def test_what_is_not_quite_a_call_is_text_and_flagged(name: str, output: str) -> None:
+def test_what_is_nobodys_call_is_text_and_flagged(name: str, output: str) -> None:
     parsed = read(name, output)
     assert (parsed.message.text, parsed.message.calls) == (output, ())
     assert parsed.problems == MALFORMED

@@ -34,6 +34,14 @@ def test_a_scan_does_not_depend_on_where_a_text_is_cut(text: str, place: int) ->
     second = parts.feed(text[place:])
     assert end == (first if first >= 0 else place + second if second >= 0 else -1)
     assert (whole.in_string, whole.is_broken) == (parts.in_string, parts.is_broken)
+    assert whole.is_done == parts.is_done == (end >= 0)
+
+
+@pytest.mark.parametrize("text", ["}", '{"a": 1]', "[}", '{"a": [1}', '{"a": "\n"}', '["a\t"]'])
+def test_what_can_never_be_json_is_known_to_be_broken(text: str) -> None:
+    scan = JsonScan()
+    assert scan.feed(text) == -1
+    assert (scan.is_broken, scan.is_done, scan.in_string) == (True, False, False)
 
 
 @given(st.dictionaries(strings, values, max_size=4), st.sampled_from([None, 1]))

@@ -75,7 +75,14 @@ def test_reasoning_is_said_while_it_is_thought() -> None:
 
 
 OPENINGS = {"llama3": b'{"name": "', "mistral": b'[TOOL_CALLS][{"', "harmony": b"<|channel|>final<|message|>"}
-BODIES = {"text": b"word <b> ", "newlines": b"\n", "call": b'\\"[x]}', "markers": b"<"}
+BODIES = {
+    "text": b"word <b> ",
+    "newlines": b"\n",
+    "call": b'\\"[x]}',
+    "markers": b"<",
+    # Each opens a string that holds all that follows.
+    "strings": b'<tool_call>"\\"</tool_call>',
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -88,7 +95,7 @@ def test_cost_grows_with_the_output_and_not_with_its_square(name: str, kind: str
         began = time.process_time()
         for token in [0] + [1] * tokens:
             parser.feed([token])
-        parser.finish("length")
+        parser.finish("stop")
         return time.process_time() - began
 
     # A square would be 64 times as much.

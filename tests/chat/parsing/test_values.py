@@ -10,8 +10,6 @@ from tests.chat.parsing.samples import call, read
 
 from branchline.chat.parsing import Problem, parser_for
 
-MALFORMED = (Problem.MALFORMED_CALL,)
-
 
 @pytest.mark.parametrize(
     ("schema_key", "sampled", "expected"),
@@ -56,9 +54,11 @@ def test_strange_tools_do_not_matter(tools: Any) -> None:
     assert parser_for("glm", tools=tools).feed("<tool_call>f</tool_call>")[0].call == call("f")
 
 
-def test_an_argument_given_twice_is_malformed() -> None:
+def test_of_an_argument_given_twice_neither_is_taken() -> None:
     pair = "<arg_key>k</arg_key><arg_value>v</arg_value>"
-    assert read("glm", f"<tool_call>f{pair}{pair}</tool_call>").problems == MALFORMED
+    parsed = read("glm", f"<tool_call>f{pair}{pair}</tool_call>")
+    assert parsed.message.calls == (call("f", pair + pair),)
+    assert parsed.problems == (Problem.MALFORMED_ARGUMENTS,)
 
 
 def test_values_keep_their_own_newlines() -> None:

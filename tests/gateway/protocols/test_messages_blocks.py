@@ -278,7 +278,6 @@ def test_tools_of_anthropic_s_own_servers_are_passed_over() -> None:
         async with claude("A") as c:
             server = [
                 {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
-                {"type": "bash_20250124", "name": "bash"},
                 {"type": "computer_20250124", "name": "computer", "display_width_px": 1024},
                 {"type": "mcp_toolset", "mcp_server_name": "s"},
             ]

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.gateway.protocols.responses_items import ItemReader, Past, seal, unseal
-from branchline.gateway.protocols.responses_tools import Alias, free_text, read_tools
+from branchline.gateway.protocols.responses_items import ItemReader, seal, unseal
+from branchline.gateway.protocols.responses_past import Past
+from branchline.gateway.protocols.tools import Alias, free_text, read_tools
 from branchline.tree.tree import Tree
 from tests.gateway.protocols.speaking import (
     ASKED,
@@ -107,7 +108,7 @@ def test_ids_of_ours_hold_an_answer_together_whatever_it_looks_like() -> None:
 def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
     odd = [
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "code_interpreter_call", "code": "1", "container_id": "c"},
         {"type": "compaction", "encrypted_content": "x"},
         {"type": "never heard of"},
     ]
@@ -144,8 +145,10 @@ def test_a_function_is_what_chat_completions_calls_a_function() -> None:
 
 def test_tools_nobody_here_can_run_are_not_offered() -> None:
     odd = [
-        {"type": kind} for kind in ("web_search", "local_shell", "mcp", "image_generation", "tool_search", 7)
+        {"type": kind}
+        for kind in ("web_search", "code_interpreter", "mcp", "image_generation", "tool_search", 7)
     ]
+    odd.append({"type": "shell", "environment": {"type": "container_auto"}})
     assert read_tools(odd) == ([], {})
 
 

@@ -48,3 +48,21 @@ def test_a_sample_that_asks_for_what_is_not_there_is_refused() -> None:
     arguments: Any = [1]
     with pytest.raises(InputError, match=r"interaction_arguments: got \[1\], expected an object"):
         registry.select("parrot", arguments)
+
+
+class Hasty(Parrot):
+    def score(self, state: Any) -> float | None:  # type: ignore[override]
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("thing", "why"),
+    [
+        (Parrot, r"interaction: got the class Parrot, expected an instance of it: Parrot\(\)"),
+        (BaseInteraction(), "interaction: got .*BaseInteraction.*, whose name is None"),
+        (Hasty(), "interaction 'parrot': cannot wait for score, expected an `async def`"),
+    ],
+)
+def test_what_could_not_be_used_is_refused_when_it_is_registered(thing: Any, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        InteractionRegistry([thing])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,8 +8,13 @@ import pytest
 
 from branchline.core.errors import InputError
 from branchline.core.message import Message, ToolCall
+from branchline.loop.agents import Setting, run_agent
+from branchline.loop.cancel import CancelToken
 from branchline.loop.interactions.base import Response
-from branchline.loop.interactions.simulated import GREETING, STOP, SimulatedUser, users_view
+from branchline.loop.interactions.registry import InteractionRegistry
+from branchline.loop.interactions.simulated import GREETING, SILENCE, STOP, SimulatedUser, users_view
+from branchline.loop.state import LoopState, Task
+from tests.loop.playing import Script, Turn, stage
 from tests.loop.running import run
 
 TALK = (
@@ -58,6 +64,50 @@ def test_an_assistant_that_speaks_first_needs_no_greeting() -> None:
         ("user", "Hi.\n\nWell?"),
         ("assistant", "Yes."),
     ]
+
+
+def test_an_answer_without_words_is_told_as_silence() -> None:
+    talk = (*TALK[:2], Message("assistant", " ", reasoning="hm"))
+    assert shown(users_view("B", talk)) == [
+        ("system", "B"),
+        ("user", GREETING),
+        ("assistant", "A train, please."),
+        ("user", SILENCE),
+    ]
+
+
+def test_a_briefing_may_have_braces_of_its_own() -> None:
+    async def test() -> None:
+        briefing = 'Answer as {"persona": "{persona}"}, {goal}, {} and {stop}.'
+        user = SimulatedUser(Actor(), goal="a {stop}", persona="P", briefing=briefing, stop="<end>")
+        state, _ = await user.start("t1")
+        assert state.briefing == 'Answer as {"persona": "P"}, a {stop}, {} and <end>.'
+
+    run(test)
+
+
+def test_a_user_that_opens_is_asked_once_however_often_its_trajectory_is_left() -> None:
+    async def test() -> None:
+        actor = Actor("A train, please.", STOP)
+        async with stage(Script((Turn("one two three", holds=(1, 1, 1)),))) as s:
+            task = Task((Message("system", "x"),), agent_name="tool", interaction="simulated_user")
+            state = LoopState.begin(task)
+            for _ in range(3):
+                cancel = CancelToken()
+                user = SimulatedUser(actor, goal="A train.", opens=True)
+                setting = Setting(s.model, interactions=InteractionRegistry([user]), cancel=cancel)
+                s.engine.held.clear()
+                running = asyncio.create_task(run_agent(state, setting))
+                await s.engine.held.wait()
+                cancel.cancel()
+                state = LoopState.decode((await running).encode())
+                assert len(actor.seen) == 1
+            setting = Setting(s.model, interactions=InteractionRegistry([user]))
+            state = await run_agent(state, setting)
+            assert [message.text for message in state.messages] == ["x", "A train, please.", "one two three"]
+            assert [seen[0] for seen in actor.seen] == [actor.seen[0][0]] * 2, "the same briefing"
+
+    run(test)
 
 
 def test_persona_and_goal_come_from_the_sample_or_from_the_interaction() -> None:

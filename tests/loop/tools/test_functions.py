@@ -3,14 +3,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import datetime
+import functools
 import threading
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Gt
 from msgspec import Meta
+from pydantic import Field
 
 from branchline.core.errors import InputError, ToolError
 from branchline.loop.tools.base import ToolResult
@@ -113,6 +116,95 @@ def test_name_and_description_can_be_given() -> None:
     }
 
 
+def test_a_name_may_stand_alone_as_with_agents() -> None:
+    @tool("search")
+    def look(query: str) -> str:
+        return query
+
+    assert look.name == look.schema["function"]["name"] == "search"
+    assert tool(look.function, name="find").name == "find"
+
+
+def test_what_a_partial_holds_is_settled_and_not_shown() -> None:
+    def move(what: str, by: int, slowly: bool = False) -> str:
+        """Moves.
+
+        Args:
+            what: The thing.
+            by: How far.
+        """
+        return f"{what} {by} {slowly}"
+
+    async def test() -> None:
+        mover = tool(functools.partial(functools.partial(move, "chair"), by=2))
+        assert mover.schema["function"]["description"] == "Moves."
+        assert parameters(mover)["properties"] == {"slowly": {"type": "boolean", "default": False}}
+        assert mover.name == "move"
+        assert await answer(mover, '{"slowly": true}') == "chair 2 True"
+        assert "'by' was unexpected" in await answer(mover, '{"by": 3}')
+
+    run(test)
+
+
+def test_bound_methods_and_objects_that_can_be_called_are_functions_too() -> None:
+    async def test() -> None:
+        shelf = Shelf("ants", "bees")
+        assert await answer(tool(shelf.find), '{"word": "b"}') == '["bees"]'
+        take = tool(shelf, name="take")
+        assert take.schema["function"]["description"] == "Takes a book."
+        assert parameters(take)["properties"]["place"]["description"] == "From the left."
+        assert await answer(take, '{"place": 0}') == "ants"
+        assert await answer(tool(staticmethod(shelf.find)), '{"word": "a"}') == '["ants"]'
+
+    run(test)
+
+
+def test_what_is_said_beside_a_type_is_told_to_the_model_and_kept_to() -> None:
+    @tool
+    def pick(
+        query: Annotated[str, "What to look for."],
+        limit: Annotated[int | None, Field(ge=3, description="How many.")] = 5,
+        sizes: list[Annotated[int, Gt(0)]] = [],  # noqa: B006
+    ) -> str:
+        """Picks.
+
+        Args:
+            sizes: Of each.
+        """
+        return f"{query} {limit}"
+
+    async def test() -> None:
+        properties = parameters(pick)["properties"]
+        assert properties["query"] == {"type": "string", "description": "What to look for."}
+        assert properties["limit"]["description"] == "How many."
+        assert properties["limit"]["anyOf"] == [{"type": "integer", "minimum": 3}, {"type": "null"}]
+        assert properties["sizes"]["items"] == {"type": "integer", "exclusiveMinimum": 0}
+        assert properties["sizes"]["description"] == "Of each."
+        assert await answer(pick, '{"query": "x", "limit": 3}') == "x 3"
+        assert "arguments.limit: 2 is not valid" in await answer(pick, '{"query": "x", "limit": 2}')
+        assert "0 is less than or equal to" in await answer(pick, '{"query": "x", "sizes": [0]}')
+
+    run(test)
+
+
+def test_a_default_of_none_can_be_sent_back() -> None:
+    @tool
+    def look(limit: Annotated[int, "How many."] = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
+        return str(limit)
+
+    async def test() -> None:
+        (field,) = parameters(look)["properties"].values()
+        assert field["anyOf"] == [{"type": "integer"}, {"type": "null"}]
+        assert (field["default"], field["description"]) == (None, "How many.")
+        assert [await answer(look, given) for given in ('{"limit": null}', "{}", '{"limit": 3}')] == [
+            "None",
+            "None",
+            "3",
+        ]
+
+    run(test)
+
+
 UNSPELLABLE = object()
 
 
@@ -157,15 +249,49 @@ def misspelt(guests: int) -> str:
     return "x"
 
 
+def numbers(most: int) -> Iterator[int]:
+    yield from range(most)
+
+
+async def later(most: int) -> AsyncIterator[int]:
+    yield most
+
+
+class Shelf:
+    def __init__(self, *books: str) -> None:
+        self.books = books
+
+    def find(self, word: str) -> list[str]:
+        """Finds books."""
+        return [book for book in self.books if word in book]
+
+    async def __call__(self, place: int) -> str:
+        """Takes a book.
+
+        Args:
+            place: From the left.
+        """
+        return self.books[place]
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (numbers, "tool 'numbers': got a generator, expected a function that returns its result"),
+        (later, "tool 'later': got a generator"),
+        (Shelf.find, r"tool 'find': got a method .*, expected a bound one: tool\(thing.find\)"),
+        (Shelf("a"), r"tool: got .*__call__.*, expected a name with it"),
+        (lambda: 1, "tool: got .*<lambda>.*, expected a name with it"),
+        (functools.partial(lambda: 1), "tool: got .*<lambda>.*, expected a name with it"),
+        (Shelf, "tool: got <class .*Shelf'>, expected a function"),
+        (3, "tool: got 3, expected a function"),
+        (classmethod(no_annotation), "tool: got <classmethod.*, expected a function"),
         (no_annotation, "tool 'no_annotation': parameter 'a' has no annotation"),
         (many, r"tool 'many': got parameter .*\*words.*, expected one with a name of its own"),
         (anything, r"tool 'anything': got parameter .*\*\*named"),
         (unknown_type, "annotations of tool 'unknown_type': .*NoSuchThing"),
         (no_json, "annotations of tool 'no_json': expected types that JSON can carry"),
-        (misspelt, r"docstring of tool 'misspelt': Args describes 'gusets', expected one of \['guests'\]"),
+        (misspelt, r"docstring of tool 'misspelt': describes 'gusets', expected one of \['guests'\]"),
     ],
 )
 def test_a_function_a_model_could_not_call_is_refused_where_it_is_made(function: Any, why: str) -> None:
@@ -321,7 +447,28 @@ def test_arguments_the_function_does_not_take_are_refused_before_it_runs() -> No
     run(test)
 
 
+def test_what_a_sample_gives_arrives_as_what_the_annotation_says_or_not_at_all() -> None:
+    @tool(per_sample=("answer", "since", "limit"))
+    def judge(answer: int, since: datetime.date, limit: int = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
+        return f"{answer + 1} {since.year} {limit}"
+
+    async def test() -> None:
+        assert await answer(judge, "{}", answer=5, since="2030-01-01", limit=None) == "6 2030 None"
+        with pytest.raises(
+            ToolError, match="create: tool_arguments: answer: got '5': Expected `int`, got `str`"
+        ):
+            await answer(judge, "{}", answer="5", since="2030-01-01")
+
+    run(test)
+
+
 def test_per_sample_names_parameters_that_are_there() -> None:
+    with pytest.raises(InputError, match="per_sample of tool 'follow': got 'trajectory', expected another"):
+
+        @tool(per_sample=["trajectory"])
+        def follow(trajectory: str) -> str:
+            return trajectory
+
     with pytest.raises(InputError, match=r"per_sample of tool 'plain': got 'b', expected one of \['a'\]"):
 
         @tool(per_sample=["b"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import ToolError
-from branchline.loop.tools.workshop import Fault
+from branchline.loop.faults import Fault
 from tests.loop.running import move_clock, run
 from tests.loop.tools.doubles import Diary, answers, call, shop
 
@@ -142,7 +142,7 @@ def test_an_error_in_the_block_releases_and_is_not_hidden() -> None:
 def test_a_release_that_fails_or_hangs_keeps_no_other_from_being_released() -> None:
     async def test() -> None:
         bad, stuck, good = Diary("bad", fails=["release"]), Diary("stuck", hangs=["release"]), Diary("good")
-        workshop = await shop(bad, stuck, good, wind_down_s=3).__aenter__()
+        workshop = await shop(bad, stuck, good, release_timeout_s=3).__aenter__()
         leaving = asyncio.create_task(workshop.__aexit__())
         await stuck.until("release")
         move_clock(3)
@@ -168,7 +168,7 @@ def test_rewards_are_calculated_and_a_tool_that_fails_to_hides_no_other() -> Non
         async with shop(*tools) as workshop:
             rewards = await workshop.calc_rewards()
         assert rewards == {"worth": 0.5, "bad": None, "none": None, "odd": None, "text": None}
-        assert [(fault.tool, fault.doing) for fault in workshop.faults] == [
+        assert [(fault.who, fault.doing) for fault in workshop.faults] == [
             ("bad", "calc_reward"),
             ("odd", "calc_reward"),
             ("text", "calc_reward"),
@@ -189,6 +189,24 @@ def test_a_judgement_that_takes_too_long_is_a_fault() -> None:
             move_clock(5)
             assert await judging == {"diary": None}
         assert workshop.faults == [Fault("diary", "calc_reward", "timed out after 5 s")]
+
+    run(test)
+
+
+def test_what_one_trajectory_does_to_its_arguments_is_no_others_business() -> None:
+    """Samples of one task, a group say, begin with the same arguments."""
+
+    class Shop(Diary):
+        async def create(self, trajectory: str, **arguments: Any) -> Any:
+            arguments["stock"].remove("apple")
+            arguments["shelves"]["top"] = "empty"
+            return arguments
+
+    async def test() -> None:
+        arguments = {"diary": {"stock": ["apple"], "shelves": {}}}
+        for _ in range(2):
+            async with shop(Shop(), arguments=arguments):
+                assert arguments == {"diary": {"stock": ["apple"], "shelves": {}}}
 
     run(test)
 

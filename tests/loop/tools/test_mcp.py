@@ -117,9 +117,21 @@ def test_a_server_that_dies_is_told_to_the_model() -> None:
                     assert outcome.error == f"Error executing tool '{name}': Connection closed"
             with pytest.raises(ToolError, match=r"tool 'add': create: .*got \['x'\], expected none"):
                 await shop(*tools, arguments={"add": {"x": 1}}).__aenter__()
-        async with shop(*tools) as workshop:
-            (outcome,) = await workshop.run([call("add", '{"a": 1, "b": 1}')])
-            assert "is not connected" in outcome.message.text, "the block has ended"
+
+    run(test)
+
+
+def test_no_trajectory_begins_on_a_server_that_is_gone() -> None:
+    async def test() -> None:
+        async with stdio() as tools:
+            async with shop(*tools) as workshop:
+                await workshop.run([call("leave")])
+            with pytest.raises(
+                ToolError, match=r"tool '\w+': create: tool .*server\.py': list: Connection closed"
+            ):
+                await shop(*tools).__aenter__()
+        with pytest.raises(ToolError, match=r"create: .*: list: is not connected"):
+            await shop(*tools).__aenter__()
 
     run(test)
 
@@ -200,6 +212,11 @@ class Gates:
         self.enter, self.leave = asyncio.Event(), asyncio.Event()
         self.lines: list[str] = []
         self.leaving = asyncio.Event()
+        self.lists = 0
+        self.silent = asyncio.Event()
+        """Set when it was asked for its tools and will not answer."""
+        self.is_silent = False
+        self.missing = self.failure = ""
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Any, None]:
@@ -212,11 +229,19 @@ class Gates:
             await self.leave.wait()
             self.lines.append("left")
 
-    async def list_tools(self, cursor: str | None) -> types.ListToolsResult:
-        tool = types.Tool(name=cursor or "first", input_schema={"type": "object"})
-        return types.ListToolsResult(tools=[tool], next_cursor=None if cursor else "second")
+    async def list_tools(self, cursor: str | None, cache_mode: str) -> types.ListToolsResult:
+        assert cache_mode == "bypass"
+        self.lists += not cursor
+        if self.is_silent:
+            self.silent.set()
+            await asyncio.Event().wait()
+        name = cursor or "first"
+        tools = [types.Tool(name=name, input_schema={"type": "object"})] if name != self.missing else []
+        return types.ListToolsResult(tools=tools, next_cursor=None if cursor else "second")
 
     async def call_tool(self, name: str, arguments: Any) -> types.CallToolResult:
+        if self.failure:
+            raise RuntimeError(self.failure)
         return types.CallToolResult(content=[], structured_content={"called": name})
 
 
@@ -233,6 +258,67 @@ def test_all_pages_of_tools_are_read_and_an_open_connection_has_no_deadline() ->
             (outcome,) = await workshop.run([call("second")])
             assert outcome.message.text == '{"called":"second"}'
         assert gates.lines == ["entering", "left"]
+
+    run(test)
+
+
+def test_a_trajectory_asks_the_server_once_what_it_has() -> None:
+    async def test() -> None:
+        gates = Gates()
+        gates.enter.set()
+        gates.leave.set()
+        async with tools_of(gates.opened(), "server", "", 5) as tools:
+            assert gates.lists == 1
+            for trajectory in range(3):
+                async with shop(*tools):
+                    assert gates.lists == 2 + trajectory, "one answer for both tools"
+            gates.missing = "second"
+            with pytest.raises(ToolError, match=r"'second': create: .*'second' is not there any more"):
+                await shop(*tools).__aenter__()
+            async with shop(tools[0]):
+                pass
+
+    run(test)
+
+
+def test_a_server_that_does_not_answer_is_given_up_after_a_while() -> None:
+    async def test() -> None:
+        gates = Gates()
+        gates.enter.set()
+        gates.leave.set()
+        async with tools_of(gates.opened(), "server", "", 5) as tools:
+            gates.is_silent = True
+            creating = asyncio.create_task(shop(*tools).__aenter__())
+            await gates.silent.wait()
+            move_clock(6)
+            with pytest.raises(ToolError, match="create: tool 'server': list: no answer within 5 s"):
+                await creating
+            gates.silent.clear()
+            creating = asyncio.create_task(shop(*tools).__aenter__())
+            await gates.silent.wait()
+            creating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await creating
+        assert gates.lines == ["entering", "left"], "and nobody is left who waits for it"
+
+    run(test)
+
+
+def test_the_model_is_not_told_where_a_server_lives() -> None:
+    async def test() -> None:
+        address = "http://user:hidden@127.0.0.1:9/mcp"
+        gates = Gates()
+        gates.enter.set()
+        gates.leave.set()
+        async with tools_of(gates.opened(), address, "my_", 5) as tools, shop(*tools) as workshop:
+            gates.failure = f"404 for url '{address}'"
+            (failed,) = await workshop.run([call("my_first")])
+            assert failed.error == "Error executing tool 'my_first': 404 for url 'its server'"
+            gates.failure = "no luck"
+            (failed,) = await workshop.run([call("my_first")])
+            assert failed.error == "Error executing tool 'my_first': no luck"
+        with pytest.raises(ConnectionError, match="its server is not connected"):
+            await tools[0].execute(None, {})
 
     run(test)
 

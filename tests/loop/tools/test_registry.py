@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
 from branchline.core.errors import InputError
+from branchline.loop.tools.base import BaseTool, ToolResult
 from branchline.loop.tools.functions import tool
 from branchline.loop.tools.registry import ToolRegistry
 from tests.loop.tools.doubles import Diary
@@ -56,3 +58,66 @@ def test_functions_are_registered_where_they_are_defined() -> None:
         return where
 
     assert registry.get("look") is look
+
+
+class Nameless(BaseTool): ...
+
+
+class Waitless(Diary):
+    def execute(self, instance: Any, arguments: Any) -> ToolResult:  # type: ignore[override]
+        return ToolResult("x")
+
+
+class Schemaless(BaseTool):
+    name = "odd"
+
+
+class Restless(Diary):
+    def save(self, instance: Any) -> Any:
+        return instance
+
+    def restore(self, trajectory: str, saved: Any) -> Any:
+        return saved
+
+
+class Forgetful(Diary):
+    async def save(self, instance: Any) -> Any:
+        return instance
+
+    async def restore(self, trajectory: str, saved: Any) -> Any:
+        return saved
+
+
+def plain(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("thing", "why"),
+    [
+        (Diary, r"tool: got the class Diary, expected an instance of it: Diary\(\)"),
+        (plain, "tool: got the function plain, expected a tool: put @tool above its definition"),
+        (A.until, "tool: got the function until, expected a tool"),
+        (Nameless(), "tool: got .*Nameless.*, whose name is None, expected one that has a name"),
+        (Diary(""), "tool: got .*Diary.*, whose name is '', expected one that has a name"),
+        (Schemaless(), "schema of tool 'odd': got None, expected"),
+        (Waitless("a"), "tool 'a': cannot wait for execute, expected an `async def`"),
+        (Restless("a"), "tool 'a': cannot wait for restore, expected an `async def`"),
+        (Forgetful("a"), "tool 'a': has to wait for save, expected a plain `def`"),
+    ],
+)
+def test_what_could_not_be_used_is_refused_when_it_is_registered(thing: Any, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        ToolRegistry([thing])
+
+
+def test_what_can_be_waited_for_is_taken_however_it_is_wrapped() -> None:
+    wrapped = Diary("wrapped")
+    inside = wrapped.execute
+
+    @functools.wraps(inside)
+    def execute(*given: Any) -> Any:
+        return inside(*given)
+
+    wrapped.execute = execute  # type: ignore[method-assign]
+    assert ToolRegistry([wrapped]).names == ("wrapped",)

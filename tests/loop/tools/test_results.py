@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from branchline.core.message import Media, Message
@@ -23,6 +24,16 @@ def test_texts_stay_and_data_become_json() -> None:
     assert result_of(1.5).text == "1.5"
     assert result_of(Point(3)).text == '{"x":3}'
     assert result_of(None) == ToolResult("")
+
+
+def test_numbers_and_arrays_of_numpy_are_data() -> None:
+    assert result_of(np.float64(1.5)).text == "1.5"
+    assert result_of({"n": np.int64(3), "x": np.float32(0.5)}).text == '{"n":3,"x":0.5}'
+    assert result_of([np.arange(3), np.bool_(True)]).text == "[[0,1,2],true]"
+    with pytest.raises(
+        TypeError, match="the tool returned object, expected a text, values that JSON can hold"
+    ):
+        result_of({"a": object()})
 
 
 def test_a_result_stays_as_it_is() -> None:

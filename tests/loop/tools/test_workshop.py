@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from branchline.core.errors import InputError
@@ -198,6 +199,16 @@ def test_a_tool_can_say_itself_that_it_failed() -> None:
     [
         ("text", "the tool returned str, expected ToolResult"),
         (ToolResult(reward=float("nan")), "reward: got nan, expected a finite number"),
+        (ToolResult(None), "text: got None, expected a string"),
+        (ToolResult(5), "text: got 5, expected a string"),
+        (ToolResult(media=b"123"), "media: got bytes, expected a tuple of Media"),
+        (ToolResult(media=("x",)), "media: got tuple, expected a tuple of Media"),
+        (ToolResult(media=None), "media: got NoneType, expected a tuple of Media"),
+        (ToolResult(extras=[1]), "extras: got list, expected an object"),
+        (
+            ToolResult(extras={"handle": object()}),
+            "extras: got a object, expected values that JSON can hold",
+        ),
     ],
 )
 def test_a_result_that_nobody_could_use_is_an_error(result: Any, why: str) -> None:
@@ -211,6 +222,33 @@ def test_a_result_that_nobody_could_use_is_an_error(result: Any, why: str) -> No
     async def test() -> None:
         async with shop(Odd()) as workshop:
             assert await answers(workshop, call("odd")) == [f"Error executing tool 'odd': {why}"]
+
+    run(test)
+
+
+def test_extras_are_plain_data_from_the_moment_they_are_handed_over() -> None:
+    class Odd(BaseTool):
+        name = "odd"
+        schema = function_schema(name, "", {"type": "object"})
+
+        async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
+            return next(results)
+
+    results = iter(
+        [
+            ToolResult("a", extras={"half": "\ud800", "set": {1}, 2: np.float32(0.5)}),
+            ToolResult("b", extras=None),  # type: ignore[arg-type]
+            ToolResult("c", media=[PICTURES[0]], reward=True),  # type: ignore[arg-type]
+        ]
+    )
+
+    async def test() -> None:
+        async with shop(Odd()) as workshop:
+            first, second, third = [(await workshop.run([call("odd")]))[0] for _ in range(3)]
+        assert first.extras == {"half": "\ufffd", "set": [1], "2": 0.5}
+        assert (second.message.text, second.extras, second.error) == ("b", {}, None)
+        assert third.message.parts == ("c", PICTURES[0])
+        assert (third.reward, type(third.reward)) == (1.0, float)
 
     run(test)
 

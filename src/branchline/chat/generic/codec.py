@@ -25,6 +25,7 @@ from branchline.chat.parsing.base import OutputParser, Parsed
 from branchline.chat.parsing.registry import parser_for
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import refuse_media
+from branchline.core.errors import CodecError
 from branchline.core.message import Message
 from branchline.core.runs import Ids
 
@@ -129,6 +130,12 @@ class GenericCodec:
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        try:
+            return self.tokenizer.token_bytes(token)
+        except CodecError:
+            return b"<%d>" % token
 
     def encode(self, text: str) -> Ids:
         return self.tokenizer.encode(text)

@@ -22,6 +22,7 @@ from branchline.chat.generic.slots import Brackets, Misfit, Span
 from branchline.chat.generic.voice import EMPTY_THINK, Rendered, Voice
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
+from branchline.core.reader import ToolList
 from branchline.core.runs import Ids, Origin, as_ids, runs_of
 
 Tools = Sequence[Mapping[str, Any]]
@@ -51,7 +52,7 @@ class Conversation:
         self._voice = voice
         self._entries = entries
         self._recorded = recorded
-        self._tools = [dict(tool) for tool in tools] or None
+        self._tools = (tools if isinstance(tools, ToolList) else ToolList(map(dict, tools))).constants or None
         self._values = values
         self._now = now
         self._brackets = voice.brackets

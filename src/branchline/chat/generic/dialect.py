@@ -2,13 +2,16 @@
 
 Templates differ in what they accept (arguments as object or text, null content, ids of nine letters) and
 in what they do (show reasoning, strip it later, fold tool results). Each is probed once when the template is
-loaded; a probe that the template refuses simply tells us so.
+loaded; a probe that the template refuses simply tells us so. Arguments that are no JSON object are shown to
+every template in a way that it takes: a model's slip must not end its episode.
 """
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import product
@@ -26,9 +29,19 @@ Mark = Callable[[int, str], str]
 
 _LETTERS = string.digits + string.ascii_letters
 _ASK, _SAID, _THOUGHT, _ARG, _RESULT = "zqask", "zqsaid", "zqthought", "zqarg", "zqresult"
+_ODD = 'zq"odd'
+ODD_CALL = Message("assistant", "", calls=(ToolCall("look", _ODD, "abcdefghi"),))
+"""A call whose arguments are no JSON: what comes of it when it is shown says how it may be."""
+_STAND_IN = "arguments"
+"""The key of the object that stands in for arguments that are none."""
 _TOOLS = [
     {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
 ]
+
+
+OddArguments = Literal["text", "value", "object"]
+"""How arguments that are no JSON object are shown: as they were written, as the value they are if they are
+JSON and as a string if not, or in an object that stands in for them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class Dialect:
     """What a template accepts and shows."""
 
     arguments: Literal["object", "text"] = "object"
+    odd_arguments: OddArguments = "text"
     null_content: bool = False
     """Content must be null beside tool calls."""
     id_length: int = 0
@@ -94,27 +108,29 @@ class Dialect:
         return raw
 
     def _function(self, call: ToolCall, place: int, mark: Mark | None) -> dict[str, Any]:
-        value: Any = call.arguments
-        if self.arguments == "object":
-            try:
-                value = msgspec.json.decode(call.arguments or "{}")
-            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-                value = call.arguments
+        value = self._arguments(call.arguments)
         if mark is None:
             return {"name": call.name, "arguments": value}
         opened, closed = mark(2 + place, "\0").split("\0")
-        if isinstance(value, dict):
-            if not value:
-                return {"name": f"{opened}{call.name}{closed}", "arguments": value}
-            # On its own first and last key: a key more would be shown as one.
-            last = len(value) - 1
-            keys = [(opened * (n == 0)) + key + (closed * (n == last)) for n, key in enumerate(value)]
-            value = dict(zip(keys, value.values(), strict=True))
-        elif isinstance(value, str):
-            value = f"{opened}{value}{closed}"
-        else:
-            value = [opened, value, closed]
-        return {"name": call.name, "arguments": value}
+        if isinstance(value, str):
+            return {"name": call.name, "arguments": f"{opened}{value}{closed}"}
+        if not isinstance(value, dict) or not value:
+            return {"name": f"{opened}{call.name}{closed}", "arguments": value}
+        # On its own first and last key: a key more would be shown as one.
+        last = len(value) - 1
+        keys = [(opened * (n == 0)) + key + (closed * (n == last)) for n, key in enumerate(value)]
+        return {"name": call.name, "arguments": dict(zip(keys, value.values(), strict=True))}
+
+    def _arguments(self, text: str) -> Any:
+        """Arguments in the shape in which the template takes them."""
+        if self.arguments == "text":
+            return text
+        value: Any = text
+        with suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            value = msgspec.json.decode(text.strip() or "{}")
+        if isinstance(value, dict) or self.odd_arguments == "value":
+            return value
+        return text if self.odd_arguments == "text" else {_STAND_IN: text}
 
     def _call_id(self, wanted: str, index: int, place: int) -> str:
         if not self.id_length or (len(wanted) == self.id_length and wanted.isalnum()):
@@ -142,6 +158,21 @@ def _media(media: Media) -> dict[str, Any]:
     return {"type": media.kind, media.kind: media.url or media.digest}
 
 
+def has_odd_arguments(message: Message) -> bool:
+    """Whether a message has a call whose arguments are no JSON object.
+
+    What a template makes of them is its own affair, so nobody can hold it against what was sampled.
+    """
+    return any(not (call.is_json and call.meaning.startswith(b"{")) for call in message.calls)
+
+
+def odd_arguments_in(shown: str) -> OddArguments:
+    """How a conversation with the odd call should show it, given what became of its arguments as a text."""
+    if _ODD in shown:
+        return "text"
+    return "value" if json.dumps(_ODD) in shown else "object"
+
+
 def probe_dialect(
     template: ChatTemplate, values: Values | None = None, now: datetime | None = None
 ) -> Dialect:
@@ -165,6 +196,8 @@ def probe_dialect(
         renamed = [Message("user", _ASK), other, Message("tool", _RESULT, answers="call_1", name="look")]
         if not tried.render(found, renamed, _TOOLS):
             found = replace(found, id_length=9)
+        odd = tried.render(found, [Message("user", _ASK), ODD_CALL, result], _TOOLS)
+        found = replace(found, odd_arguments=odd_arguments_in(odd))
     roles = {
         role: stand_in
         for role, stand_in in (("developer", "system"), ("function", "tool"))

@@ -16,8 +16,10 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from branchline.chat.generic.words import WordEncoder
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.errors import CodecError
+from branchline.core.fields import clean
 from branchline.core.runs import NO_IDS, Ids
 
 Value = TypeVar("Value")
@@ -74,11 +76,14 @@ class SegmentEncoder:
         self._cache: SizedCache[tuple[str, Ids]] = SizedCache(
             cache_bytes, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
         )
+        self._words = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all)
         self._lengths = np.full(tokenizer.vocab_size, -1, np.int32)
         self.encoded_tokens = 0
         """Tokens that really were encoded; the rest came from the cache."""
         self.is_segmentwise = True
         self.is_segmentwise = self._check_segments()
+        if not self.is_segmentwise:
+            self._words = None
 
     @property
     def marker_ids(self) -> list[int]:
@@ -177,7 +182,7 @@ class SegmentEncoder:
         known = self._cache.get(text)
         if known is not None:
             return known[1]
-        ids = self._tokenizer.encode(text)
+        ids = self._tokenizer.encode(text) if self._words is None else self._words.encode(clean(text))
         self.encoded_tokens += len(ids)
         self._cache.put(text, (text, ids))
         return ids

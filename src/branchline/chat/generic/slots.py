@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from branchline.chat.generic.dialect import has_odd_arguments
 from branchline.chat.generic.segments import SegmentEncoder
 from branchline.core.message import Message
 from branchline.core.runs import Ids
@@ -102,12 +103,12 @@ class SlotFinder:
         brackets: Brackets,
         stops: Iterable[int],
         vocab: int,
-        meaning: Callable[[bytes, bool, bool], object],
+        meaning: Callable[[bytes, bool, bool, bool], object],
     ) -> None:
         self._encoder = encoder
         self._meaning = meaning
-        """What the bytes of a reply say, given whether it was cut and whether it begins inside thinking;
-        equal meanings are one reply in two spellings."""
+        """What the bytes of a reply say, given whether it was cut, whether it begins inside thinking and
+        whether its calls are known by their names alone; equal meanings are one reply in two spellings."""
         self._brackets = brackets
         self.stops = frozenset(stops)
         markers = encoder.marker_ids
@@ -130,21 +131,26 @@ class SlotFinder:
         shown = [
             token for _, _, token in self._encoder.added_in(text, start, stop_start) if self._is_marker[token]
         ]
-        if said != (shown if stopped else shown[: len(said)]):
+        odd = has_odd_arguments(message)
+        # What stands in for odd arguments has markers of its own, but the reply begins as it did.
+        same = said[:1] == shown[:1] if odd else said == (shown if stopped else shown[: len(said)])
+        if not same:
             return Misfit("dropped" if len(shown) < len(said) else "rewritten")
-        if (stopped or message.text) and not self._says_the_same(text[start:stop_start], sampled, stopped):
+        if (stopped or message.text) and not self._says_the_same(
+            text[start:stop_start], sampled, stopped, odd
+        ):
             return Misfit("rewritten")
         if stopped:
             return Span(start, stop_end)
         # Cut: what closes the message is not the sample's, nor is the end of thinking that was left open.
-        return Span(start, stop_start if len(said) == len(shown) else last)
+        return Span(start, stop_start if odd or len(said) == len(shown) else last)
 
-    def _says_the_same(self, text: str, sampled: Ids, stopped: bool) -> bool:
+    def _says_the_same(self, text: str, sampled: Ids, stopped: bool, odd: bool) -> bool:
         """Whether the template's text means what was sampled; mostly it is the very same text."""
         shown = self._brackets.strip(text).encode("utf-8", "replace")
         said = self._encoder.spell_bytes(sampled[:-1] if stopped else sampled)
         return shown == said or any(
-            self._meaning(shown, not stopped, inside) == self._meaning(said, not stopped, inside)
+            self._meaning(shown, not stopped, inside, odd) == self._meaning(said, not stopped, inside, odd)
             for inside in (False, True)
         )
 

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from branchline.core.errors import CodecError, TemplateError
+from branchline.core.reader import Constant
 
 if TYPE_CHECKING:
     import jinja2
@@ -180,6 +181,8 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """The `tojson` of chat templates: plain JSON, nothing escaped for HTML."""
+    if type(value) is Constant and not (ensure_ascii or indent is not None or separators or sort_keys):
+        return value.json_text
     separators = tuple(separators) if separators else None
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

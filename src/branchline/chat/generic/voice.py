@@ -197,10 +197,10 @@ class Meaning:
 
     detection: Detection
 
-    def __call__(self, body: bytes, cut: bool, inside: bool) -> object:
+    def __call__(self, body: bytes, cut: bool, inside: bool, by_name: bool) -> object:
         found = self.detection
         parser = parser_for(found.tool_format, reasoning=found.reasoning_format, starts_inside=inside)
         # The whole reply as if it were one token.
         message = OutputParser(parser, lambda _: body).parse([0], "length" if cut else "stop").message
-        calls = [(call.name, call.meaning) for call in message.calls]
+        calls = [(call.name, b"" if by_name else call.meaning) for call in message.calls]
         return "".join(message.text.split()), "".join(message.reasoning.split()), calls

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from branchline.chat.base import Extension, History, Recorded, Shown
-from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.dialect import ODD_CALL, Dialect, odd_arguments_in
 from branchline.chat.generic.segments import SegmentEncoder
 from branchline.chat.handcoded.families import FAMILIES, RendererTokenizer
 from branchline.chat.handcoded.rendered import Entry, Reading, Render, Weaver
@@ -72,6 +72,7 @@ class RenderersCodec:
         self._renderers: dict[bytes, Any] = {}
         self._insides: dict[bytes, bool] = {}
         self._stops = frozenset(int(token) for token in self._renderer({}).get_stop_token_ids())
+        self._dialect = Dialect(odd_arguments=odd_arguments_in(self._shown_oddly()))
 
     @classmethod
     def open(cls, path: str | Path, family: str, **options: Any) -> RenderersCodec:
@@ -109,6 +110,12 @@ class RenderersCodec:
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        try:
+            return self.tokenizer.token_bytes(token)
+        except CodecError:
+            return b"<%d>" % token
 
     def encode(self, text: str) -> Ids:
         return self.tokenizer.encode(text)
@@ -173,11 +180,11 @@ class RenderersCodec:
         return self.tokenizer.added_tokens[self._family.image_pad]
 
     def _reading(self, tools: Tools, values: Values) -> Reading:
-        def meaning(body: bytes, cut: bool) -> object:
+        def meaning(body: bytes, cut: bool, by_name: bool) -> object:
             # Bytes are fed as if each were a token: what is compared is text, whichever ids spell it.
             parser = self._parser(_one_byte, frozenset(), tools, values)
             message = parser.parse(body, "length" if cut else "stop").message
-            calls = [(call.name, call.meaning) for call in message.calls]
+            calls = [(call.name, b"" if by_name else call.meaning) for call in message.calls]
             return message.text.strip(), message.reasoning.strip(), calls
 
         return Reading(self._spell, self._markers_of, meaning, self.encoder.encode, self._stops)
@@ -223,6 +230,13 @@ class RenderersCodec:
         )
         self._check_shown(messages, render)
         return render
+
+    def _shown_oddly(self) -> str:
+        """What the renderer makes of arguments that are no JSON; some leave them out without a word."""
+        try:
+            return self.decode(self._render([Message("user", "."), ODD_CALL], (), {}).ids)
+        except TemplateError:
+            return ""
 
     def _check_shown(self, messages: Sequence[Message], render: Render) -> None:
         """No message may vanish: some renderers skip roles, or images in roles, without a word."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.chat.base import Extension, Piece, Recorded, Shown
+from branchline.chat.generic.dialect import has_odd_arguments
 from branchline.core.runs import NO_IDS, Ids, Origin, as_ids, runs_of
 
 Entry = Recorded | Shown
@@ -68,8 +69,8 @@ class Reading:
     spell: Callable[[Ids], bytes]
     markers: Callable[[Ids], list[int]]
     """The added tokens among ids."""
-    meaning: Callable[[bytes, bool], object]
-    """What an output without its stop says; the flag: it was cut."""
+    meaning: Callable[[bytes, bool, bool], object]
+    """What an output without its stop says; the flags: it was cut, its calls are known by name alone."""
     encode: Callable[[str], Ids]
     stops: frozenset[int]
 
@@ -208,12 +209,15 @@ class Weaver:
                 return Fit(head, end if stopped else shown_end, NO_IDS)
         said, marks = read.spell(body), read.markers(body)
         text, all_marks = read.spell(before), read.markers(before)
+        odd = has_odd_arguments(self._entries[place.index].message)
         for head in heads:
             head_text, head_marks = read.spell(head), read.markers(head)
             if not text.startswith(head_text) or all_marks[: len(head_marks)] != head_marks:
                 continue
             shown, shown_marks = text[len(head_text) :], all_marks[len(head_marks) :]
-            if shown_marks == marks and self._same(shown, said, cut=not stopped):
+            # What stands in for odd arguments has markers of its own, but the reply begins as it did.
+            same_marks = shown_marks[:1] == marks[:1] if odd else shown_marks == marks
+            if same_marks and self._same(shown, said, cut=not stopped, by_name=odd):
                 return Fit(head, end if stopped else shown_end, NO_IDS)
             if not stopped and shown_marks[: len(marks)] == marks:
                 closers = _behind(shown, said)
@@ -246,8 +250,9 @@ class Weaver:
             return end, end + 1
         return end, end
 
-    def _same(self, shown: bytes, said: bytes, *, cut: bool) -> bool:
-        return shown == said or self._reading.meaning(shown, cut) == self._reading.meaning(said, cut)
+    def _same(self, shown: bytes, said: bytes, *, cut: bool, by_name: bool) -> bool:
+        meaning = self._reading.meaning
+        return shown == said or meaning(shown, cut, by_name) == meaning(said, cut, by_name)
 
     def _recorded(self, index: int) -> Recorded:
         entry = self._entries[index]

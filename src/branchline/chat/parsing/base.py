@@ -1,8 +1,9 @@
 """What a model sampled, as a message, whole or while it is still being sampled.
 
 However the ids are cut into pieces, the deltas add up to the same message: what could still become
-framing is held back, and nothing said is ever taken back. A tool call is said when it is complete and
-well-formed; one that is malformed or cut stays text, every character of it. No sequence of ids raises.
+framing is held back, and nothing said is ever taken back. A tool call is said when it is closed and its name
+can be read, with its arguments as they were written: nothing is repaired, so that the model can be told. One
+that is cut or nameless stays text, every character of it. No sequence of ids raises.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from msgspec import Struct
 
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, ToolCall
@@ -23,7 +26,9 @@ class Problem(StrEnum):
     """What was wrong with an output; the message is the same in every chunking, and so are its problems."""
 
     MALFORMED_CALL = "malformed_call"
-    """Framed as a tool call and not one; it stands in the text."""
+    """Framed as a tool call, but nobody's; it stands in the text."""
+    MALFORMED_ARGUMENTS = "malformed_arguments"
+    """A tool call whose arguments are no JSON object; they stand in it as they were written."""
     CUT_CALL = "cut_call"
     """A tool call that the output ended in; it stands in the text."""
     BROKEN_HEADER = "broken_header"
@@ -35,9 +40,8 @@ class Problem(StrEnum):
     """An id outside the vocabulary (engines pad theirs); it stands as U+FFFD."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The next bit of a message: reasoning, text, or a whole tool call."""
+class Delta(Struct, frozen=True):
+    """The next bit of a message: reasoning, text, or a whole tool call. One is made for every token."""
 
     text: str = ""
     reasoning: str = ""
@@ -100,11 +104,11 @@ class OutputParser:
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
         """What is certain after these ids."""
-        ids = list(ids)
+        ids = ids if isinstance(ids, list) else list(ids)
         if self._stop is None and self._stop_ids.isdisjoint(ids[:-1]):
             # Mostly: at most the last one is a stop id.
             if ids and ids[-1] in self._stop_ids:
-                self._stop = int(ids.pop())
+                self._stop, ids = int(ids[-1]), ids[:-1]
             text = self._decode(self._spell_all(ids), final=False)
         else:
             text = self._decode(self._spell_around_stops(ids), final=False)

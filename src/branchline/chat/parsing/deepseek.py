@@ -6,7 +6,6 @@ V3 and R1 write `function` before the separator, then the name, a line break and
 from __future__ import annotations
 
 from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.jsontext import is_object
 from branchline.chat.parsing.values import read_name
 from branchline.core.message import ToolCall
 
@@ -24,14 +23,12 @@ def deepseek() -> FramedParser:
 
 
 def _read(body: str) -> ToolCall | None:
-    head, _, rest = body.partition(SEPARATOR)
+    head, separator, rest = body.partition(SEPARATOR)
     rest = rest.strip()
-    if not rest.startswith("{"):
-        if head.strip() != "function":
-            return None
+    if head.strip() == "function" and not rest.startswith("{"):
         head, _, rest = rest.partition("\n")
         rest = rest.strip()
         if rest.startswith(_FENCE) and rest.endswith(_FENCE):
             rest = rest.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json").strip()
     name = read_name(head)
-    return ToolCall(name, rest) if name and is_object(rest) else None
+    return ToolCall(name, rest) if name and separator else None

@@ -7,6 +7,7 @@ next call or the end. All other newlines are text, and so is a block that turned
 from __future__ import annotations
 
 from branchline.chat.parsing.base import Delta, Problem
+from branchline.chat.parsing.jsontext import is_object
 from branchline.core.message import ToolCall
 
 
@@ -35,10 +36,22 @@ class Draft:
             self._after_call = False
         self._gap += text[len(body) :]
 
+    def _alone(self, text: str) -> list[Delta]:
+        """The same for text that is all there is to be said now."""
+        body = text.rstrip("\n")
+        if not body:
+            self._gap += text
+            return []
+        said, self._gap = self._gap + body, text[len(body) :]
+        self._after_call = self._run_is_reasoning = False
+        return [Delta(text=said)]
+
     def _call(self, *calls: ToolCall) -> None:
         """The block is these calls: its characters, and the newlines before it, were framing."""
         self._end_run()
         for call in calls:
+            if not is_object(call.arguments):
+                self.problems.append(Problem.MALFORMED_ARGUMENTS)
             self._deltas.append(Delta(call=call, index=self._calls))
             self._calls += 1
         self._block.clear()

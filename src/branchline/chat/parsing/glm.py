@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.values import Schemas, read_name, read_pairs
+from branchline.chat.parsing.values import Schemas, read_name
 from branchline.core.message import ToolCall
 
 FRAME = Frame(("<tool_call>", "</tool_call>"))
@@ -17,6 +17,6 @@ def glm(schemas: Schemas) -> FramedParser:
 
 
 def _read(body: str, schemas: Schemas) -> ToolCall | None:
-    head, tag, rest = body.partition("<arg_key>")
-    name, pairs = read_name(head), read_pairs(tag + rest, _PAIR)
-    return schemas.call(name, pairs) if name and pairs is not None else None
+    head, tag, rest = body.partition("<")
+    name = read_name(head)
+    return schemas.call(name, tag + rest, _PAIR) if name else None

@@ -12,7 +12,7 @@ from enum import Enum
 
 from branchline.chat.parsing.base import Delta, Problem
 from branchline.chat.parsing.draft import Draft
-from branchline.chat.parsing.jsontext import JsonScan, is_object
+from branchline.chat.parsing.jsontext import JsonScan
 from branchline.chat.parsing.lexer import Lexer
 from branchline.chat.parsing.values import read_name
 from branchline.core.message import ToolCall
@@ -133,7 +133,7 @@ class HarmonyParser(Draft):
         body = "".join(self._block[self._body_start : len(self._block) - closer]).strip()
         name = read_name(self._name.removeprefix("functions."))
         is_function = self._name.startswith("functions.")
-        if is_closed and is_function and name and is_object(body):
+        if is_closed and is_function and name:
             self._call(ToolCall(name, body))
         else:
             self.problems.append(Problem.CUT_CALL if self._cut else Problem.MALFORMED_CALL)

@@ -1,6 +1,7 @@
 """JSON as it was sampled: where a value ends, and the exact text of an object's members.
 
-Well-formed is what Python's `json` reads, because that is what the clients of a call read it with.
+Well-formed is what Python's `json` reads, because that is what the clients of a call read it with. Calls are
+read to their name; their arguments stand as they were written, and nothing malformed comes out an object.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from branchline.core.message import ToolCall
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\\x00-\x1f]')
+_CLOSERS = {"{": "}", "[": "]"}
 _SPACE = re.compile(r"[ \t\n\r]*")
+_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^\s<>{}"\\,]+)"\s*,?\s*(?:"arguments"\s*:)?')
+"""As much of a call as has to be whole for its name to be read."""
 
 
 class JsonScan:
@@ -28,10 +32,11 @@ class JsonScan:
     def __init__(self) -> None:
         self.in_string = False
         self.is_broken = False
-        """It can never be JSON: a raw line break in a string, or a closer that nothing opened."""
-        self._depth = 0
+        """It can never be JSON: a raw line break in a string, or a closer of something else than is open."""
+        self.is_done = False
+        """Its last bracket is closed."""
+        self._closers: list[str] = []
         self._escaped = False
-        self._is_done = False
 
     def feed(self, text: str) -> int:
         """The place in this text behind the value's last character; -1 while it goes on."""
@@ -39,7 +44,7 @@ class JsonScan:
         if self._escaped and text:
             self._escaped = False
             at = 1
-        while not (self._is_done or self.is_broken):
+        while not (self.is_done or self.is_broken):
             match = (_INSIDE if self.in_string else _OUTSIDE).search(text, at)
             if match is None:
                 return -1
@@ -50,12 +55,12 @@ class JsonScan:
             elif letter == "\\":
                 self._escaped = at == len(text)
                 at += 1
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]" and self._depth:
-                self._depth -= 1
-                self._is_done = self._depth == 0
-                if self._is_done:
+            elif letter in _CLOSERS:
+                self._closers.append(_CLOSERS[letter])
+            elif self._closers and letter == self._closers[-1]:
+                self._closers.pop()
+                self.is_done = not self._closers
+                if self.is_done:
                     return at
             else:
                 self.is_broken = True
@@ -148,16 +153,48 @@ def _member_at(text: str, at: int) -> tuple[tuple[str, str], int]:
 
 
 def read_call(text: str, *argument_keys: str, id_key: str = "") -> ToolCall | None:
-    """The call that one JSON object spells, its arguments as they were written."""
+    """The call that one JSON object spells, its arguments as they were written, whatever they are.
+
+    A call that says nothing but its name has none, which is an empty text.
+    """
     found = members(text)
-    if found is None or "name" not in found:
+    name = _read_string(found.get("name", "")) if found is not None else ""
+    if not name or found is None:
         return None
-    name = json.loads(found["name"])
     arguments = next((found[key] for key in argument_keys if key in found), None)
-    if not isinstance(name, str) or not name or arguments is None or not arguments.startswith("{"):
+    if arguments is None:
+        if found.keys() - {"name", id_key}:
+            return None
+        arguments = ""
+    return ToolCall(name, arguments, id=_read_string(found.get(id_key, "")))
+
+
+def read_loosely(text: str) -> ToolCall | None:
+    """A call that is no JSON, but says its name first: what follows is its arguments, as they were written.
+
+    >>> read_loosely('{"name": "f", "arguments": {"x": 1,}}').arguments
+    '{"x": 1,}'
+
+    The last brace is the call's. Where a brace is missing the arguments lack one, and where there is one too
+    many they have it: what comes out is never an object, nor nothing, which would mean one.
+    """
+    opening = _NAMED.match(text)
+    if opening is None:
         return None
-    sampled_id = json.loads(found.get(id_key, '""'))
-    return ToolCall(name, arguments, id=sampled_id if isinstance(sampled_id, str) else "")
+    rest = text[opening.end() :].strip()
+    arguments = rest.removesuffix("}").rstrip()
+    if not arguments or is_object(arguments):
+        arguments = rest
+    return ToolCall(opening[1], arguments) if arguments else None
+
+
+def _read_string(text: str) -> str:
+    """The string that a JSON text is; empty where it is none."""
+    try:
+        value = load_json(text)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""
 
 
 def _after_space(text: str, at: int) -> int:

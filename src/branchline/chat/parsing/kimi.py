@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 
 from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.jsontext import is_object
 from branchline.chat.parsing.values import read_name
 from branchline.core.message import ToolCall
 
@@ -26,7 +25,7 @@ def kimi() -> FramedParser:
 
 
 def _read(body: str) -> ToolCall | None:
-    head, _, rest = body.partition(ARGUMENTS)
-    sampled_id, arguments = head.strip(), rest.strip()
+    head, begun, rest = body.partition(ARGUMENTS)
+    sampled_id = head.strip()
     name = read_name(_NUMBER.sub("", sampled_id).removeprefix("functions."))
-    return ToolCall(name, arguments, id=sampled_id) if name and is_object(arguments) else None
+    return ToolCall(name, rest.strip(), id=sampled_id) if name and begun else None

@@ -7,7 +7,10 @@ at most one can be under way: the pieces between the markers are the same for ev
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
+
+_SHORT = 64
 
 
 class Piece(NamedTuple):
@@ -15,6 +18,15 @@ class Piece(NamedTuple):
 
     text: str
     is_marker: bool
+
+
+@cache
+def _pattern(markers: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+    """What markers begin with, and how they are found. There are as many as there are formats."""
+    starts = frozenset(marker[0] for marker in markers)
+    if any(letter in starts for marker in markers for letter in marker[1:]):
+        raise ValueError(f"markers {markers} could overlap")
+    return starts, re.compile("|".join(map(re.escape, markers)))
 
 
 class Lexer:
@@ -27,11 +39,8 @@ Piece(text='y', is_marker=False)], '<')
     """
 
     def __init__(self, *markers: str) -> None:
-        self._starts = frozenset(marker[0] for marker in markers)
-        if any(letter in self._starts for marker in markers for letter in marker[1:]):
-            raise ValueError(f"markers {markers} could overlap")
         self._markers = markers
-        self._pattern = re.compile("|".join(map(re.escape, markers)))
+        self._starts, self._pattern = _pattern(markers)
         self._held = ""
 
     def feed(self, text: str) -> list[Piece]:
@@ -48,6 +57,10 @@ Piece(text='y', is_marker=False)], '<')
             pieces.append(Piece(text[at:end], False))
         self._held = text[end:]
         return pieces
+
+    def passes(self, text: str) -> bool:
+        """Whether a short text is no part of any marker: then it need not be fed."""
+        return not self._held and len(text) < _SHORT and self._starts.isdisjoint(text)
 
     def finish(self) -> str:
         """What was held back, which is no marker."""

@@ -97,7 +97,8 @@ class Llama3Parser(Draft):
 
     def _read(self) -> list[ToolCall]:
         calls = [read_call("".join(parts), "parameters", "arguments") for parts in self._objects]
-        return [call for call in calls if call] if all(calls) else []
+        # A name alone is no call here: an answer that is JSON may well have one.
+        return [call for call in calls if call] if all(call and call.arguments for call in calls) else []
 
     def _give_up(self) -> None:
         """It is text: a problem only where it set out to be a call, for an answer may well be JSON."""

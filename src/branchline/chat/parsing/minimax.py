@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.values import Schemas, read_name, read_pairs
+from branchline.chat.parsing.values import Schemas, read_name
 from branchline.core.message import ToolCall
 
 FRAME = Frame(("<invoke name=", "</invoke>"), ("<minimax:tool_call>", "</minimax:tool_call>"))
@@ -20,7 +20,5 @@ def minimax(schemas: Schemas) -> FramedParser:
 
 def _read(body: str, schemas: Schemas) -> ToolCall | None:
     opening = _NAME.match(body)
-    if opening is None:
-        return None
-    name, pairs = read_name(opening[1]), read_pairs(body[opening.end() :], _PARAMETER)
-    return schemas.call(name, pairs) if name and pairs is not None else None
+    name = read_name(opening[1]) if opening is not None else None
+    return schemas.call(name, body[opening.end() :], _PARAMETER) if opening is not None and name else None

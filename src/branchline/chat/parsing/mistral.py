@@ -1,6 +1,7 @@
 """Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {…}, "id": "…"}]`, later `[TOOL_CALLS]f[ARGS]{…}`.
 
 No marker closes a call: it is complete with the last bracket of its JSON, and what follows is text again.
+What never gets to its last bracket ends at the next `[TOOL_CALLS]`, or with the output unless that was cut.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from enum import Enum
 
 from branchline.chat.parsing.base import Delta
 from branchline.chat.parsing.draft import Draft
-from branchline.chat.parsing.jsontext import JsonScan, elements, is_object, read_call
+from branchline.chat.parsing.jsontext import JsonScan, elements, read_call, read_loosely
 from branchline.chat.parsing.lexer import Lexer
 from branchline.chat.parsing.values import read_name
 from branchline.core.message import ToolCall
@@ -22,8 +23,10 @@ class _State(Enum):
     HEAD = 1
     """Behind `[TOOL_CALLS]`: the name of a call, or the bracket of a list."""
     OPENING = 2
-    """Behind `[ARGS]`, before the first bracket."""
+    """Behind `[ARGS]`, before the first letter of the arguments."""
     JSON = 3
+    LOOSE = 4
+    """In arguments or a list that can never be JSON."""
 
 
 class MistralParser(Draft):
@@ -47,14 +50,15 @@ class MistralParser(Draft):
         held = self._lexer.finish()
         if held:
             self._take(held, False)
-        if self._state is not _State.TEXT:
+        if not cut:
+            self._close()
+        elif self._block:
             self._release()
         return self._end()
 
     def _take(self, text: str, is_marker: bool) -> None:
         if is_marker and text == CALLS and not self._scan.in_string:
-            if self._block:
-                self._release()
+            self._close()
             self._block.append(text)
             self._state = _State.HEAD
             self._head_is_empty = True
@@ -62,10 +66,14 @@ class MistralParser(Draft):
             self._say(text)
         elif self._state is _State.JSON:
             self._take_json(text)
+        elif self._state is _State.LOOSE:
+            self._block.append(text)
         elif is_marker and self._state is _State.HEAD:
             self._block.append(text)
             self._head_is_empty = False
-            self._state = _State.OPENING if text == ARGUMENTS else _State.HEAD
+            if text == ARGUMENTS:
+                self._state = _State.OPENING
+                self._json_start = len(self._block)
         else:
             self._take_lead(text, "[" if self._state is _State.HEAD else "{")
 
@@ -83,29 +91,41 @@ class MistralParser(Draft):
         if body:
             self._head_is_empty = False
             if self._state is _State.OPENING:
-                self._state = _State.TEXT
-                self._release()
+                self._state = _State.LOOSE
 
     def _take_json(self, text: str) -> None:
         end = self._scan.feed(text)
         self._block.append(text if end < 0 else text[:end])
-        if end < 0 and not self._scan.is_broken:
-            return
-        self._scan = JsonScan()
-        calls = self._read() if end >= 0 else []
+        if self._scan.is_broken:
+            self._state = _State.LOOSE
+        elif end >= 0:
+            self._close()
+            self._say(text[end:])
+
+    def _close(self) -> None:
+        """The block, if there is one, ends here: it is calls, or text after all."""
+        calls = self._read() if self._state not in (_State.TEXT, _State.HEAD) else []
         self._state = _State.TEXT
+        self._scan = JsonScan()
         if calls:
             self._call(*calls)
-        else:
+        elif self._block:
             self._release()
-        self._say(text[end:] if end >= 0 else "")
 
     def _read(self) -> list[ToolCall]:
         head = "".join(self._block[1 : self._json_start]).strip()
-        body = "".join(self._block[self._json_start :])
+        body = "".join(self._block[self._json_start :]).strip()
         if not head:
-            calls = [read_call(item, "arguments", id_key="id") for item in elements(body) or ()]
-            return [call for call in calls if call] if all(calls) else []
+            return self._read_list(body)
         name, _, sampled_id = head.removesuffix(ARGUMENTS).partition(CALL_ID)
         name = read_name(name) or ""
-        return [ToolCall(name, body, id=sampled_id.strip())] if name and is_object(body) else []
+        return [ToolCall(name, body, id=sampled_id.strip())] if name else []
+
+    def _read_list(self, body: str) -> list[ToolCall]:
+        items = elements(body)
+        if items is None:
+            # Who cannot be told apart is one call: the first, with all that follows its name.
+            call = read_loosely(body.removeprefix("[").removesuffix("]"))
+            return [call] if call is not None else []
+        calls = [read_call(item, "arguments", id_key="id") or read_loosely(item) for item in items]
+        return [call for call in calls if call] if all(calls) else []

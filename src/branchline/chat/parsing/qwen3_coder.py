@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.values import Schemas, read_name, read_pairs
+from branchline.chat.parsing.values import Schemas, read_name
 from branchline.core.message import ToolCall
 
 FRAME = Frame(("<tool_call>", "</tool_call>"))
@@ -22,9 +22,11 @@ def qwen3_coder(schemas: Schemas) -> FramedParser:
 
 def _read(body: str, schemas: Schemas) -> ToolCall | None:
     opening = _OPENING.match(body)
-    inner = body.rstrip()
-    if opening is None or not inner.endswith("</function>"):
+    name = read_name(opening[1]) if opening is not None else None
+    if opening is None or name is None:
         return None
-    name = read_name(opening[1])
-    pairs = read_pairs(inner[opening.end() :].removesuffix("</function>"), _PARAMETER)
-    return schemas.call(name, pairs) if name and pairs is not None else None
+    inner = body[opening.end() :].strip()
+    if inner.endswith("</function>"):
+        return schemas.call(name, inner.removesuffix("</function>"), _PARAMETER)
+    # Not closed: as it stands, unless nothing does, which would mean no arguments.
+    return ToolCall(name, inner) if inner else None

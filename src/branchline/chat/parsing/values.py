@@ -1,14 +1,16 @@
 """Arguments that were sampled as bare text between tags, made into JSON by the tool's own schema.
 
 A value that is JSON of a type the schema allows stands in the result exactly as it was sampled; all else
-is a string. Without a schema, numbers, booleans, null, objects and arrays are themselves.
+is a string. Without a schema, numbers, booleans, null, objects and arrays are themselves. Where the tags are
+not as they should be, nothing is made of them: the arguments are what was sampled in their place.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from branchline.chat.parsing.jsontext import load_json
@@ -32,32 +34,42 @@ class Schemas:
     """The parameter types of the tools a request brought; it takes whatever a client sends."""
 
     def __init__(self, tools: Tools = ()) -> None:
-        self._tools: dict[str, Parameters] = {}
-        for tool in tools:
+        self._given = tools
+
+    @cached_property
+    def _tools(self) -> dict[str, Parameters]:
+        """Read when a call needs them; most formats never do."""
+        found: dict[str, Parameters] = {}
+        for tool in self._given:
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
                 # Chat Completions says `parameters`, Anthropic Messages `input_schema`.
                 schema = function.get("parameters") or function.get("input_schema")
-                self._tools[function["name"]] = _parameters(schema)
+                found[function["name"]] = _parameters(schema)
+        return found
 
-    def call(self, name: str, pairs: Iterable[tuple[str, str]]) -> ToolCall | None:
-        """The call of a tool with these arguments, in this order; None where one is given twice."""
+    def call(self, name: str, text: str, pair: re.Pattern[str]) -> ToolCall:
+        """The call of a tool with the arguments that are written in a text, in their order.
+
+        A text that is more than pairs, or gives an argument twice, is the arguments as it stands.
+        """
+        pairs = _read_pairs(text, pair)
+        if pairs is None:
+            return ToolCall(name, text.strip())
         parameters = self._tools.get(name, {})
-        written: dict[str, str] = {}
-        for key, text in pairs:
-            if key in written:
-                return None
-            written[key] = _write_value(text, parameters.get(key, _ANY))
-        members = (f"{_write_string(key)}: {value}" for key, value in written.items())
+        members = (
+            f"{_write_string(key)}: {_write_value(value, parameters.get(key, _ANY))}"
+            for key, value in pairs.items()
+        )
         return ToolCall(name, "{" + ", ".join(members) + "}")
 
 
-def read_pairs(text: str, pair: re.Pattern[str]) -> list[tuple[str, str]] | None:
+def _read_pairs(text: str, pair: re.Pattern[str]) -> dict[str, str] | None:
     """The keys and values of pairs that follow one another, nothing but whitespace around them."""
-    found: list[tuple[str, str]] = []
+    found: dict[str, str] = {}
     at = 0
-    while match := pair.match(text, at):
-        found.append((match[1], match[2]))
+    while (match := pair.match(text, at)) and match[1] not in found:
+        found[match[1]] = match[2]
         at = match.end()
     return None if text[at:].strip() else found
 

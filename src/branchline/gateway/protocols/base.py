@@ -3,7 +3,7 @@
     read(body, caller) → Ask          the canonical request, or a refusal that names the field
     whole(ask, done, codec) → JSON    the answer at once
     stream(ask, call_id, codec)       the answer as it arrives: `said` …, then `end`, or `failed`
-    error(status, message, field)     the protocol's own envelope
+    error(status, message, field, code)  the protocol's own envelope
 
 The final event of a stream is made from `Done`, so it cannot leave before the call is safe.
 """
@@ -18,10 +18,11 @@ import msgspec
 
 from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
+from branchline.core.fields import clean, inside
 from branchline.engines.base import SamplingParams
 from branchline.gateway.answers import Said
 from branchline.gateway.bodies import decode_json
-from branchline.gateway.calls import Asked, Done
+from branchline.gateway.calls import ROOM_LEFT, Asked, Done
 from branchline.gateway.live import LiveSession
 
 SAMPLING = (
@@ -35,6 +36,10 @@ SAMPLING = (
     "seed",
 )
 MOST_CHOICES = 128
+LIMIT_HEADER = "x-branchline-max-tokens"
+"""A client's `max_tokens` once more, where it is a limit that a session's own sampling must not lift."""
+_LINE_ENDS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
+"""No ends of lines to an event stream, but to many a client that reads one; JSON can do without them."""
 Fields = Mapping[str, Any]
 
 
@@ -46,7 +51,10 @@ class Caller:
     agent: str = ""
     retry: int = 0
     spawned_by: str = ""
-    default_max_tokens: int = 4096
+    default_max_tokens: int | None = None
+    """How long an answer may be where nobody says; None: as long as there is room."""
+    most_tokens: int | None = None
+    """How long it may be whatever the session's own sampling says; None: as the session says."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class CompletionAsk(Ask):
 
     include_usage: bool = False
     logprobs: bool = False
+    top_logprobs: bool = False
+    """With each token the likeliest ones: of which only the sampled one is known."""
     return_token_ids: bool = False
 
 
@@ -74,8 +84,20 @@ class Stream(Protocol):
     """A streamed answer: each call gives the bytes that leave now."""
 
     def said(self, said: Said) -> bytes: ...
+    def beat(self) -> bytes:
+        """What says nothing but that the answer is still on its way: clients hang up on a silent stream."""
+        ...
+
     def end(self, done: Done) -> bytes: ...
-    def failed(self, status: int, message: str, field: str | None) -> bytes: ...
+    def failed(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes: ...
+
+
+class Envelope(Protocol):
+    """Writes an error as a protocol has it."""
+
+    def __call__(
+        self, status: int, message: str, field_name: str | None = None, code: str | None = None
+    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -88,17 +110,35 @@ class Wire(Generic[A]):
     read: Callable[[object, Caller], A]
     whole: Callable[[A, Done, Codec], dict[str, Any]]
     stream: Callable[[A, str, Codec], Stream]
-    error: Callable[[int, str, str | None], dict[str, Any]]
+    error: Envelope
     decode: Callable[[bytes], object] = decode_json
     """The body's bytes as what `read` takes."""
     count: Callable[[int], dict[str, Any]] | None = None
     """Where it is given, nothing is sampled: what the prompt's number of tokens is answered with."""
+    told_inside: frozenset[str] = frozenset()
+    """Errors, by their codes, that clients of a stream look for in it even where it has not begun."""
+    request_id: bytes = b"x-request-id"
+    """The header in which its clients look for the id of a call."""
 
 
 def sse(data: object, event: str = "") -> bytes:
-    """One server-sent event."""
+    """One server-sent event.
+
+    >>> sse({"text": chr(0x2028)})
+    b'data: {"text":"\\\\u2028"}\\n\\n'
+    """
     name = b"event: " + event.encode() + b"\n" if event else b""
-    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+    return name + b"data: " + one_line(data) + b"\n\n"
+
+
+def one_line(data: object) -> bytes:
+    """JSON on one line, by anybody's idea of a line."""
+    written = msgspec.json.encode(data)
+    # They begin with one of two bytes, and looking for a byte is cheaper than replacing several.
+    if not written.isascii() and (0xC2 in written or 0xE2 in written):
+        for character, escape in _LINE_ENDS:
+            written = written.replace(character, escape)
+    return written
 
 
 # -- reading fields ----------------------------------------------------------------------------------
@@ -123,7 +163,7 @@ def sampling_params(
     if grammar is not None and not isinstance(grammar, dict):
         raise MessageError("response_format", grammar, "an object")
     return SamplingParams(
-        max_tokens=whole_number(given, max_tokens_name, caller.default_max_tokens, 1, 2**31),
+        max_tokens=_most_tokens(given, max_tokens_name, caller),
         temperature=number(given, "temperature", plain.temperature, 0, 100),
         top_p=number(given, "top_p", plain.top_p, 0, 1),
         top_k=max(0, whole_number(given, "top_k", plain.top_k, -1, 2**31)),
@@ -135,6 +175,13 @@ def sampling_params(
         stop=texts(given, stop_name),
         grammar=grammar,
     )
+
+
+def _most_tokens(given: Fields, name: str, caller: Caller) -> int:
+    most = ROOM_LEFT if caller.default_max_tokens is None else caller.default_max_tokens
+    if name in given:
+        most = whole_number(given, name, 0, 1, 2**31)
+    return most if caller.most_tokens is None else min(most, caller.most_tokens)
 
 
 def given_sampling(given: Fields, max_tokens_name: str) -> dict[str, Any]:
@@ -169,7 +216,11 @@ def wants_usage(given: Fields) -> bool:
     options = given.get("stream_options") or {}
     if not isinstance(options, dict):
         raise MessageError("stream_options", options, "an object")
-    return flag(options, "include_usage")
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return flag(given, "include_usage")
+    except MessageError as error:
+        raise inside("stream_options", error) from None
 
 
 def texts(given: Fields, name: str) -> tuple[str, ...]:
@@ -182,4 +233,4 @@ def texts(given: Fields, name: str) -> tuple[str, ...]:
 
 def model_name(given: Fields) -> str:
     """Any name is accepted; rules may look at it."""
-    return str(given.get("model") or "branchline")
+    return clean(str(given.get("model") or "branchline"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from branchline.chat.base import Codec
 from branchline.core.call import Request
@@ -32,6 +31,7 @@ from branchline.gateway.protocols.base import (
     wishes,
 )
 from branchline.gateway.protocols.chat import error, usage
+from branchline.gateway.protocols.logprobs import Offsets, entries
 
 _MOST_LOGPROBS = 20
 
@@ -42,9 +42,8 @@ def read(body: object, caller: Caller) -> CompletionAsk:
         if given.get(name, plain) != plain:
             raise MessageError(name, given[name], f"{plain!r}: nothing else is done here")
     prompt = _prompt(given)
-    logprobs = given.get("logprobs")
-    if logprobs is not None and not isinstance(logprobs, bool):
-        whole_number(given, "logprobs", 0, 0, _MOST_LOGPROBS)
+    logprobs = given.get("logprobs", False)
+    tops = 0 if isinstance(logprobs, bool) else whole_number(given, "logprobs", 0, 0, _MOST_LOGPROBS)
     request = Request(
         (Message("user"),),
         agent=caller.agent,
@@ -63,7 +62,8 @@ def read(body: object, caller: Caller) -> CompletionAsk:
         model_name(given),
         stream=flag(given, "stream"),
         include_usage=wants_usage(given),
-        logprobs=logprobs is not None and logprobs is not False,
+        logprobs=logprobs is not False,
+        top_logprobs=tops > 0,
         return_token_ids=flag(given, "return_token_ids"),
     )
 
@@ -89,7 +89,7 @@ def whole(ask: CompletionAsk, done: Done, codec: Codec) -> dict[str, Any]:
     for index, answer in enumerate(done.answers):
         choice = _choice(index, answer.message.text, answer.finish)
         if ask.logprobs:
-            choice["logprobs"] = _logprobs(answer, codec)
+            choice["logprobs"] = _logprobs(ask, answer, codec, Offsets())
         if ask.return_token_ids:
             choice["token_ids"] = answer.ids.tolist()
             choice["prompt_token_ids"] = done.prompt_ids.tolist()
@@ -105,16 +105,18 @@ def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
-def _logprobs(answer: Answer | Said, codec: Codec) -> dict[str, Any] | None:
+def _logprobs(
+    ask: CompletionAsk, answer: Answer | Said, codec: Codec, offsets: Offsets
+) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
-    tokens = [codec.decode(np.array([token], np.int32)) for token in answer.ids]
-    ends = np.cumsum([len(text) for text in tokens]).tolist()
+    told = entries(answer.ids, answer.logprobs, codec, tops=False)
+    tops = [{entry["token"]: entry["logprob"]} for entry in told]
     return {
-        "tokens": tokens,
-        "token_logprobs": answer.logprobs.tolist(),
-        "top_logprobs": None,
-        "text_offset": [0, *ends][: len(tokens)],
+        "tokens": [entry["token"] for entry in told],
+        "token_logprobs": [entry["logprob"] for entry in told],
+        "top_logprobs": tops if ask.top_logprobs else None,
+        "text_offset": [offsets.next(bytes(entry["bytes"])) for entry in told],
     }
 
 
@@ -126,6 +128,7 @@ class Stream:
     call_id: str
     codec: Codec
     _frame: dict[str, Any] = field(init=False)
+    _offsets: defaultdict[int, Offsets] = field(default_factory=lambda: defaultdict(Offsets))
 
     def __post_init__(self) -> None:
         self._frame = _frame(self.call_id, self.ask.model)
@@ -133,7 +136,7 @@ class Stream:
     def said(self, said: Said) -> bytes:
         choice = _choice(said.choice, "".join(delta.text for delta in said.deltas), None)
         if self.ask.logprobs:
-            choice["logprobs"] = _logprobs(said, self.codec)
+            choice["logprobs"] = _logprobs(self.ask, said, self.codec, self._offsets[said.choice])
         if self.ask.return_token_ids:
             choice["token_ids"] = said.ids.tolist()
         return sse({**self._frame, "choices": [choice]})
@@ -149,8 +152,11 @@ class Stream:
             events.append(sse({**self._frame, "choices": [], "usage": usage(done)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
 
-    def failed(self, status: int, message: str, field_name: str | None) -> bytes:
-        return sse({**error(status, message, field_name), "status": status})
+    def beat(self) -> bytes:
+        return sse({**self._frame, "choices": [_choice(0, "", None)]})
+
+    def failed(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
+        return sse({**error(status, message, field_name, code), "status": status})
 
 
 COMPLETIONS = Wire("completions", "cmpl-", read, whole, Stream, error)

@@ -9,6 +9,7 @@ on from a message by its id (`thread`) is told that it is not here, and sends th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ from branchline.gateway.protocols.messages_blocks import (
     tool_use,
     write_blocks,
 )
+from branchline.gateway.protocols.vendor_tools import anthropic_tool, note_left_out
 
 _CHOICES = ("auto", "any", "tool", "none")
 _THREAD = "thread.previous_message_id"
@@ -91,15 +93,22 @@ def _read_choice(given: Fields) -> tuple[bool, bool]:
 
 
 def _read_tools(raw: object) -> list[dict[str, Any]] | None:
-    """Tools in the shape of Chat Completions. Anthropic's own, with a type and no schema, are passed over."""
+    """Tools in the shape of Chat Completions. Anthropic's own have a type and no schema: those that a client
+    runs are shown, those that run at Anthropic's are passed over."""
     if raw is None:
         return None
     tools = []
     for index, tool in enumerate(read_tools(raw)):
-        if tool.get("type") not in (None, "custom") and "input_schema" not in tool:
-            continue
+        kind = tool.get("type")
+        is_own = kind not in (None, "custom") and "input_schema" not in tool
+        vendor = anthropic_tool(str(kind)) if is_own else None
         try:
-            tools.append(_read_tool(tool))
+            if vendor is not None:
+                tools.append(vendor.function(text_field(tool, "name") or str(kind).rpartition("_")[0]))
+            elif is_own:
+                note_left_out(str(kind))
+            else:
+                tools.append(_read_tool(tool))
         except MessageError as error:
             raise inside(f"tools[{index}]", error) from None
     return tools
@@ -118,7 +127,12 @@ def _read_tool(tool: Fields) -> dict[str, Any]:
 
 # -- answers -----------------------------------------------------------------------------------------
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 
 
 def whole(ask: Ask, done: Done, _codec: Codec) -> dict[str, Any]:
@@ -144,6 +158,8 @@ def _message(ask: Ask, call_id: str, content: list[Block], spent: dict[str, int]
 def _stop(answer: Answer) -> dict[str, Any]:
     if answer.finish == "stop" and answer.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    if answer.message.refusal:
+        return {"stop_reason": "refusal", "stop_sequence": None}
     return {"stop_reason": _STOP_REASONS.get(answer.finish, "end_turn"), "stop_sequence": None}
 
 
@@ -160,6 +176,15 @@ def _usage(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str, int]:
         "cache_read_input_tokens": reused,
         "output_tokens": sampled,
     }
+
+
+def cards(names: Sequence[str]) -> dict[str, Any]:
+    """The models that there are."""
+    told = [
+        {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        for name in names
+    ]
+    return {"data": told, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def count(tokens: int) -> dict[str, Any]:
@@ -197,12 +222,18 @@ class Stream:
         return b"".join(events)
 
     def end(self, done: Done) -> bytes:
-        events = [*self._begin(), *self._close()]
+        events = self._begin()
+        if refusal := done.answers[0].message.refusal:
+            events += self._words("text", refusal)
+        events += self._close()
         events.append(_event("message_delta", delta=_stop(done.answers[0]), usage=usage(done)))
         return b"".join([*events, _event("message_stop")])
 
-    def failed(self, status: int, message: str, field_name: str | None) -> bytes:
-        return sse({**error(status, message, field_name), "request_id": self.call_id}, "error")
+    def beat(self) -> bytes:
+        return b"".join([*self._begin(), _event("ping")])
+
+    def failed(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
+        return sse({**error(status, message, field_name, code), "request_id": self.call_id}, "error")
 
     def _begin(self) -> list[bytes]:
         if self._begun:
@@ -260,16 +291,19 @@ _KINDS = {
 }
 
 
-def error(status: int, message: str, field_name: str | None = None) -> dict[str, Any]:
+def error(
+    status: int, message: str, field_name: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """The envelope of this protocol's errors; its words name the field, for it has no other place."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     problem: dict[str, Any] = {"type": kind, "message": message}
-    if field_name == _THREAD:
-        # The code by which clients know that they can send everything again.
-        problem["details"] = {"error_code": "thread_not_found"}
+    # A thread is sent again, whole, by clients that are told this.
+    code = "thread_not_found" if field_name == _THREAD else code
+    if code is not None:
+        problem["details"] = {"error_code": code}
     return {"type": "error", "error": problem, "request_id": None}
 
 
-MESSAGES = Wire("messages", "msg_", read, whole, Stream, error)
+MESSAGES = Wire("messages", "msg_", read, whole, Stream, error, request_id=b"request-id")
 COUNT_TOKENS = replace(MESSAGES, count=count)
 """The same request, of which only the size of its prompt is wanted."""

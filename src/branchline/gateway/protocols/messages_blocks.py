@@ -272,6 +272,7 @@ def write_blocks(message: Message, call_id: str) -> list[Block]:
     if message.reasoning:
         signature = sign(call_id, message.reasoning)
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
-    if message.text:
-        blocks.append({"type": "text", "text": message.text})
+    if said := message.text + message.refusal:
+        # A refusal has no block of its own: the reason to stop says that it is one.
+        blocks.append({"type": "text", "text": said})
     return blocks + [tool_use(call, input_text(call)) for call in message.calls]

@@ -31,9 +31,12 @@ from branchline.gateway.protocols.base import (
     wishes,
 )
 from branchline.gateway.protocols.chat import error
-from branchline.gateway.protocols.responses_answers import ResponsesAsk, Stream, whole
-from branchline.gateway.protocols.responses_items import ID_PREFIX, INSTRUCTIONS, ItemReader, Past
-from branchline.gateway.protocols.responses_tools import read_tools
+from branchline.gateway.protocols.responses_answers import ResponsesAsk, whole
+from branchline.gateway.protocols.responses_items import ItemReader
+from branchline.gateway.protocols.responses_past import ID_PREFIX, Past
+from branchline.gateway.protocols.responses_stream import Stream
+from branchline.gateway.protocols.tools import read_tools
+from branchline.gateway.wire import CONTEXT_LENGTH
 
 _SHOWN: dict[str, Any] = {
     "background": False,
@@ -82,6 +85,7 @@ def read(body: object, caller: Caller) -> ResponsesAsk:
         spawned_by=caller.spawned_by,
         sampling=given_sampling(given, "max_tokens"),
         equivalences=(Equivalence.EMPTY_TOOLS,) if own.get("tools") == [] else (),
+        instructed=bool(own.get("instructions")),
     )
     include = own.get("include") or []
     if not isinstance(include, list):
@@ -98,6 +102,8 @@ def read(body: object, caller: Caller) -> ResponsesAsk:
         aliases={**aliases, **reader.aliases},
         is_summary=_object(own, "reasoning").get("summary") not in (None, "none"),
         is_sealed="reasoning.encrypted_content" in include,
+        logprobs="message.output_text.logprobs" in include,
+        top_logprobs=whole_number(own, "top_logprobs", 0, 0, 2**31) > 0,
         shown={name: _written(own.get(name, plain), name) for name, plain in _SHOWN.items()},
     )
 
@@ -131,7 +137,7 @@ def _messages(own: Fields, past: Past, reader: ItemReader) -> tuple[Message, ...
     if not isinstance(instructions, str):
         raise MessageError("instructions", instructions, "a string or null")
     if instructions:
-        messages.append(Message("system", clean(instructions), id=INSTRUCTIONS))
+        messages.append(Message("system", clean(instructions)))
     if "previous_response_id" in own:
         messages += past.conversation(own["previous_response_id"])
     messages += reader.read(own.get("input"))
@@ -168,6 +174,6 @@ def count(tokens: int) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
-RESPONSES = Wire("responses", ID_PREFIX, read, whole, Stream, error)
+RESPONSES = Wire("responses", ID_PREFIX, read, whole, Stream, error, told_inside=frozenset({CONTEXT_LENGTH}))
 INPUT_TOKENS = replace(RESPONSES, count=count)
 """The same request, of which only the size of its prompt is wanted."""

@@ -1,8 +1,8 @@
-"""Answers in the Responses protocol: an answer as items, whole or as events while it is said.
+"""Answers in the Responses protocol: an answer as items, and the response that holds them.
 
 Reasoning is told as a summary to those who ask for one, else as content; who asks for it encrypted gets it
-sealed as well, so that it comes back from clients that keep nothing else. An item is closed before the next
-one opens: clients keep items in the order in which they end.
+sealed as well, so that it comes back from clients that keep nothing else. How it is told while it is said is
+in `responses_stream`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 
 from branchline.chat.base import Codec
 from branchline.core.message import ToolCall
-from branchline.gateway.answers import Answer, Said
+from branchline.gateway.answers import Answer
 from branchline.gateway.calls import Done
-from branchline.gateway.protocols.base import Ask, Fields, sse
-from branchline.gateway.protocols.responses_items import item_id, seal
-from branchline.gateway.protocols.responses_tools import Alias, free_text
+from branchline.gateway.protocols.base import Ask, Fields
+from branchline.gateway.protocols.logprobs import Entry, Trail
+from branchline.gateway.protocols.responses_items import seal
+from branchline.gateway.protocols.responses_past import item_id
+from branchline.gateway.protocols.tools import Alias, free_text
 
-_STATUS = {"length": "incomplete"}
-"""The one finish reason that is no completion."""
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""The finish reasons that are no completion, by the names they have here."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +35,89 @@ class ResponsesAsk(Ask):
     is_summary: bool = False
     """Reasoning is told as its summary."""
     is_sealed: bool = False
+    logprobs: bool = False
+    top_logprobs: bool = False
     shown: Mapping[str, Any] = field(default_factory=dict)
     """What the response repeats."""
 
-
-# -- items of an answer ------------------------------------------------------------------------------
-
-
-def _message_item(id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_OUTPUT_TEXT.part(text)]
-    return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
+    def trail(self, codec: Codec) -> Trail | None:
+        """What hands out the tokens of texts, if they were asked for."""
+        return Trail(codec, tops=self.top_logprobs) if self.logprobs else None
 
 
-def _reasoning_item(id: str, text: str | None, status: str, ask: ResponsesAsk) -> dict[str, Any]:
-    flow = _flow_of_reasoning(ask)
-    parts = [] if text is None else [flow.part(text)]
+# -- parts -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A kind of text: what its part of an item is called, and its events while it arrives."""
+
+    part_events: str
+    text_events: str
+    index: str
+    type: str
+    prefix: str
+    """Of the ids of its items."""
+    name: str = "text"
+    """The field it stands in."""
+    part_fields: Mapping[str, Any] = field(default_factory=dict)
+    """What clients look for in its parts though there is nothing to say."""
+    has_logprobs: bool = False
+
+    def part(self, text: str, logprobs: list[Entry] | None = None) -> dict[str, Any]:
+        part = {"type": self.type, self.name: text, **self.part_fields}
+        return {**part, "logprobs": logprobs or []} if self.has_logprobs else part
+
+
+OUTPUT_TEXT = Flow(
+    "response.content_part",
+    "response.output_text",
+    "content_index",
+    "output_text",
+    "msg",
+    part_fields={"annotations": []},
+    has_logprobs=True,
+)
+REFUSAL = Flow("response.content_part", "response.refusal", "content_index", "refusal", "msg", name="refusal")
+REASONING_TEXT = Flow(
+    "response.content_part", "response.reasoning_text", "content_index", "reasoning_text", "rs"
+)
+SUMMARY_TEXT = Flow(
+    "response.reasoning_summary_part",
+    "response.reasoning_summary_text",
+    "summary_index",
+    "summary_text",
+    "rs",
+)
+
+
+def flow_of_reasoning(ask: ResponsesAsk) -> Flow:
+    return SUMMARY_TEXT if ask.is_summary else REASONING_TEXT
+
+
+# -- items -------------------------------------------------------------------------------------------
+
+
+def text_item(
+    ask: ResponsesAsk, flow: Flow, id: str, text: str | None, status: str, logprobs: list[Entry] | None = None
+) -> dict[str, Any]:
+    """A message or reasoning; None: nothing of it was said yet."""
+    parts = [] if text is None else [flow.part(text, logprobs)]
+    if flow.prefix == "msg":
+        return {"id": id, "type": "message", "status": status, "role": "assistant", "content": parts}
     item: dict[str, Any] = {"id": id, "type": "reasoning", "status": status, "summary": [], "content": []}
     item["summary" if ask.is_summary else "content"] = parts
     item["encrypted_content"] = seal(text) if text is not None and ask.is_sealed else None
     return item
 
 
-def _call_item(call: ToolCall, call_id: str, number: int, ask: ResponsesAsk) -> dict[str, Any]:
+def call_item(call: ToolCall, call_id: str, number: int, ask: ResponsesAsk) -> dict[str, Any]:
+    """A call of a tool, as the client's kind of tool is called."""
     alias = ask.aliases.get(call.name, Alias(call.name))
+    if alias.vendor is not None:
+        tool = alias.vendor
+        own = {"id": item_id(tool.prefix, call_id, number), "type": tool.item, "status": "completed"}
+        return {**own, "call_id": call.id, tool.place: tool.write(call.arguments)}
     prefix, kind = ("ctc", "custom_tool_call") if alias.is_freeform else ("fc", "function_call")
     item: dict[str, Any] = {"id": item_id(prefix, call_id, number), "type": kind, "status": "completed"}
     item |= {"call_id": call.id, "name": alias.name}
@@ -68,20 +130,28 @@ def _call_item(call: ToolCall, call_id: str, number: int, ask: ResponsesAsk) -> 
     return item
 
 
-def _items(ask: ResponsesAsk, call_id: str, answer: Answer) -> Iterator[dict[str, Any]]:
-    said = answer.message
+def _items(ask: ResponsesAsk, call_id: str, answer: Answer, codec: Codec) -> Iterator[dict[str, Any]]:
+    said, trail = answer.message, ask.trail(codec)
+    if trail is not None:
+        trail.take(answer.ids, answer.logprobs)
+        trail.said(said.reasoning)
     if said.reasoning:
-        yield _reasoning_item(item_id("rs", call_id, 0), said.reasoning, "completed", ask)
-    if said.text or not said.calls:
-        # An answer of nothing is an item too: who keeps items must have something to send back.
-        status = "completed" if said.calls else _status(answer)
-        yield _message_item(item_id("msg", call_id, 0), said.text, status)
+        flow = flow_of_reasoning(ask)
+        yield text_item(ask, flow, item_id("rs", call_id, 0), said.reasoning, "completed")
+    status = "completed" if said.calls else status_of(answer)
+    # An answer of nothing is an item too: who keeps items must have something to send back.
+    is_text = bool(said.text) or not (said.calls or said.refusal)
+    if is_text:
+        logprobs = trail.said(said.text) if trail is not None else None
+        yield text_item(ask, OUTPUT_TEXT, item_id("msg", call_id, 0), said.text, status, logprobs)
+    if said.refusal:
+        yield text_item(ask, REFUSAL, item_id("msg", call_id, int(is_text)), said.refusal, status)
     for number, call in enumerate(said.calls):
-        yield _call_item(call, call_id, number, ask)
+        yield call_item(call, call_id, number, ask)
 
 
-def _status(answer: Answer) -> str:
-    return _STATUS.get(answer.finish, "completed")
+def status_of(answer: Answer) -> str:
+    return "incomplete" if answer.finish in _INCOMPLETE else "completed"
 
 
 # -- responses ---------------------------------------------------------------------------------------
@@ -89,11 +159,11 @@ def _status(answer: Answer) -> str:
 
 def whole(ask: ResponsesAsk, done: Done, codec: Codec) -> dict[str, Any]:
     """The whole response."""
-    items = list(_items(ask, done.call.id, done.answers[0]))
-    return _finished(_frame(ask, done.call.id, int(time.time())), items, done, codec)
+    items = list(_items(ask, done.call.id, done.answers[0], codec))
+    return finished(frame(ask, done.call.id, int(time.time())), items, done, codec)
 
 
-def _frame(ask: ResponsesAsk, call_id: str, created: int) -> dict[str, Any]:
+def frame(ask: ResponsesAsk, call_id: str, created: int) -> dict[str, Any]:
     """A response of which nothing is known yet."""
     return {
         "id": call_id,
@@ -112,13 +182,14 @@ def _frame(ask: ResponsesAsk, call_id: str, created: int) -> dict[str, Any]:
     }
 
 
-def _finished(frame: Fields, items: list[dict[str, Any]], done: Done, codec: Codec) -> dict[str, Any]:
-    status = _status(done.answers[0])
+def finished(begun: Fields, items: list[dict[str, Any]], done: Done, codec: Codec) -> dict[str, Any]:
+    """A response of which all is known."""
+    status, reason = status_of(done.answers[0]), _INCOMPLETE.get(done.answers[0].finish)
     return {
-        **frame,
+        **begun,
         "status": status,
-        "completed_at": int(time.time()) if status == "completed" else None,
-        "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
+        "completed_at": int(time.time()) if reason is None else None,
+        "incomplete_details": None if reason is None else {"reason": reason},
         "output": items,
         "usage": _usage(done, codec),
     }
@@ -135,160 +206,3 @@ def _usage(done: Done, codec: Codec) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": prompt + sampled,
     }
-
-
-# -- streams -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Flow:
-    """How a text that arrives bit by bit is told."""
-
-    part_events: str
-    text_events: str
-    index: str
-    type: str
-    event_fields: Mapping[str, Any] = field(default_factory=dict)
-    """What clients look for in its events though there is nothing to say."""
-    part_fields: Mapping[str, Any] = field(default_factory=dict)
-    """The same in its parts."""
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": self.type, "text": text, **self.part_fields}
-
-
-_OUTPUT_TEXT = _Flow(
-    "response.content_part",
-    "response.output_text",
-    "content_index",
-    "output_text",
-    {"logprobs": []},
-    {"annotations": [], "logprobs": []},
-)
-_REASONING_TEXT = _Flow("response.content_part", "response.reasoning_text", "content_index", "reasoning_text")
-_SUMMARY_TEXT = _Flow(
-    "response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index", "summary_text"
-)
-
-
-def _flow_of_reasoning(ask: ResponsesAsk) -> _Flow:
-    return _SUMMARY_TEXT if ask.is_summary else _REASONING_TEXT
-
-
-@dataclass
-class _Open:
-    """The item that is being said."""
-
-    flow: _Flow
-    id: str
-    texts: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Stream:
-    """The events of a streamed response; its last one leaves with `end`."""
-
-    ask: ResponsesAsk
-    call_id: str
-    codec: Codec
-    _sequence: int = 0
-    _items: list[dict[str, Any]] = field(default_factory=list)
-    _open: _Open | None = None
-    _frame: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._frame = _frame(self.ask, self.call_id, int(time.time()))
-
-    def said(self, said: Said) -> bytes:
-        """What one bit of an answer becomes."""
-        return b"".join([*self._begin(), *self._said(said)])
-
-    def end(self, done: Done) -> bytes:
-        """What is open is closed, then the whole response."""
-        return b"".join([*self._begin(), *self._end(done)])
-
-    def failed(self, status: int, message: str, field_name: str | None) -> bytes:
-        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")
-        problem = {"code": code, "message": message, "param": field_name}
-        response = {**self._frame, "status": "failed", "output": self._items, "error": problem}
-        return self._event("response.failed", response=response)
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return sse(event, kind)
-
-    def _begin(self) -> Iterator[bytes]:
-        if not self._sequence:
-            yield self._event("response.created", response=self._frame)
-            yield self._event("response.in_progress", response=self._frame)
-
-    def _said(self, said: Said) -> Iterator[bytes]:
-        for delta in said.deltas:
-            if delta.call is not None:
-                yield from self._close("completed")
-                yield from self._call(delta.call)
-            elif delta.reasoning:
-                yield from self._text(_flow_of_reasoning(self.ask), delta.reasoning)
-            elif delta.text:
-                yield from self._text(_OUTPUT_TEXT, delta.text)
-
-    def _end(self, done: Done) -> Iterator[bytes]:
-        status = _status(done.answers[0])
-        is_message = self._open is not None and self._open.flow is _OUTPUT_TEXT
-        if not is_message and not done.answers[0].message.calls:
-            yield from self._text(_OUTPUT_TEXT, "")
-        yield from self._close(status)
-        response = _finished(self._frame, self._items, done, self.codec)
-        yield self._event(f"response.{status}", response=response)
-
-    def _text(self, flow: _Flow, text: str) -> Iterator[bytes]:
-        if self._open is None or self._open.flow is not flow:
-            yield from self._close("completed")
-            prefix = "msg" if flow is _OUTPUT_TEXT else "rs"
-            number = sum(item["id"].startswith(prefix) for item in self._items)
-            self._open = _Open(flow, item_id(prefix, self.call_id, number))
-            yield self._event(
-                "response.output_item.added",
-                output_index=len(self._items),
-                item=self._item(self._open, None, "in_progress"),
-            )
-            yield self._event(f"{flow.part_events}.added", **self._place(self._open), part=flow.part(""))
-        if text:
-            self._open.texts.append(text)
-            place = self._place(self._open)
-            yield self._event(f"{flow.text_events}.delta", **place, delta=text, **flow.event_fields)
-
-    def _close(self, status: str) -> Iterator[bytes]:
-        """Ends the item that is being said."""
-        if self._open is None:
-            return
-        current, self._open = self._open, None
-        flow, text, place = current.flow, "".join(current.texts), self._place(current)
-        yield self._event(f"{flow.text_events}.done", **place, text=text, **flow.event_fields)
-        yield self._event(f"{flow.part_events}.done", **place, part=flow.part(text))
-        yield self._finish(self._item(current, text, status))
-
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        number = sum("call_id" in item for item in self._items)
-        item = _call_item(call, self.call_id, number, self.ask)
-        name = "input" if item["type"] == "custom_tool_call" else "arguments"
-        events = "custom_tool_call_input" if name == "input" else "function_call_arguments"
-        begun = {**item, "status": "in_progress", name: ""}
-        place = {"item_id": item["id"], "output_index": len(self._items)}
-        yield self._event("response.output_item.added", output_index=len(self._items), item=begun)
-        yield self._event(f"response.{events}.delta", **place, delta=item[name])
-        yield self._event(f"response.{events}.done", **place, **{name: item[name]})
-        yield self._finish(item)
-
-    def _finish(self, item: dict[str, Any]) -> bytes:
-        self._items.append(item)
-        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-    def _item(self, current: _Open, text: str | None, status: str) -> dict[str, Any]:
-        if current.flow is _OUTPUT_TEXT:
-            return _message_item(current.id, text, status)
-        return _reasoning_item(current.id, text, status, self.ask)
-
-    def _place(self, current: _Open) -> dict[str, Any]:
-        return {"item_id": current.id, "output_index": len(self._items), current.flow.index: 0}

@@ -2,77 +2,31 @@
 
 What is one assistant message elsewhere is a run of items here: reasoning, a message, calls of tools. A run
 is put together again, so that a conversation means the same over every protocol. Items that only a vendor's
-own servers could act on (web search, a hosted shell) are passed over.
+own servers could act on (web search, a code interpreter) are passed over.
 """
 
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from branchline.core.call import RAW_FRAME, Call
 from branchline.core.errors import MessageError
 from branchline.core.fields import clean, inside, text_field
 from branchline.core.message import Form, Media, Message, ToolCall
 from branchline.core.reader import read_message
 from branchline.gateway.protocols.base import Fields
-from branchline.gateway.protocols.responses_tools import Alias, free_text, offered_name, read_tools
-from branchline.tree.node import Node
-from branchline.tree.tree import Tree
+from branchline.gateway.protocols.responses_past import Past
+from branchline.gateway.protocols.tools import Alias, as_input, free_text, offered_name, read_tools
+from branchline.gateway.protocols.vendor_tools import BY_ITEM, given
 
-ID_PREFIX = "resp_"
-INSTRUCTIONS = "instructions"
-"""The id of the message that `instructions` become: a response that goes on from another leaves it out.
-The same words sent both as instructions and as an item of one session are what they were first."""
-_ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_([0-9a-f]+)_([0-9]{1,6})")
 _SEAL = "branchline:"
 _ROLES = ("user", "assistant", "system", "developer")
 Kind = Literal["reasoning", "message", "call"]
-
-
-# -- what this session has said before ---------------------------------------------------------------
-
-
-def item_id(prefix: str, call_id: str, number: int) -> str:
-    """The id of an item of a response: it names the response, so what comes back can be put together."""
-    return f"{prefix}_{call_id.removeprefix(ID_PREFIX)}_{number}"
-
-
-def _parse_id(given: str) -> tuple[str, str, int]:
-    """The prefix, the response and the number of an id of ours; empty where it is somebody else's."""
-    found = _ITEM_ID.fullmatch(given)
-    return (found[1], ID_PREFIX + found[2], int(found[3])) if found else ("", "", 0)
-
-
-@dataclass(frozen=True)
-class Past:
-    """The answers of a session, by response id."""
-
-    tree: Tree
-
-    @cached_property
-    def _calls(self) -> dict[str, Call]:
-        return {call.id: call for call in self.tree.calls}
-
-    def answer(self, response_id: str) -> Node | None:
-        """Where a response ended, if it is one of this session's."""
-        call = self._calls.get(response_id)
-        return None if call is None or call.frame == RAW_FRAME else self.tree.nodes[call.outputs[0]]
-
-    def conversation(self, response_id: object) -> list[Message]:
-        """All that was said up to a response and in it, without its instructions."""
-        node = self.answer(response_id) if isinstance(response_id, str) else None
-        if node is None:
-            raise MessageError("previous_response_id", response_id, "the id of a response of this session")
-        messages = [entry.message for entry in node.path()]
-        return messages[1:] if messages[0].id == INSTRUCTIONS else messages
 
 
 # -- reasoning, there and back -----------------------------------------------------------------------
@@ -175,7 +129,7 @@ class ItemReader:
 
     def _reply(self, kind: Kind, given_id: str) -> _Reply:
         """The answer that an item is part of."""
-        _, response_id, _ = _parse_id(given_id)
+        _, response_id, _ = self._past.parse_id(given_id)
         reply = self._open
         if reply is None or not reply.goes_on(kind, response_id):
             self._close()
@@ -220,27 +174,44 @@ class ItemReader:
 
     def _custom_tool_call(self, item: Fields) -> None:
         text = text_field(item, "input")
-        prefix, response_id, number = _parse_id(text_field(item, "id"))
-        arguments = _json({"input": text}, "input")
-        answer = self._past.answer(response_id) if prefix == "ctc" else None
-        if answer is not None and number < len(answer.message.calls):
-            # What the model wrote need not have been an input; then only the record knows how it was put.
-            written = answer.message.calls[number].arguments
-            arguments = written if free_text(written) == text else arguments
-        self._call(item, arguments)
+        written = self._written(item)
+        if written is None or free_text(written) != text:
+            written = as_input(text)
+        self._call(item, written)
 
-    def _call(self, item: Fields, arguments: str) -> None:
-        name = text_field(item, "name")
-        if not name:
-            raise MessageError("name", item.get("name"), "a non-empty string")
-        offered = offered_name(text_field(item, "namespace"), name)
+    def _vendor_call(self, item: Fields) -> None:
+        """A call of a vendor's own tool, which has an item of its own."""
+        name, tool = BY_ITEM[item["type"]]
+        value = item.get(tool.place)
+        if not isinstance(value, dict):
+            raise MessageError(tool.place, value, "an object")
+        written = self._written(item)
+        if written is None or given(tool.write(written)) != given(value):
+            written = _json(tool.read(value), tool.place)
+        self._call(item, written, name)
+
+    def _written(self, item: Fields) -> str | None:
+        """The arguments of a call as the model wrote them. They need not have been what its tool takes, so an
+        item may be all that could be made of them, and only the record knows how they were put."""
+        _, response_id, number = self._past.parse_id(text_field(item, "id"))
+        answer = self._past.answer(response_id)
+        calls = () if answer is None else answer.message.calls
+        return calls[number].arguments if number < len(calls) else None
+
+    def _call(self, item: Fields, arguments: str, offered: str = "") -> None:
+        if not offered:
+            name = text_field(item, "name")
+            if not name:
+                raise MessageError("name", item.get("name"), "a non-empty string")
+            offered = offered_name(text_field(item, "namespace"), name)
         call = ToolCall(offered, arguments, text_field(item, "call_id"))
         self._reply("call", text_field(item, "id")).calls.append(call)
 
     def _output(self, item: Fields) -> None:
-        answers = text_field(item, "call_id")
+        # A local shell's output has the call's id as its own.
+        answers = text_field(item, "call_id") or text_field(item, "id")
         try:
-            read = read_message({"role": "tool", "tool_call_id": answers, "content": item.get("output")}, "")
+            read = read_message({"role": "tool", "tool_call_id": answers, "content": _result(item)}, "")
         except MessageError as error:
             place = error.field.replace("content", "output", 1)
             raise MessageError(place, error.value, error.expected) from None
@@ -248,19 +219,19 @@ class ItemReader:
         self._messages.append(_plain(read))
 
     def _item_reference(self, item: Fields) -> None:
-        given = text_field(item, "id")
-        prefix, response_id, number = _parse_id(given)
+        name = text_field(item, "id")
+        prefix, response_id, number = self._past.parse_id(name)
         answer = self._past.answer(response_id)
         if answer is None:
-            raise MessageError("id", given, "the id of an item that this session was sent")
+            raise MessageError("id", name, "the id of an item that this session was sent")
         said = answer.message
-        if prefix in ("fc", "ctc"):
-            self._reply("call", given).calls += said.calls[number : number + 1]
-        elif prefix == "rs":
-            self._reply("reasoning", given).reasoning += "" if number else said.reasoning
-        else:
+        if prefix == "rs":
+            self._reply("reasoning", name).reasoning += "" if number else said.reasoning
+        elif prefix == "msg":
             # The text of an answer that went on behind a call is all under its first number.
-            self._reply("message", given).parts += () if number else (said.text,)
+            self._reply("message", name).parts += () if number else (said.text,)
+        else:
+            self._reply("call", name).calls += said.calls[number : number + 1]
 
     def _agent_message(self, item: Fields) -> None:
         """What one agent tells another. Whoever wrote it wrote it here, so its sealed part is plain text."""
@@ -284,6 +255,8 @@ _READERS: dict[str, Callable[[ItemReader, Fields], None]] = {
     "function_call_output": ItemReader._output,
     "custom_tool_call": ItemReader._custom_tool_call,
     "custom_tool_call_output": ItemReader._output,
+    **dict.fromkeys(BY_ITEM, ItemReader._vendor_call),
+    **dict.fromkeys([f"{item}_output" for item in BY_ITEM], ItemReader._output),
     "item_reference": ItemReader._item_reference,
     "agent_message": ItemReader._agent_message,
     "additional_tools": ItemReader._additional_tools,
@@ -293,6 +266,16 @@ _READERS: dict[str, Callable[[ItemReader, Fields], None]] = {
 def _plain(message: Message) -> Message:
     """A list of parts is this protocol's own way to write a text, and nothing to be tolerated."""
     return replace(message, form=int(Form.PLAIN)) if message.form else message
+
+
+def _result(item: Fields) -> object:
+    """What came of a call. A shell tells of each command; a patch may say no more than whether it went in."""
+    output = item.get("output")
+    if item["type"] == "shell_call_output":
+        return _json(output, "output")
+    if output is None and item["type"] == "apply_patch_call_output":
+        return text_field(item, "status")
+    return output
 
 
 def _unsealed(part: object) -> object:

@@ -22,6 +22,9 @@ class Partner:
 class InteractionRegistry(Names[Interaction]):
     """All interactions there are."""
 
+    kind = "interaction"
+    awaited = ("start", "respond", "score", "finalize")
+
     def select(self, name: str, arguments: Mapping[str, Any] | None = None) -> Partner:
         """What a sample asks for."""
         if arguments is not None and not isinstance(arguments, Mapping):

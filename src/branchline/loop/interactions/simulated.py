@@ -7,7 +7,8 @@ and system prompts are not for its eyes.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from branchline.loop.interactions.base import BaseInteraction, Response
 Complete = Callable[[Sequence[Message]], Awaitable[str]]
 
 STOP = "[[DONE]]"
+SILENCE = "(The assistant says nothing.)"
+"""Stands for an answer without words: a model behind its own words would go on with them."""
 GREETING = "Hello, how can I help you?"
 """Opens the conversation for the one who plays the user: most chat templates want a user to speak first."""
 
@@ -81,7 +84,7 @@ class SimulatedUser(BaseInteraction):
         if not goal:
             raise InputError(f"goal of {self.name!r}: got none, expected what the user wants")
         persona = self._persona if persona is None else persona
-        part = Part(self._briefing.format(persona=persona, goal=goal, stop=self._stop))
+        part = Part(_filled(self._briefing, {"persona": persona, "goal": goal, "stop": self._stop}))
         if not (self._opens if opens is None else opens):
             return part, None
         said = await self._say(part, ())
@@ -89,6 +92,13 @@ class SimulatedUser(BaseInteraction):
 
     async def respond(self, state: Part, messages: Sequence[Message]) -> Response:
         return await self._say(state, messages)
+
+    def save(self, state: Part) -> str:
+        return state.briefing
+
+    async def restore(self, trajectory: str, saved: str, **arguments: Any) -> Part:
+        """Goes on as who it was; the first words were said already."""
+        return Part(saved)
 
     async def _say(self, part: Part, messages: Sequence[Message]) -> Response:
         text = await self._complete(users_view(part.briefing, messages))
@@ -112,6 +122,13 @@ def users_view(briefing: str, messages: Sequence[Message]) -> tuple[Message, ...
             turns[-1] = (role, f"{turns[-1][1]}\n\n{text}")
         else:
             turns.append((role, text))
+    if turns and turns[-1][0] == "assistant" and messages[-1].role == "assistant":
+        turns.append(("user", SILENCE))
     if not turns or turns[0][0] == "assistant":
         turns.insert(0, ("user", GREETING))
     return (Message("system", briefing), *(Message(role, text) for role, text in turns))
+
+
+def _filled(briefing: str, words: Mapping[str, str]) -> str:
+    """A briefing with its blanks filled in; all other braces are its own."""
+    return re.sub(r"\{(persona|goal|stop)\}", lambda blank: words[blank[1]], briefing)

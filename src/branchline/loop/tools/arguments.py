@@ -49,10 +49,11 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 def argument_check(tool: Tool) -> ArgumentCheck:
     """What a tool's arguments are held against; InputError if its schema is none."""
-    function = tool.schema.get("function")
+    schema: object = getattr(tool, "schema", None)
+    function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or function.get("name") != tool.name:
         raise InputError(
-            f"schema of tool {tool.name!r}: got {tool.schema!r}, "
+            f"schema of tool {tool.name!r}: got {schema!r}, "
             f"expected {{'type': 'function', 'function': {{'name': {tool.name!r}, …}}}}"
         )
     try:

@@ -16,9 +16,9 @@ with a timeout all the same, but the function goes on until it returns by itself
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints, overload
 
@@ -27,7 +27,9 @@ from msgspec import UNSET, UnsetType
 
 from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError
+from branchline.loop.tools.annotations import or_null, spelled
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
+from branchline.loop.tools.docstrings import read_docstring
 from branchline.loop.tools.results import result_of
 from branchline.loop.waiting import in_thread
 
@@ -35,13 +37,15 @@ Function = Callable[..., Any]
 
 
 @overload
-def tool(function: Function, /) -> FunctionTool: ...
+def tool(
+    function: Function, /, *, name: str = "", description: str = "", per_sample: Sequence[str] = ()
+) -> FunctionTool: ...
 @overload
 def tool(
-    *, name: str = "", description: str = "", per_sample: Sequence[str] = ()
+    called: str = "", /, *, name: str = "", description: str = "", per_sample: Sequence[str] = ()
 ) -> Callable[[Function], FunctionTool]: ...
 def tool(
-    function: Function | None = None,
+    function: Function | str = "",
     /,
     *,
     name: str = "",
@@ -52,9 +56,11 @@ def tool(
 
     `per_sample` names parameters that the model does not see: they come from the sample's `tool_arguments`.
     """
-    if function is not None:
-        return FunctionTool(function)
-    return lambda function: FunctionTool(function, name, description, per_sample)
+    if not isinstance(function, str):
+        return FunctionTool(function, name, description, per_sample)
+    # `@tool("search")`, as agents are named.
+    called = name or function
+    return lambda function: FunctionTool(function, called, description, per_sample)
 
 
 class FunctionTool(BaseTool):
@@ -63,27 +69,37 @@ class FunctionTool(BaseTool):
     def __init__(
         self, function: Function, name: str = "", description: str = "", per_sample: Sequence[str] = ()
     ) -> None:
+        definition = _definition(function)
         self.function = function
-        self.name = name or function.__name__
-        parameters = _parameters(function, self.name)
+        self.name = name = name or _name(definition)
+        if inspect.isgeneratorfunction(definition) or inspect.isasyncgenfunction(definition):
+            raise InputError(f"tool {name!r}: got a generator, expected a function that returns its result")
+        parameters = _parameters(function, name)
+        hints = _hints(definition, name)
+        self._per_sample: dict[str, tuple[inspect.Parameter, Any]] = {}
         for given in per_sample:
             if given not in parameters:
                 raise InputError(
-                    f"per_sample of tool {self.name!r}: got {given!r}, expected one of {list(parameters)}"
+                    f"per_sample of tool {name!r}: got {given!r}, expected one of {list(parameters)}"
                 )
-        self._per_sample = {given: parameters[given] for given in per_sample}
-        hints = _hints(function, self.name)
-        about, described = _read_docstring(inspect.getdoc(function) or "")
-        for documented in described:
-            if documented not in parameters:
+            if given == "trajectory":
                 raise InputError(
-                    f"docstring of tool {self.name!r}: Args describes {documented!r}, "
-                    f"expected one of {list(parameters)}"
+                    f"per_sample of tool {name!r}: got 'trajectory', expected another name: "
+                    "every tool is created for one"
                 )
-        shown = [each for each in parameters.values() if each.name not in self._per_sample]
-        self._model = _model(self.name, shown, hints)
+            parameter = parameters.pop(given)
+            self._per_sample[given] = parameter, _kind(parameter, hints, name)
+        about, described = read_docstring(inspect.getdoc(definition) or "")
+        known = list(inspect.signature(definition).parameters)
+        for documented in described:
+            if documented not in known:
+                raise InputError(
+                    f"docstring of tool {name!r}: describes {documented!r}, expected one of {known}"
+                )
+        shown = list(parameters.values())
+        self._model = _model(name, shown, hints)
         self.schema: Mapping[str, Any] = function_schema(
-            self.name, description or about, _schema(self.name, self._model, shown, described)
+            name, description or about, _schema(name, self._model, shown, described)
         )
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -94,10 +110,10 @@ class FunctionTool(BaseTool):
         for name in arguments:
             if name not in self._per_sample:
                 raise InputError(f"tool_arguments: got {name!r}, expected only {expected}")
-        for name, parameter in self._per_sample.items():
+        for name, (parameter, _) in self._per_sample.items():
             if name not in arguments and parameter.default is parameter.empty:
                 raise InputError(f"tool_arguments: {name!r} is missing, expected all of {expected}")
-        return arguments
+        return {name: _given(name, value, self._per_sample[name][1]) for name, value in arguments.items()}
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
         model = msgspec.convert(arguments, self._model)
@@ -114,31 +130,83 @@ class FunctionTool(BaseTool):
         return result_of(value)
 
 
-# -- the schema --------------------------------------------------------------------------------------
+def _given(name: str, value: Any, kind: Any) -> Any:
+    """What a sample gives, as what the annotation says."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InputError(f"tool_arguments: {name}: got {value!r}: {error}") from error
+
+
+# -- the function ------------------------------------------------------------------------------------
+
+
+def _definition(function: Function) -> Function:
+    """Where annotations and docstring stand: the function in a partial, the `__call__` of an object."""
+    if not callable(function) or isinstance(function, type):
+        raise InputError(f"tool: got {function!r}, expected a function")
+    while isinstance(function, functools.partial):
+        function = function.func
+    if hasattr(function, "__name__"):
+        return function
+    called: Function = type(function).__call__
+    return called
+
+
+def _name(definition: Function) -> str:
+    name = definition.__name__
+    if name in ("<lambda>", "__call__"):
+        raise InputError(f"tool: got {definition!r}, expected a name with it: tool(…, name=…)")
+    return name
 
 
 def _parameters(function: Function, name: str) -> dict[str, inspect.Parameter]:
+    """What can still be given: what a partial holds is settled."""
     parameters = dict(inspect.signature(function).parameters)
-    for parameter in parameters.values():
+    while isinstance(function, functools.partial):
+        for settled in function.keywords:
+            parameters.pop(settled, None)
+        function = function.func
+    for place, parameter in enumerate(parameters.values()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise InputError(
                 f"tool {name!r}: got parameter {str(parameter)!r}, expected one with a name of its own"
             )
-        if parameter.annotation is parameter.empty:
+        if parameter.annotation is not parameter.empty:
+            continue
+        if not place and parameter.name in ("self", "cls"):
             raise InputError(
-                f"tool {name!r}: parameter {parameter.name!r} has no annotation, expected one: "
-                "the model is told what to send"
+                f"tool {name!r}: got a method that belongs to nobody yet, "
+                f"expected a bound one: tool(thing.{name})"
             )
+        raise InputError(
+            f"tool {name!r}: parameter {parameter.name!r} has no annotation, expected one: "
+            "the model is told what to send"
+        )
     return parameters
 
 
-def _hints(function: Function, name: str) -> dict[str, Any]:
+def _hints(definition: Function, name: str) -> dict[str, Any]:
     try:
-        return get_type_hints(function, include_extras=True)
+        return get_type_hints(definition, include_extras=True)
     except Exception as error:
         raise InputError(
             f"annotations of tool {name!r}: expected types that can be found, but {error}"
         ) from error
+
+
+def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any], name: str) -> Any:
+    """A parameter's type; a default of None says that null may be given, whatever the annotation says."""
+    kind = hints[parameter.name]
+    try:
+        return spelled(or_null(kind) if parameter.default is None else kind)
+    except TypeError as error:
+        raise InputError(
+            f"annotations of tool {name!r}: {parameter.name}: got {kind!r}, expected a type, but {error}"
+        ) from error
+
+
+# -- the schema --------------------------------------------------------------------------------------
 
 
 def _model(
@@ -147,7 +215,7 @@ def _model(
     """A struct of the arguments. An argument left out is left to the function's own default."""
     fields: list[Any] = []
     for parameter in parameters:
-        kind = hints[parameter.name]
+        kind = _kind(parameter, hints, name)
         if parameter.default is parameter.empty:
             fields.append((parameter.name, kind))
         else:
@@ -181,36 +249,3 @@ def _schema(
                 # A default that only Python can spell is not the model's business.
                 continue
     return {**schema, "$defs": definitions} if definitions else schema
-
-
-# -- the docstring -----------------------------------------------------------------------------------
-
-_SECTION = re.compile(
-    r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?|Attributes|See Also):\s*$"
-)
-_ARGUMENTS = ("Args", "Arguments", "Parameters")
-_ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-
-
-def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and what Args says of each parameter."""
-    about: list[str] = []
-    described: dict[str, list[str]] = {}
-    section, indent = "", -1
-    current: list[str] | None = None
-    for line in doc.splitlines():
-        heading = _SECTION.match(line)
-        if heading is not None:
-            section, indent, current = heading[1], -1, None
-        elif not section:
-            about.append(line)
-        elif section in _ARGUMENTS and line.strip():
-            depth = len(line) - len(line.lstrip())
-            indent = depth if indent < 0 else indent
-            argument = _ARGUMENT.match(line.strip()) if depth <= indent else None
-            if argument is not None:
-                current = described[argument[1]] = [argument[2]]
-            elif current is not None:
-                current.append(line.strip())
-    texts = {name: " ".join(lines).strip() for name, lines in described.items()}
-    return "\n".join(about).strip(), texts

@@ -6,6 +6,7 @@
 One connection serves all trajectories: a server that keeps state is opened once per trajectory by whoever
 needs that. The connection lives in a task of its own that nobody cancels, because the SDK's orderly end of a
 server process does not survive a cancellation from outside; leaving the block ends it, whatever happens.
+Every trajectory begins by asking the server what it has: none begins on one that is gone.
 """
 
 from __future__ import annotations
@@ -84,10 +85,21 @@ class McpTool(BaseTool):
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         if arguments:
             raise InputError(f"tool_arguments: got {sorted(arguments)}, expected none: the server takes none")
+        await self._connection.require(self._remote_name)
         return None
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        return _result(await self._connection.client.call_tool(self._remote_name, dict(arguments)))
+        client = self._connection.client
+        if client is None:
+            raise ConnectionError("its server is not connected")
+        try:
+            return _result(await client.call_tool(self._remote_name, dict(arguments)))
+        except Exception as error:
+            # Where a server lives, and with which keys, is not the model's business.
+            words, server = told(error), self._connection.server
+            if server not in words:
+                raise
+            raise ConnectionError(words.replace(server, "its server")) from error
 
 
 # -- the connection ----------------------------------------------------------------------------------
@@ -97,31 +109,52 @@ class _Connection:
     """A client and the task it lives in."""
 
     def __init__(self, opening: AbstractAsyncContextManager[Client], server: str, limit_s: float) -> None:
+        self.server = server
+        self.client: Client | None = None
+        """None before it is open, and once it is over."""
         self._opening = opening
-        self._server = server
         self._limit_s = limit_s
-        self._client: Client | None = None
         self._scope = anyio.CancelScope()
         self._opened = asyncio.Event()
         self._leave = asyncio.Event()
         self._problem = "is not connected"
         self.listed: list[types.Tool] = []
         self._task = asyncio.create_task(self._live())
-
-    @property
-    def client(self) -> Client:
-        if self._client is None:
-            raise ToolError(self._server, "call", self._problem)
-        return self._client
+        self._looking: asyncio.Task[list[types.Tool] | str] | None = None
 
     async def open(self) -> None:
         """Returns when the tools are known."""
         await self._opened.wait()
-        if self._client is None:
-            raise ToolError(self._server, "connect", self._problem)
+        if self.client is None:
+            raise ToolError(self.server, "connect", self._problem)
+
+    async def require(self, name: str) -> None:
+        """Returns if the server answers and has this tool; those who ask at once share one answer."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        found = await asyncio.shield(self._looking)
+        if isinstance(found, str):
+            raise ToolError(self.server, "list", found)
+        if name not in [tool.name for tool in found]:
+            raise ToolError(self.server, "list", f"{name!r} is not there any more")
+
+    async def _look(self) -> list[types.Tool] | str:
+        """What the server has now, or why that cannot be said."""
+        if self.client is None:
+            return self._problem
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await _listed(self.client)
+        except TimeoutError:
+            return f"no answer within {self._limit_s:g} s"
+        except Exception as error:
+            return told(error)
 
     async def close(self) -> None:
         self._leave.set()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
         if not self._opened.is_set():
             self._scope.cancel()
         done, _ = await asyncio.wait({self._task}, timeout=_END_S)
@@ -137,16 +170,16 @@ class _Connection:
                 async with self._opening as client:
                     self.listed = await _listed(client)
                     scope.deadline = math.inf
-                    self._client = client
+                    self.client = client
                     self._opened.set()
                     await self._leave.wait()
-                    self._client = None
+                    self.client = None
             if not self._opened.is_set():
                 self._problem = f"timed out after {self._limit_s:g} s"
         except Exception as error:
             self._problem = told(error)
         finally:
-            self._client = None
+            self.client = None
             self._opened.set()
 
 
@@ -183,7 +216,8 @@ async def _listed(client: Client) -> list[types.Tool]:
     tools: list[types.Tool] = []
     cursor: str | None = None
     for _ in range(_MOST_PAGES):
-        page = await client.list_tools(cursor=cursor)
+        # Not from the SDK's memory: it is asked for to see whether the server is there.
+        page = await client.list_tools(cursor=cursor, cache_mode="bypass")
         tools += page.tools
         cursor = page.next_cursor
         if cursor is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 from branchline.core.errors import InputError
@@ -36,9 +37,17 @@ class ToolRegistry(Names[Tool]):
     registry.select(["calculator"], {"calculator": {"answer": 42}})
     """
 
-    def add(self, thing: Tool) -> Tool:
+    kind = "tool"
+    awaited = ("create", "execute", "calc_reward", "release")
+
+    @classmethod
+    def check(cls, thing: Any) -> None:
+        if isinstance(thing, FunctionType | MethodType):
+            raise InputError(
+                f"tool: got the function {thing.__name__}, expected a tool: put @tool above its definition"
+            )
+        super().check(thing)
         argument_check(thing)
-        return super().add(thing)
 
     def select(
         self, names: Sequence[str] | None = None, arguments: Mapping[str, Mapping[str, Any]] | None = None

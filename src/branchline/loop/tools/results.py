@@ -58,7 +58,20 @@ def _mixed(items: list[Any] | tuple[Any, ...]) -> ToolResult:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return value if isinstance(value, str) else _json.encode(value).decode()
+
+
+def _plain(value: object) -> object:
+    """Numbers and arrays of numpy and torch; whatever else is no data is refused."""
+    plain = getattr(value, "tolist", None)
+    if plain is None:
+        raise TypeError(
+            f"the tool returned {type(value).__name__}, expected a text, values that JSON can hold, or media"
+        )
+    return plain()
+
+
+_json = msgspec.json.Encoder(enc_hook=_plain)
 
 
 def _mime(payload: bytes) -> str:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from branchline.core.errors import InputError, ToolError
 from branchline.core.fields import clean
 from branchline.core.message import Media, Message, ToolCall
+from branchline.loop.faults import Fault
+from branchline.loop.plain import finite, own_copy, plain
 from branchline.loop.tools.arguments import argument_check, read_arguments
 from branchline.loop.tools.base import Tool, ToolResult
 from branchline.loop.tools.registry import read_tool_arguments
-from branchline.loop.waiting import limited, settle, told
+from branchline.loop.waiting import WIND_DOWN_S, limited, settle, told
 
 log = logging.getLogger("branchline.tools")
 
@@ -38,8 +39,9 @@ class ToolLimits:
     timeout_s: float | None = 60.0
     """For one call, and for judging one instance; waiting for its turn does not count."""
     create_timeout_s: float | None = 120.0
-    wind_down_s: float = 10.0
-    """For one release, and for a cancelled call to put its things away."""
+    release_timeout_s: float | None = 30.0
+    wind_down_s: float = WIND_DOWN_S
+    """For whatever is cancelled to put its things away."""
 
     def __post_init__(self) -> None:
         if self.max_parallel_calls < 1:
@@ -59,15 +61,6 @@ class Outcome:
     """How long the tool worked on it; waiting for its turn does not count."""
     error: str | None = None
     """What the model is shown, where it says that the call failed."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that failed where no model is there to be told."""
-
-    tool: str
-    doing: Literal["calc_reward", "release"]
-    error: str
 
 
 class Workshop:
@@ -130,7 +123,8 @@ class Workshop:
             raise ToolError(tool.name, "create", told(error)) from error
 
     async def _make(self, tool: Tool) -> None:
-        instance = await tool.create(self.trajectory, **self._arguments.get(tool.name, {}))
+        arguments = own_copy(self._arguments.get(tool.name, {}))
+        instance = await tool.create(self.trajectory, **arguments)
         if self._state == "closed":
             # It ignored its cancellation for longer than anybody waited.
             await self._release(tool.name, instance)
@@ -144,15 +138,16 @@ class Workshop:
         await asyncio.gather(*[self._release(name, instance) for name, instance in instances.items()])
 
     async def _release(self, name: str, instance: Any) -> None:
-        wind_down_s = self.limits.wind_down_s
+        limits = self.limits
         try:
-            await limited(self._tools[name].release(instance), wind_down_s, wind_down_s)
+            work = self._tools[name].release(instance)
+            await limited(work, limits.release_timeout_s, limits.wind_down_s)
         except Exception as error:
             self._note(Fault(name, "release", told(error)))
 
     def _note(self, fault: Fault) -> None:
         self.faults.append(fault)
-        log.warning("%s: tool %s: %s: %s", self.trajectory, fault.tool, fault.doing, fault.error)
+        log.warning("%s: tool %s", self.trajectory, fault)
 
     def _require(self, state: Literal["new", "open"]) -> None:
         if self._state != state:
@@ -181,13 +176,14 @@ class Workshop:
         async with self._slots:
             began = time.perf_counter()
             try:
-                result = await self._answer(call)
+                result: object = await self._answer(call)
+                return _outcome(call, result, time.perf_counter() - began)
             except Exception as error:
                 log.debug("%s: tool %s failed", self.trajectory, call.name, exc_info=error)
-                result = ToolResult(f"Error executing tool '{call.name}': {told(error)}", is_error=True)
-            return _outcome(call, result, time.perf_counter() - began)
+                failed = ToolResult(failure(call.name, error), is_error=True)
+                return _outcome(call, failed, time.perf_counter() - began)
 
-    async def _answer(self, call: ToolCall) -> ToolResult:
+    async def _answer(self, call: ToolCall) -> object:
         tool = self._tools.get(call.name)
         if tool is None:
             known = list(self._tools)
@@ -201,36 +197,42 @@ class Workshop:
             raise InputError(problems)
         limits = self.limits
         work = tool.execute(self._instances[call.name], arguments)
-        result: object = await limited(work, limits.timeout_s, limits.wind_down_s)
-        if not isinstance(result, ToolResult):
-            raise TypeError(f"the tool returned {type(result).__name__}, expected ToolResult")
-        return replace(result, reward=_finite(result.reward))
+        return await limited(work, limits.timeout_s, limits.wind_down_s)
 
     async def _calc_reward(self, name: str) -> float | None:
         limits = self.limits
         try:
             work = self._tools[name].calc_reward(self._instances[name])
-            return _finite(await limited(work, limits.timeout_s, limits.wind_down_s))
+            return finite(await limited(work, limits.timeout_s, limits.wind_down_s), "reward")
         except Exception as error:
             self._note(Fault(name, "calc_reward", told(error)))
             return None
 
 
-def _outcome(call: ToolCall, result: ToolResult, seconds: float) -> Outcome:
-    text = clean(result.text)
+def failure(tool: str, error: BaseException) -> str:
+    """What the model is told of a call that came to nothing."""
+    return f"Error executing tool '{tool}': {told(error)}"
+
+
+def _outcome(call: ToolCall, result: object, seconds: float) -> Outcome:
+    """The outcome of a call; raises where a result is none that a model or a trainer could use."""
+    if not isinstance(result, ToolResult):
+        raise TypeError(f"the tool returned {type(result).__name__}, expected ToolResult")
+    # Nobody checks what other people's tools put into their results.
+    text: Any = result.text
+    media: Any = result.media
+    extras: Any = result.extras or {}
+    if not isinstance(text, str):
+        raise TypeError(f"text: got {text!r}, expected a string")
+    if not isinstance(media, list | tuple) or not all(isinstance(item, Media) for item in media):
+        raise TypeError(f"media: got {type(media).__name__}, expected a tuple of Media")
+    if not isinstance(extras, Mapping):
+        raise TypeError(f"extras: got {type(extras).__name__}, expected an object")
+    text = clean(text)
     parts: tuple[str | Media, ...] = ()
-    if result.media:
-        parts = (text, *result.media) if text else result.media
+    if media:
+        parts = (text, *media) if text else tuple(media)
     message = Message("tool", text, answers=call.id, name=call.name, parts=parts)
     error = text if result.is_error else None
-    return Outcome(call, message, result.reward, result.extras, seconds, error)
-
-
-def _finite(reward: float | None) -> float | None:
-    """A reward that can be trained on."""
-    if reward is None:
-        return None
-    number = float(reward)
-    if not math.isfinite(number):
-        raise ValueError(f"reward: got {reward}, expected a finite number")
-    return number
+    kept = plain(extras, "extras") if extras else {}
+    return Outcome(call, message, finite(result.reward, "reward"), kept, seconds, error)

@@ -1,8 +1,8 @@
-"""Tools of the Responses protocol as Chat Completions writes them, and what the client calls them.
+"""Tools of OpenAI's protocols as Chat Completions writes functions, and what the client calls them.
 
 A freeform tool takes any text. The model is offered it as a function with one argument, `input`, and a tool
-of a namespace under both names; an `Alias` remembers what the client calls it. Tools that only a vendor's
-own servers could run (web search, a hosted shell) are not offered.
+of a namespace under both names; an `Alias` remembers what the client calls it. A function that is written as
+Chat Completions has them is shown as it was written. Vendors' own tools are in `vendor_tools`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import msgspec
 from branchline.core.errors import MessageError
 from branchline.core.fields import clean
 from branchline.gateway.protocols.base import Fields
+from branchline.gateway.protocols.vendor_tools import OPENAI, VendorTool, note_left_out
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_OWN = ("function", "custom", "namespace")
 _PLAIN_NAMESPACE = "functions"
 """The namespace of what has none."""
 
@@ -28,6 +30,8 @@ class Alias:
     name: str
     namespace: str = ""
     is_freeform: bool = False
+    vendor: VendorTool | None = None
+    """One of a vendor's own, called with an item of its own."""
 
 
 def offered_name(namespace: str, name: str) -> str:
@@ -53,13 +57,16 @@ def read_tools(
         place = f"{where}[{index}]"
         if not isinstance(tool, dict):
             raise MessageError(place, tool, "a tool (an object)")
-        kind = tool.get("type", "function")
+        kind = _kind(tool)
         if kind == "namespace":
             inner, known = read_tools(tool.get("tools"), f"{place}.tools", _name(tool, place))
             tools += inner
             aliases |= known
+        elif kind == "function" and isinstance(tool.get(kind), dict) and not namespace:
+            _name(tool[kind], f"{place}.{kind}")
+            tools.append(tool)
         elif kind in ("function", "custom"):
-            # Some clients write tools as Chat Completions has them.
+            # Chat Completions has what a tool is in a field of its own.
             body = tool[kind] if isinstance(tool.get(kind), dict) else tool
             name = _name(body, place)
             offered = offered_name(namespace, name)
@@ -67,7 +74,23 @@ def read_tools(
             tools.append({"type": "function", "function": {**shape, "name": offered}})
             if kind == "custom" or offered != name:
                 aliases[offered] = Alias(name, namespace if offered != name else "", kind == "custom")
+        elif is_offered(tool):
+            tools.append(OPENAI[kind].function(kind))
+            aliases[kind] = Alias(kind, vendor=OPENAI[kind])
+        else:
+            note_left_out(str(kind))
     return tools, aliases
+
+
+def is_offered(tool: Fields) -> bool:
+    """Whether a tool is one that this client would run, so that a model here may call it."""
+    environment = tool.get("environment") or {"type": "local"}
+    is_local = isinstance(environment, dict) and environment.get("type") == "local"
+    return _kind(tool) in (*_OWN, *OPENAI) and is_local
+
+
+def _kind(tool: Fields) -> Any:
+    return "function" if tool.get("type") is None else tool["type"]
 
 
 def _name(tool: Fields, place: str) -> str:
@@ -78,10 +101,13 @@ def _name(tool: Fields, place: str) -> str:
 
 
 def _function(tool: Fields, place: str) -> dict[str, Any]:
-    parameters = tool.get("parameters")
+    # The second is Anthropic's name for it.
+    named = "parameters" if tool.get("parameters") is not None else "input_schema"
+    parameters = tool.get(named)
     if parameters is not None and not isinstance(parameters, dict):
-        raise MessageError(f"{place}.parameters", parameters, "a JSON schema (an object) or null")
-    return {key: value for key, value in tool.items() if key in _FUNCTION_FIELDS and value is not None}
+        raise MessageError(f"{place}.{named}", parameters, "a JSON schema (an object) or null")
+    shape = {key: value for key, value in tool.items() if key in _FUNCTION_FIELDS and value is not None}
+    return shape if parameters is None else {**shape, "parameters": parameters}
 
 
 def _freeform(tool: Fields) -> dict[str, Any]:
@@ -89,12 +115,23 @@ def _freeform(tool: Fields) -> dict[str, Any]:
     given = tool.get("format")
     text: dict[str, Any] = {"type": "string"}
     if isinstance(given, dict) and given.get("type") == "grammar":
-        text["description"] = f"Text of this {given.get('syntax')} grammar:\n{given.get('definition')}"
+        # Responses has it right here, Chat Completions one deeper.
+        grammar = given["grammar"] if isinstance(given.get("grammar"), dict) else given
+        text["description"] = f"Text of this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
     shape: dict[str, Any] = {"name": tool["name"]}
     if tool.get("description") is not None:
         shape["description"] = tool["description"]
     shape["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     return shape
+
+
+def as_input(text: str) -> str:
+    """The arguments that mean an input of a freeform tool.
+
+    >>> as_input("a patch")
+    '{"input":"a patch"}'
+    """
+    return msgspec.json.encode({"input": text}).decode()
 
 
 def free_text(arguments: str) -> str:

@@ -1,0 +1,164 @@
+"""Words that are looked up give the ids that the tokenizer gives, or are left to it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline.chat.generic import words
+from branchline.chat.generic.words import WordEncoder, word_pattern
+from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.fields import clean
+from tests.chat.families import codec_of
+
+WORDWISE = ["qwen3", "qwen2_5", "llama3_2", "mistral_nemo"]
+every_family = pytest.mark.parametrize("family", WORDWISE)
+
+GPT2_LIKE = r"'s|'t| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPLIT = {"type": "Split", "pattern": {"Regex": GPT2_LIKE}, "behavior": "Isolated", "invert": False}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+
+
+def steps(*given: dict[str, object]) -> dict[str, object]:
+    return {"type": "Sequence", "pretokenizers": list(given)}
+
+
+@cache
+def opened(family: str) -> tuple[TokenizerDir, WordEncoder]:
+    tokenizer = codec_of(family).tokenizer
+    encoder = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all)
+    assert encoder is not None, f"{family} should be encoded by words"
+    return tokenizer, encoder
+
+
+SCRAPS = ["'s", "'LL", "I'm", " ", "  ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u2014", "\u2019s",
+          "\u201c", "é", "ß", "\u017f", "\u212a", "Ω", "ы", "中文", "ｆｕ", "🙂", "👩\u200d💻", "e\u0301",
+          "\u0301", "\u2028", "\u200b", "\x1c", "\x85", "\x00", "\ufffd", "123456", "12", "{", '"a": ', "->",
+          "==", "...", "</", "def f(x):\n", "\ufb01"]  # fmt: skip
+texts = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=6) | st.text("aA1 \n\r.'", max_size=8)).map(
+    "".join
+)
+
+
+@every_family
+@settings(max_examples=400)
+@given(text=texts.map(clean))
+def test_any_text_gets_the_ids_that_the_tokenizer_gives(family: str, text: str) -> None:
+    tokenizer, encoder = opened(family)
+    assert encoder.encode(text).tolist() == tokenizer.encode(text).tolist()
+
+
+@every_family
+def test_every_letter_of_unicode_between_others_is_encoded_as_the_tokenizer_does(family: str) -> None:
+    tokenizer, encoder = opened(family)
+    letters = [chr(code) for code in range(0x3100) if not 0xD800 <= code < 0xE000]
+    for frame in ("a{}b", " {} {}1", "\n{}\n", "{}'s."):
+        text = "".join(frame.replace("{}", letter) for letter in letters)
+        assert encoder.encode(text).tolist() == tokenizer.encode(text).tolist()
+        for letter in letters[:: 7 if len(letters) > 1000 else 1]:
+            lone = frame.replace("{}", letter)
+            assert encoder.encode(lone).tolist() == tokenizer.encode(lone).tolist()
+
+
+@every_family
+def test_most_text_never_reaches_the_tokenizer_twice(family: str) -> None:
+    tokenizer, _ = opened(family)
+    asked: list[str] = []
+
+    def encode_all(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return tokenizer.encode_all(texts)
+
+    encoder = WordEncoder.of(tokenizer.word_pattern, encode_all)  # type: ignore[arg-type]
+    assert encoder is not None
+    asked.clear()
+    text = "The cat sat — on “the” mat.\nThe cat sat on 中文.\nThe mat is flat.\n"
+    encoder.encode(text)
+    assert asked.count("The cat sat on 中文.\n") == 1
+    asked.clear()
+    encoder.encode(text)
+    assert asked == ["The cat sat on 中文.\n"], "only the line with letters that are not settled"
+
+
+def test_the_table_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, _ = opened("qwen3")
+    encoder = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all)
+    assert encoder is not None
+    monkeypatch.setattr(words, "_MOST_WORDS", 50)
+    for number in range(40):
+        text = (
+            " ".join(f"w{chr(97 + number % 26)}{chr(97 + k)}x{number * 7 + k}" for k in range(10)) + "y" * 100
+        )
+        assert encoder.encode(text).tolist() == tokenizer.encode(text).tolist()
+        assert len(encoder._ids) <= 50
+    assert not any(len(word) > words._LONGEST for word in encoder._ids)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer"),
+    [
+        (None, steps(SPLIT)),
+        (None, steps(BYTES, SPLIT)),
+        (None, steps(SPLIT, {**BYTES, "add_prefix_space": True})),
+        (None, steps(SPLIT, {**BYTES, "use_regex": True})),
+        (None, steps(SPLIT, {"type": "ByteLevel", "add_prefix_space": False})),
+        (None, steps({"type": "Digits", "individual_digits": True}, SPLIT, BYTES)),
+        (None, steps({**SPLIT, "behavior": "Removed"}, BYTES)),
+        (None, steps({**SPLIT, "invert": True}, BYTES)),
+        (None, steps({**SPLIT, "pattern": {"String": " "}}, BYTES)),
+        ({"type": "Lowercase"}, steps(SPLIT, BYTES)),
+        ({"type": "NFKC"}, steps(SPLIT, BYTES)),
+        (None, BYTES),
+        (None, None),
+    ],
+)
+def test_a_tokenizer_that_does_more_than_split_has_no_words(
+    normalizer: object, pre_tokenizer: object
+) -> None:
+    assert word_pattern(normalizer, pre_tokenizer) is None
+    assert word_pattern(None, steps(SPLIT, BYTES)) == GPT2_LIKE
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(?<=a)b|.", r"^a|.", r"a$|.", r"\bword|.", r"\d+|.", r"\w+|.", r"[\S]+|\s", r"[a&&b]|.", r"\P{L}|.",
+     r"[[a]b]|.", r"\p{Han}+|.", r"(", r"[a"],
+)  # fmt: skip
+def test_an_expression_that_python_says_otherwise_is_left_to_the_tokenizer(pattern: str) -> None:
+    assert WordEncoder.of(pattern, lambda texts: [[0] for _ in texts]) is None
+
+
+def test_a_tokenizer_that_disagrees_is_left_alone() -> None:
+    tokenizer, _ = opened("qwen3")
+
+    def merging(texts: list[str]) -> list[list[int]]:
+        """Joins what the expression would part."""
+        return [
+            [7] if re.search(r"\r\na", text) else ids
+            for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
+        ]
+
+    assert WordEncoder.of(tokenizer.word_pattern, merging) is None  # type: ignore[arg-type]
+
+
+def test_where_lines_cannot_be_told_apart_a_text_is_encoded_whole() -> None:
+    tokenizer, _ = opened("qwen3")
+    asked: list[str] = []
+
+    def joining(texts: list[str]) -> list[list[int]]:
+        asked.extend(texts)
+        # As GPT-2's words: two line breaks before a letter are two words, two at the end are one.
+        return [
+            [9, 9] if text == "\n\n" else ids
+            for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
+        ]
+
+    encoder = WordEncoder(tokenizer.word_pattern or "", joining)  # type: ignore[arg-type]
+    assert not encoder._may_cut_at_lines()
+    asked.clear()
+    encoder.encode("one\ntwo 中\nthree")
+    assert asked == ["one\ntwo 中\nthree"]

@@ -1,0 +1,110 @@
+"""Calls whose arguments are no JSON object, in the next prompt of every family: no renderer loses them.
+
+Some renderers leave such arguments out without a word and some refuse them; both are given an object that
+holds them. What was sampled stands as it was sampled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchline import Session
+from branchline.chat.handcoded.codec import RenderersCodec
+from branchline.chat.handcoded.families import FAMILIES
+from branchline.core.call import Generation, Request
+from branchline.core.message import Message, ToolCall
+from branchline.core.runs import as_ids
+from tests.chat.handcoded.test_codec import TOOLS, codec_of, markers
+from tests.chat.parsing import samples
+
+__all__ = ["markers"]
+
+WORDS = "<so> it is"
+WRITTEN: dict[str, samples.Writer] = {
+    "hermes": samples.hermes,
+    "kimi": samples.kimi,
+    "deepseek": samples.deepseek,
+    "llama3": samples.llama3,
+    "glm": lambda _, calls: f"<tool_call>{calls[0].name}\n{calls[0].arguments}\n</tool_call>",
+    "qwen3_coder": lambda _, calls: (
+        f"<tool_call>\n<function={calls[0].name}>\n{calls[0].arguments}\n</function>\n</tool_call>"
+    ),
+    "minimax": lambda _, calls: (
+        f'<minimax:tool_call>\n<invoke name="{calls[0].name}">\n{calls[0].arguments}\n</invoke>\n'
+        "</minimax:tool_call>"
+    ),
+}
+"""A call as each format writes it."""
+ODD = {
+    "llama3": ["[1]", "null"],
+    "glm": [WORDS, "<arg_key>at</arg_key>", "<arg_key>at</arg_key>\n<arg_value>1</arg_value>so"],
+    "qwen3_coder": [WORDS, "[1]", "<parameter=at>\n1", "<parameter=at>\n1\n</parameter>so"],
+    "minimax": [WORDS, "[1]", '<parameter name="at">1', '<parameter name="at">1</parameter>so'],
+}
+"""Arguments that are no object, where not just anything is a call."""
+ANY = ["{at: 1", '{"at": 1,}', "[1]", '"{}"', "null", "3", '{"at": 1}}', '{"at": "\n"}', WORDS]
+CASES = [
+    (family, arguments)
+    for family in sorted(FAMILIES)
+    for arguments in ODD.get(FAMILIES[family].tool_format, ANY)
+]
+
+
+def rewritten_behind(codec: RenderersCodec, call: ToolCall, text: str, history: Any) -> dict[int, str]:
+    """For each way to stop: why the call is shown otherwise once it was answered; empty: it is not."""
+    ask, reasons = Message("user", "q"), {}
+    for stop in codec.stop_ids:
+        session = Session("s", codec, history=history)
+        turn = session.prepare(Request((ask,), TOOLS))
+        output = as_ids([*codec.tokenizer.encode(text).tolist(), stop])
+        message = codec.parse(output)
+        assert [(made.name, made.arguments) for made in message.calls] == [(call.name, call.arguments)]
+        node = session.tree.nodes[session.commit(turn, Generation(output)).call.outputs[0]]
+        echoed = Message("assistant", message.text, calls=(ToolCall(call.name, call.arguments, "renamed"),))
+        answer = Message("tool", "Invalid JSON", answers="renamed")
+        told = session.prepare(Request((ask, echoed, answer), TOOLS))
+        kept = [*turn.prompt_ids.tolist(), *output.tolist()]
+        extends = told.prompt_ids[: len(kept)].tolist() == kept
+        assert extends == (told.parent is node) == (not told.rewritten)
+        assert "Invalid JSON" in codec.decode(told.prompt_ids[len(kept) if extends else 0 :])
+        reasons[stop] = told.rewritten
+    return reasons
+
+
+def thoughts_of(codec: RenderersCodec) -> list[str]:
+    """What may stand before a call: nothing, which some show as an empty thought, and a thought."""
+    if codec._family.reasoning != "think":
+        return [""]
+    return ["</think>", "hm\n</think>\n\n"] if codec._starts_inside({}) else ["", "<think>\nhm\n</think>\n\n"]
+
+
+@pytest.mark.parametrize("history", ["template", "verbatim"])
+@pytest.mark.parametrize(("family", "arguments"), CASES)
+def test_a_sampled_one_is_kept_as_a_good_one_is(
+    markers: Path, family: str, arguments: str, history: Any
+) -> None:
+    codec = codec_of(family, markers)
+    format = codec._family.tool_format
+    odd, good = (ToolCall("work", text, "functions.work:0") for text in (arguments, '{"at": 1}'))
+    well_formed = getattr(samples, format)("", [good]).lstrip("\n")
+    for thought in thoughts_of(codec):
+        reasons = rewritten_behind(codec, odd, thought + WRITTEN[format]("", [odd]), history)
+        assert reasons == rewritten_behind(codec, good, thought + well_formed, history)
+    if history == "template" and family == "deepseek_r1":
+        # It shows no thinking of earlier turns.
+        assert "think_strip" in reasons.values()
+    else:
+        assert "" in reasons.values()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("arguments", ["{at: 1", "[1]", '"x"', "null", WORDS])
+def test_a_foreign_one_is_shown_with_every_word(markers: Path, family: str, arguments: str) -> None:
+    codec = codec_of(family, markers)
+    foreign = Message("assistant", "", calls=(ToolCall("work", arguments, "functions.work:0"),))
+    asked = [Message("user", "q"), foreign, Message("tool", "r", answers="functions.work:0")]
+    turn = Session("s", codec).prepare(Request(tuple(asked), TOOLS))
+    assert arguments in codec.decode(turn.prompt_ids)

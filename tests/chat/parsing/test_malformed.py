@@ -1,0 +1,216 @@
+"""Calls that are closed and named, but whose arguments are no JSON object: they are calls, as written.
+
+Nothing is repaired: what was not an object does not come out one, so that the model is told.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.chat.parsing import samples
+from tests.chat.parsing.samples import WITH_CALLS, Writer, call, read
+
+from branchline.chat.parsing import Problem
+from branchline.chat.parsing.jsontext import is_object, members, read_loosely
+from branchline.loop.tools.arguments import read_arguments
+
+MALFORMED = (Problem.MALFORMED_ARGUMENTS,)
+JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]
+every_json_caller = pytest.mark.parametrize(
+    ("name", "write"), JSON_CALLERS, ids=[writer.__name__ for _, writer in JSON_CALLERS]
+)
+
+
+@every_json_caller
+@pytest.mark.parametrize("arguments", ["[1]", '"{}"', "null", "3", "[ 1.0,\n2 ]"])
+def test_json_that_is_no_object_is_kept_as_it_was_written(name: str, write: Writer, arguments: str) -> None:
+    made = call("f", arguments, format=name)
+    parsed = read(name, write("", [made]))
+    assert (parsed.message.text, parsed.message.calls) == ("", (made,))
+    assert parsed.problems == MALFORMED
+
+
+@every_json_caller
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": 1,}', '{"a": 1', '{"a": 1}}', "{a: 1}", "{'a': 1}", '{"a": NaN}', "words", '{"a": "\n"}'],
+)
+def test_what_is_no_json_is_kept_as_it_was_written(name: str, write: Writer, arguments: str) -> None:
+    output = write("Hm.", [call("f", arguments, format=name)])
+    parsed = read(name, output)
+    if name == "llama3":
+        # Nothing frames a call there, and an answer may be anything.
+        assert (parsed.message.text, parsed.message.calls) == (output, ())
+        assert parsed.problems == (Problem.MALFORMED_CALL,)
+        return
+    if write is samples.mistral_v11 and arguments == '{"a": 1}}':
+        # Its calls end with their last bracket, so what follows is text.
+        assert (parsed.message.calls, parsed.message.text) == ((call("f", '{"a": 1}', format=name),), "Hm.}")
+        return
+    (made,) = parsed.message.calls
+    assert (parsed.message.text, parsed.problems) == ("Hm.", MALFORMED)
+    # In a list that is no JSON nobody can tell where the arguments end, so they end where the call does.
+    listed = write is samples.mistral
+    assert made == (
+        call("f", arguments + ', "id": "call00000"') if listed else call("f", arguments, format=name)
+    )
+    with pytest.raises(ValueError, match=r"\w"):
+        read_arguments(made.arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>', "}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}\u00a0}</tool_call>', "{}\u00a0}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "{"),
+        ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', '"parameters": {"a": 1}'),
+        ("hermes", '<tool_call>{"name": "f" "arguments": {"a": 1}}</tool_call>', '{"a": 1}}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments" {"a": 1}}</tool_call>', '"arguments" {"a": 1}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}<tool_call></tool_call>', "{}}<tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=a>1"),
+        ("qwen3_coder", "<tool_call><function=f>loose\n</function></tool_call>", "loose"),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>",
+            "<parameter=a>\n1\n</parameter>",
+        ),
+        ("glm", "<tool_call>f\n<arg_key>k</arg_key>\n</tool_call>", "<arg_key>k</arg_key>"),
+        ("glm", "<tool_call>f<arg_value>v</arg_value></tool_call>", "<arg_value>v</arg_value>"),
+        (
+            "minimax",
+            '<minimax:tool_call><invoke name="f">\nwords\n</invoke></minimax:tool_call>',
+            "words",
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>x\n{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "x\n{}",
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}<｜tool▁call▁end｜>",
+            "```json\n{}",
+        ),
+        (
+            "kimi",
+            "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|><|tool_call_end|>",
+            "",
+        ),
+        ("mistral", "[TOOL_CALLS]f[ARGS]words\nand more", "words\nand more"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", ""),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}]', ""),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}', "{}}"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}]', '{"a": 1'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "parameters": {}}]', '"parameters": {}'),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>words<|call|>", "words"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", ""),
+    ],
+)  # fmt: skip
+def test_whatever_stands_in_the_place_of_the_arguments_is_told(
+    name: str, output: str, arguments: str
+) -> None:
+    parsed = read(name, output)
+    assert [(made.name, made.arguments) for made in parsed.message.calls] == [("f", arguments)]
+    assert (parsed.message.text, parsed.problems) == ("", MALFORMED)
+
+
+def test_an_object_in_the_place_of_tags_is_an_object_as_written() -> None:
+    parsed = read("qwen3_coder", '<tool_call>\n<function=f>\n{"a": 1.0}\n</function>\n</tool_call>')
+    assert parsed.message.calls == (call("f", '{"a": 1.0}'),)
+    assert parsed.problems == ()
+
+
+@pytest.mark.parametrize("write", [samples.hermes, samples.kimi, samples.deepseek, samples.mistral_v11])
+@pytest.mark.parametrize("bad", ['{"a": nope}', "nope", '{"a": "x\n}', '{"a": [1}', '{"a": {"b": 1}'])
+def test_a_good_call_behind_a_bad_one_is_as_good(write: Writer, bad: str) -> None:
+    name = write.__name__.removesuffix("_v11")
+    made = (call("bad", bad, 0, format=name), call("good", '{"b": 1}', 1, format=name))
+    parsed = read(name, write("", made))
+    assert parsed.message.calls == made
+    assert (parsed.message.text, parsed.problems) == ("", MALFORMED)
+
+
+# -- closers in strings that are none ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [samples.hermes, samples.kimi, samples.deepseek_v31])
+@pytest.mark.parametrize("between", ["", "\n"])
+@pytest.mark.parametrize(
+    "behind",
+    [(), ("{}",), ('{"b": "</c>"}', "[1]"), ('{"b": "y', '{"b": 1}'), ('{"b": "\\"}', '{"b": "\\"}')],
+)
+def test_a_string_that_is_never_closed_swallows_nothing(
+    write: Writer, between: str, behind: tuple[str, ...]
+) -> None:
+    name = write.__name__.removesuffix("_v31")
+    made = tuple(call("f", text, number, format=name) for number, text in enumerate(('{"a": "x}', *behind)))
+    # As templates write it, and with no line break that would end a string anyway.
+    parsed = read(name, write("", made).replace("\n", between))
+    assert parsed.message.calls == made
+    assert (parsed.message.text, parsed.problems) == ("", MALFORMED)
+
+
+def test_text_behind_a_string_that_is_never_closed_is_text() -> None:
+    bad = '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>'
+    for rest in ("so be it", 'so "be" it', '"', "\n\nso\nbe it"):
+        parsed = read("hermes", bad + rest)
+        assert (parsed.message.calls, parsed.message.text) == ((call("f", '{"a": "x}'),), rest)
+    assert read("hermes", bad, "length").problems == (Problem.CUT_CALL,), "the string may go on"
+    broken = read("hermes", bad + "\nso", "length")
+    assert broken.message.calls == (call("f", '{"a": "x}'),), "it may not"
+
+
+def test_strings_are_believed_where_brackets_add_up() -> None:
+    for arguments in ('{"code": "<tool_call></tool_call>"}', '"</tool_call>"', '{"code": "</tool_call>",}'):
+        parsed = read("hermes", samples.hermes("", [call("f", arguments)]))
+        assert (parsed.message.calls, parsed.message.text) == ((call("f", arguments),), "")
+
+
+# -- never an object ---------------------------------------------------------------------------------
+
+scraps = st.lists(
+    st.sampled_from(['{"name": "f", "arguments": ', '{"name":"f"', ",", '"arguments"', ":", "{", "}", "[",
+                     "]", '"', "\\", "1", "a", " ", "\n", "\u00a0", "NaN", "{}", '{"a": 1}', '"x"', "null"]),
+    max_size=9,
+).map("".join)  # fmt: skip
+
+
+@given(scraps.map(lambda text: '{"name": "f", "arguments": ' + text) | scraps)
+@example('{"name": "f", "arguments": {}\u00a0}')
+@example('{"name": "f", "arguments": {}}}')
+@example('{"name": "f", "arguments": }')
+@settings(max_examples=500)
+def test_what_is_read_loosely_is_neither_an_object_nor_nothing(text: str) -> None:
+    made = read_loosely(text)
+    if made is not None and members(text) is None:
+        assert not is_object(made.arguments)
+        assert made.arguments.strip()
+        assert made.arguments in text
+
+
+@given(st.sampled_from(["hermes", "mistral"]), scraps)
+@settings(max_examples=500)
+def test_a_body_that_is_no_json_never_gives_an_object(name: str, body: str) -> None:
+    opened, closed = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS][", "")}[name]
+    for made in read(name, opened + body + closed).message.calls:
+        if is_object(made.arguments):
+            text = body if name == "hermes" else "[" + body
+            whole, _ = json.JSONDecoder().raw_decode(text.strip())
+            assert json.loads(made.arguments) in [
+                item["arguments"] for item in (whole if name == "mistral" else [whole])
+            ]
+
+
+@pytest.mark.parametrize("closed", ["", "}" * 90_000])
+def test_arguments_nested_beyond_reason_are_told_like_any_other(closed: str) -> None:
+    deep = '{"a":' * 90_000 + closed
+    parsed = read("hermes", samples.hermes("", [call("f", deep)]))
+    assert [made.arguments for made in parsed.message.calls] == [deep]
+    assert parsed.problems == MALFORMED
+    with pytest.raises(ValueError, match="nested too deep"):
+        read_arguments(deep)

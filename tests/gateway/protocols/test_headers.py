@@ -1,0 +1,59 @@
+"""What clients look for beside bodies: the id of a call in a header, a list of models in their own shape."""
+
+from __future__ import annotations
+
+import anthropic
+import openai
+import pytest
+
+from tests.gateway.protocols.every import PROTOCOLS, post
+from tests.gateway.running import agent, run
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_a_call_is_in_the_header_that_its_clients_read(protocol: str, stream: bool) -> None:
+    name = "request-id" if protocol == "messages" else "x-request-id"
+
+    async def test() -> None:
+        async with agent("x") as a:
+            answered = await post(a, protocol, "q", stream=stream)
+            (call,) = a.session.live.session.tree.calls
+            assert answered.headers[name] == call.id
+            refused = await post(a, protocol, "q", temperature="hot")
+            assert refused.status_code == 400
+            assert refused.headers[name] not in ("", call.id)
+
+    run(test)
+
+
+def test_openais_sdk_finds_the_id_and_the_models() -> None:
+    async def test() -> None:
+        async with (
+            agent("x") as a,
+            openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
+        ):
+            answer = await sdk.responses.create(model="m", input="q")
+            assert answer._request_id == answer.id
+            assert [model.id async for model in sdk.models.list()] == ["scripted", "branchline"]
+            assert (await sdk.models.retrieve("m")).id == "m"
+
+    run(test)
+
+
+def test_anthropics_sdk_finds_the_id_and_the_models() -> None:
+    async def test() -> None:
+        async with (
+            agent("x") as a,
+            anthropic.AsyncAnthropic(base_url=a.session.anthropic_base_url, api_key=a.session.api_key) as sdk,
+        ):
+            answer = await sdk.messages.create(
+                model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}]
+            )
+            assert answer._request_id == answer.id
+            listed = [(model.id, model.display_name, model.type) async for model in sdk.models.list()]
+            assert listed == [("scripted", "scripted", "model"), ("branchline", "branchline", "model")]
+            one = await sdk.models.retrieve("m")
+            assert (one.id, one.display_name, one.created_at.year) == ("m", "m", 1970)
+
+    run(test)

@@ -1,0 +1,172 @@
+"""Logprobs in OpenAI's protocols: bytes that are the text, places that go on, and nobody's tokens twice."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.core.runs import as_ids
+from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.gateway.protocols.logprobs import Trail, entries
+from branchline.testing.speaker import TemplateSpeaker
+from tests.chat.families import codec_of
+from tests.gateway.protocols.every import events_in, post
+from tests.gateway.protocols.speaking import TOOLS
+from tests.gateway.running import agent, run
+
+ODD = "naïve 🫠 ᚠ done"
+INCLUDE = ["message.output_text.logprobs"]
+streamed = pytest.mark.parametrize("stream", [False, True])
+
+
+def engine_of(family: str, said: Any) -> tuple[ScriptedEngine, Any]:
+    codec: Any = ToyCodec.chatml() if family == "toy" else codec_of(family)
+    is_plain = family == "toy" or isinstance(said, str)
+    speaker = codec if is_plain else TemplateSpeaker(codec, Random(7))
+
+    class Voice:
+        spell = staticmethod(speaker.spell)
+        decode = staticmethod(codec.decode)
+
+    return ScriptedEngine(Voice(), replies(said), chunk_size=3), codec  # type: ignore[arg-type]
+
+
+def spelled(told: list[dict[str, Any]]) -> str:
+    return bytes(byte for entry in told for byte in entry["bytes"]).decode()
+
+
+@pytest.mark.parametrize("family", ["toy", "qwen3"])
+@streamed
+def test_the_bytes_of_tokens_are_the_text_though_a_token_is_part_of_a_character(
+    family: str, stream: bool
+) -> None:
+    async def test() -> None:
+        engine, codec = engine_of(family, ODD)
+        async with agent(engine=engine, codec=codec) as a:
+            told = await _chat(a, stream, logprobs=True)
+            assert spelled(told).removesuffix("<end>") == ODD
+            assert any(entry["token"] == "�" for entry in told) or family == "toy"
+            assert all(entry["top_logprobs"] == [] for entry in told)
+
+    run(test)
+
+
+async def _chat(a: Any, stream: bool, **body: Any) -> list[dict[str, Any]]:
+    if not stream:
+        told: list[dict[str, Any]] = (await a.ask("q", **body)).json()["choices"][0]["logprobs"]["content"]
+        return told
+    events = [event["choices"][0].get("logprobs") for event in await a.stream("q", **body)]
+    return [entry for event in events if event for entry in event["content"]]
+
+
+@streamed
+def test_of_the_likeliest_tokens_the_sampled_one_is_listed(stream: bool) -> None:
+    async def test() -> None:
+        async with agent("yes") as a:
+            for entry in await _chat(a, stream, logprobs=True, top_logprobs=5):
+                plain = {name: entry[name] for name in ("token", "logprob", "bytes")}
+                assert entry["top_logprobs"] == [plain]
+            assert (await _chat(a, stream, logprobs=True, top_logprobs=0))[0]["top_logprobs"] == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("family", ["toy", "qwen3"])
+def test_places_in_a_streamed_text_go_on_from_one_event_to_the_next(family: str) -> None:
+    async def test() -> None:
+        engine, codec = engine_of(family, ODD)
+        async with agent(engine=engine, codec=codec) as a:
+            body = {"logprobs": 1, "n": 2}
+            whole = [
+                choice["logprobs"] for choice in (await post(a, "completions", "q", **body)).json()["choices"]
+            ]
+            events = events_in((await post(a, "completions", "q", stream=True, **body)).text)
+            for index, told in enumerate(whole):
+                choices = [event["choices"][0] for event in events]
+                parts = [choice["logprobs"] for choice in choices if choice["index"] == index]
+                for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+                    assert [value for part in parts if part for value in part[name]] == told[name]
+                assert told["top_logprobs"][0] == {told["tokens"][0]: told["token_logprobs"][0]}
+                assert told["text_offset"] == sorted(told["text_offset"])
+                assert told["text_offset"][-1] < len(ODD) + 1
+            plain = (await post(a, "completions", "q", logprobs=0)).json()["choices"][0]["logprobs"]
+            assert plain["top_logprobs"] is None
+
+    run(test)
+
+
+# -- Responses ---------------------------------------------------------------------------------------
+
+THOUGHT = Message("assistant", ODD, reasoning="think yes: " + ODD)
+CALLS = Message("assistant", "t", reasoning="hm", calls=(ToolCall("look", '{"at": "t"}'),))
+
+
+@pytest.mark.parametrize("family", ["toy", "qwen3"])
+@pytest.mark.parametrize("said", [ODD, THOUGHT, CALLS], ids=["text", "thought", "calls"])
+@streamed
+def test_a_response_tells_the_tokens_of_its_text_and_no_others(family: str, said: Any, stream: bool) -> None:
+    async def test() -> None:
+        engine, codec = engine_of(family, said)
+        text = said if isinstance(said, str) else said.text
+        async with agent(engine=engine, codec=codec) as a:
+            response = await post(
+                a, "responses", "q", include=INCLUDE, top_logprobs=2, tools=TOOLS, stream=stream
+            )
+            if stream:
+                events = events_in(response.text)
+                item = next(item for item in events[-1]["response"]["output"] if item["type"] == "message")
+                deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+                told = [entry for event in deltas for entry in event["logprobs"]]
+                assert told == item["content"][0]["logprobs"]
+                (done,) = (event for event in events if event["type"] == "response.output_text.done")
+                assert done["logprobs"] == told
+            else:
+                item = next(item for item in response.json()["output"] if item["type"] == "message")
+            told = item["content"][0]["logprobs"]
+            # A token may hold more than the text, such as a space before it.
+            assert spelled(told).strip() == text
+            assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 1 for entry in told)
+
+    run(test)
+
+
+@streamed
+def test_a_response_tells_no_tokens_to_those_who_do_not_ask(stream: bool) -> None:
+    async def test() -> None:
+        async with agent(ODD) as a:
+            response = await post(a, "responses", "q", stream=stream)
+            whole = events_in(response.text)[-1]["response"] if stream else response.json()
+            assert whole["output"][0]["content"][0]["logprobs"] == []
+
+    run(test)
+
+
+@given(st.lists(st.text(min_size=1, max_size=8)), st.integers(0, 2**32))
+def test_every_token_of_a_text_is_told_once_however_it_is_cut(texts: list[str], seed: int) -> None:
+    codec, random = ToyCodec.chatml(), Random(seed)
+    trail = Trail(codec, tops=False)
+    said = "".join(texts)
+    ids = as_ids([258, *codec.encode("mark"), 259, *codec.encode(said)])
+    logprobs = -np.arange(len(ids), dtype=np.float32)
+    cut = random.randint(0, len(ids))
+    trail.take(ids[:cut], logprobs[:cut])
+    trail.take(ids[cut:], logprobs[cut:])
+    # The first text must not be taken for a part of the mark before it.
+    trail.said("mark")
+    told = [entry for text in texts for entry in trail.said(text)]
+    assert told == entries(ids[6:], logprobs[6:], codec, tops=False)
+
+
+def test_a_text_that_no_tokens_spell_has_none() -> None:
+    trail = Trail(ToyCodec.chatml(), tops=False)
+    trail.take(as_ids(list(b"abc")), np.zeros(3, np.float32))
+    assert trail.said("x") == []
+    assert [entry["token"] for entry in trail.said("bc")] == ["b", "c"]
+    trail.take(as_ids(list(b"de")), None)
+    assert trail.said("d") == []

@@ -1,0 +1,194 @@
+"""A listener stops when it is told to, as soon as those it must wait for have left."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from branchline.gateway import listening
+from branchline.gateway.listening import Listener, listening_socket
+from tests.gateway.running import run
+
+Delays = list[float]
+
+
+@dataclass
+class App:
+    """Answers when it may; a client that leaves does not stop it."""
+
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: int = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked += 1
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+@dataclass
+class Served:
+    app: App
+    listener: Listener
+    port: int
+    serving: asyncio.Task[None]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    async def stop(self) -> None:
+        self.listener.stop()
+        await self.serving
+
+    async def stopping(self) -> asyncio.Task[None]:
+        """A stop that has come as far as it comes by itself, and has not ended."""
+        stopping = asyncio.create_task(self.stop())
+        await self.until(lambda: not self.listener.servers[0].is_serving())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not stopping.done()
+        return stopping
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    app, sock = App(), listening_socket("127.0.0.1", 0)
+    listener, port = Listener(app), sock.getsockname()[1]
+    listener.config.timeout_keep_alive = 1000  # no connection ends because time has passed
+    one = Served(app, listener, port, asyncio.create_task(listener.serve(sockets=[sock])))
+    await one.until(lambda: listener.started)
+    try:
+        yield one
+    finally:
+        listener.stop()
+        listener.leave()
+        await one.serving
+
+
+async def timers_of(work: Awaitable[Any], monkeypatch: pytest.MonkeyPatch) -> Delays:
+    """How long the work asked the clock to wait, each time it did."""
+    loop, delays = asyncio.get_running_loop(), Delays()
+    later = loop.call_later
+
+    def noted(delay: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return later(delay, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "call_later", noted)
+        await work
+    return delays
+
+
+def test_a_stop_never_waits_for_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with served() as alone:
+            assert await timers_of(alone.stop(), monkeypatch) == []
+        async with served() as visited, httpx.AsyncClient() as http:
+            visited.app.may_answer.set()
+            assert (await http.get(visited.url)).text == "ok"
+            assert visited.listener.server_state.connections  # kept alive, and idle
+            assert await timers_of(visited.stop(), monkeypatch) == []
+
+    monkeypatch.setattr(listening, "_DATE_S", 1000)
+    run(test)
+
+
+def test_whoever_is_being_answered_gets_the_answer() -> None:
+    async def test() -> None:
+        async with served() as one, httpx.AsyncClient() as http:
+            asking = asyncio.create_task(http.get(one.url))
+            await one.until(lambda: one.app.asked == 1)
+            stopping = await one.stopping()
+            one.app.may_answer.set()
+            assert (await asking).text == "ok"
+            await stopping
+
+    run(test)
+
+
+def test_a_request_whose_client_has_left_is_waited_for_too() -> None:
+    async def test() -> None:
+        async with served() as one:
+            _, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await one.until(lambda: one.app.asked == 1)
+            writer.close()
+            await one.until(lambda: not one.listener.server_state.connections)
+            stopping = await one.stopping()
+            one.app.may_answer.set()
+            await stopping
+
+    run(test)
+
+
+def test_nobody_is_waited_for_any_more_once_it_may_leave() -> None:
+    async def test() -> None:
+        async with served() as one:
+            _, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await one.until(lambda: one.app.asked == 1)
+            stopping = await one.stopping()
+            one.listener.leave()
+            await stopping
+            assert len(one.listener.server_state.tasks) == 1
+            one.app.may_answer.set()
+            await one.until(lambda: not one.listener.server_state.connections)
+            writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_client_that_comes_while_it_stops_is_sent_away_and_never_held(turns: int) -> None:
+    async def test() -> None:
+        async with served() as one:
+            with socket.create_connection(("127.0.0.1", one.port)) as client:
+                client.setblocking(False)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await one.stop()
+                with suppress(ConnectionResetError):  # it was never accepted
+                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+            assert one.app.asked == 0
+            await one.until(lambda: not one.listener.server_state.connections)
+
+    run(test)
+
+
+def test_answers_carry_a_date_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with served() as one, httpx.AsyncClient() as http:
+            one.app.may_answer.set()
+            assert (await http.get(one.url)).headers["date"].endswith(" GMT")
+            first = one.listener.server_state.default_headers
+            await one.until(lambda: one.listener.server_state.default_headers is not first)
+            assert [name for name, _ in one.listener.server_state.default_headers] == [b"date", b"server"]
+
+    monkeypatch.setattr(listening, "_DATE_S", 0)
+    run(test)
+
+
+def test_who_asks_for_a_web_socket_is_answered_without_one() -> None:
+    async def test() -> None:
+        async with served() as one, httpx.AsyncClient() as http:
+            one.app.may_answer.set()
+            asked = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+            answer = await http.get(
+                one.url, headers={**asked, "sec-websocket-key": "eHh4eHh4eHh4eHh4eHh4eA=="}
+            )
+            assert (answer.status_code, answer.text) == (200, "ok")
+
+    run(test)
