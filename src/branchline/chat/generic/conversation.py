@@ -75,6 +75,12 @@ class Conversation:
         kept = len(stand.ends)
         cursor = stand.ends[-1] if stand.ends else 0
         misfits: dict[int, str] = {}
+        again = self._shown_again(kept) - slots
+        if again:
+            slots |= again
+            before, text = text, self._render(self._entries, slots)
+            if text[:cursor] != before[:cursor]:
+                kept = cursor = 0
         while True:
             layout = self._lay_out(text, self._entries, slots, kept, cursor)
             if not layout.misfits:
@@ -94,6 +100,14 @@ class Conversation:
             ends = (*stand.ends[:kept], *layout.ends)
             self._voice.texts.put(id(last_ids), Rendered(text, ends, frozenset(slots), last_ids))
         return extension
+
+    def _shown_again(self, kept: int) -> set[int]:
+        """Replies behind what is kept that the path shows otherwise than they were sampled: now that they are
+        written anew they may stand there as they were, thinking and all."""
+        lost = range(kept, self._recorded)
+        return {
+            i for i in lost if self._entries[i].sampled_ids is not None and not self._entries[i].message.media
+        }
 
     def _known(self) -> Rendered | None:
         """What the last prompt of the path rendered to, if that is remembered."""
