@@ -1,4 +1,4 @@
-"""A turn of the model, asked for by an agent of one's own: the call is noted, so that it is trained.
+"""A turn of the model, asked for by the loop or by an agent of one's own.
 
 The trajectory's own conversation is asked under a name that stands in the state before anything is sent: cut
 off and asked again, the answer goes on behind what was sampled. Other conversations (a critic's, a draft's)
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from branchline.core.errors import SessionError
@@ -28,24 +29,16 @@ async def ask(
     params: Mapping[str, Any],
     limits: LoopLimits,
 ) -> Reply:
-    """The answer to a conversation, sampled as the task says; the state's own, given none, grows by it."""
-    wanted: dict[str, Any] = dict(state.task.sampling)
-    if limits.max_new_tokens is not None:
-        wanted["max_tokens"] = limits.max_new_tokens
-    if state.task.template:
-        wanted["chat_template_kwargs"] = state.task.template
-    wanted.update(params)
-    began = time.perf_counter()
-    try:
-        if messages is None:
-            reply = await _go_on(model, state, tools, wanted)
-        else:
+    """The answer to a conversation, sampled as the task says; the state's own, given none, grows by it.
+
+    It is noted, so that it is trained.
+    """
+    wanted = {**sampling_of(state, limits.max_new_tokens), **params}
+    if messages is None:
+        reply = await go_on(model, state, tools, wanted)
+    else:
+        with _generating(state):
             reply = await model.ask(messages, tools=tools, params=wanted)
-    except asyncio.CancelledError:
-        state.metrics.num_preempted += 1
-        raise
-    finally:
-        state.metrics.generate_s += time.perf_counter() - began
     state.calls.append(reply.call_id)
     if messages is None:
         state.call = ""
@@ -55,16 +48,42 @@ async def ask(
     return reply
 
 
-async def _go_on(model: Model, state: LoopState, tools: Schemas, params: Mapping[str, Any]) -> Reply:
+def sampling_of(state: LoopState, most_tokens: int | None) -> dict[str, Any]:
+    """How the task wants its answers; they have no more than so many tokens, where that is given."""
+    wanted = dict(state.task.sampling)
+    if most_tokens is not None:
+        wanted["max_tokens"] = most_tokens
+    if state.task.template:
+        wanted["chat_template_kwargs"] = state.task.template
+    return wanted
+
+
+async def go_on(model: Model, state: LoopState, tools: Schemas, params: Mapping[str, Any]) -> Reply:
+    """The answer to the state's own conversation, from where it was left if it was begun before."""
+    # Named before anything is sent: whenever this is cut off, the state says what to go on with.
     state.call = state.call or _new_name()
-    try:
+    with _generating(state):
+        try:
+            return await model.ask(state.messages, tools=tools, params=params, name=state.call)
+        except SessionError as error:
+            if error.kind != "conflict":
+                raise
+        # Begun behind another prompt than this, with other tools, say: there is no going on with that.
+        state.call = _new_name()
         return await model.ask(state.messages, tools=tools, params=params, name=state.call)
-    except SessionError as error:
-        if error.kind != "conflict":
-            raise
-    # Begun behind another prompt than this: there is no going on with that.
-    state.call = _new_name()
-    return await model.ask(state.messages, tools=tools, params=params, name=state.call)
+
+
+@contextmanager
+def _generating(state: LoopState) -> Iterator[None]:
+    """Counts the time, and whether it was cut off."""
+    began = time.perf_counter()
+    try:
+        yield
+    except asyncio.CancelledError:
+        state.metrics.num_preempted += 1
+        raise
+    finally:
+        state.metrics.generate_s += time.perf_counter() - began
 
 
 def _new_name() -> str:

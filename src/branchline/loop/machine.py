@@ -19,16 +19,16 @@ there are new ones, made of what the old ones saved (`keeping.py`) or with the s
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
 
 from msgspec import structs
 
 from branchline.core.errors import ContextLengthError, InputError, SessionError
 from branchline.core.fields import clean
 from branchline.core.message import Message
+from branchline.loop.asking import go_on, sampling_of
 from branchline.loop.cancel import CancelToken
 from branchline.loop.company import Company
 from branchline.loop.interactions.registry import Partner
@@ -211,34 +211,8 @@ class AgentLoop:
     async def ask(self) -> Reply:
         """The model's answer, from where it was left if it was begun before."""
         state = self.state
-        # Named before anything is sent: whenever this is cut off, the state says what to go on with.
-        state.call = state.call or _new_name()
-        params = dict(state.task.sampling)
-        left = self.room(state.tokens)
-        if left is not None:
-            params["max_tokens"] = left
-        if state.task.template:
-            params["chat_template_kwargs"] = state.task.template
-        began = time.perf_counter()
-        try:
-            return await self._ask(params)
-        except SessionError as error:
-            if error.kind != "conflict":
-                raise
-            # Begun behind another prompt than this, with other tools, say: there is no going on with that.
-            state.call = _new_name()
-            return await self._ask(params)
-        except asyncio.CancelledError:
-            state.metrics.num_preempted += 1
-            raise
-        finally:
-            state.metrics.generate_s += time.perf_counter() - began
-
-    async def _ask(self, params: Mapping[str, Any]) -> Reply:
-        state = self.state
-        return await self.model.ask(
-            state.messages, tools=self.company.schemas, params=params, name=state.call
-        )
+        params = sampling_of(state, self.room(state.tokens))
+        return await go_on(self.model, state, self.company.schemas, params)
 
     async def run_tools(self) -> None:
         """Runs the calls that have no outcome yet; each is kept as soon as it is there.
@@ -321,7 +295,3 @@ class AgentLoop:
     def end(self, reason: Ending, detail: str = "") -> State:
         self.state.reason, self.state.detail = reason, detail
         return State.TERMINATED
-
-
-def _new_name() -> str:
-    return "turn-" + secrets.token_hex(12)
