@@ -169,7 +169,7 @@ class Engine(ScriptedEngine):
 
 
 class _Connection:
-    """The journal's connection, its COMMIT within reach."""
+    """The journal's connection, the moment before it commits within reach."""
 
     def __init__(self, db: Any, failpoint: Failpoint, calls: list[str]) -> None:
         self._db = db
@@ -180,7 +180,7 @@ class _Connection:
         return getattr(self._db, name)
 
     def execute(self, statement: str, *values: Any) -> Any:
-        if statement == "COMMIT":
+        if statement == "COMMIT" or statement.startswith("INSERT INTO records ("):
             self._failpoint.reach(Place.TRANSACTION, *self._calls)
         return self._db.execute(statement, *values)
 
@@ -190,7 +190,7 @@ def _install(failpoint: Failpoint, board: Board) -> None:
     commit_and_wait, commit, deliver = calls.commit, Session.commit, Session.deliver
     said, end, send = chat.Stream.said, chat.Stream.end, Exchange.stream
     ending: ContextVar[str] = ContextVar("ending")
-    write, replay = Journal._commit, Journal.replay
+    replay = Journal.replay
 
     async def commit_and_journal(live: Any, turn: Any, generations: Any, record: Any) -> Any:
         with board.during(Phase.COMMITTING):
@@ -225,18 +225,21 @@ def _install(failpoint: Failpoint, board: Board) -> None:
         if last:
             failpoint.reach(Place.FINISHED, ending.get())
 
-    def write_batch(own: Any, batch: Any) -> Any:
-        records = [msgspec.msgpack.decode(record) for _, record, _ in batch]
-        written = [record[2][1] for record in records if record[0] == "commit"]
-        if not written:
-            return write(own, batch)
-        failpoint.reach(Place.QUEUED, *written)
-        db = own._db
-        own._db = _Connection(db, failpoint, written)
-        try:
-            return write(own, batch)
-        finally:
-            own._db = db
+    def at_failpoints(write: Any) -> Any:
+        def write_batch(own: Any, batch: Any) -> Any:
+            records = [msgspec.msgpack.decode(record) for _, record, _ in batch]
+            written = [record[2][1] for record in records if record[0] == "commit"]
+            if not written:
+                return write(own, batch)
+            failpoint.reach(Place.QUEUED, *written)
+            db = own._db
+            own._db = _Connection(db, failpoint, written)
+            try:
+                return write(own, batch)
+            finally:
+                own._db = db
+
+        return write_batch
 
     def replay_all(own: Any) -> Any:
         for record in replay(own):
@@ -248,7 +251,9 @@ def _install(failpoint: Failpoint, board: Board) -> None:
     Exchange.stream = send_bytes  # type: ignore[method-assign]
     Session.commit, Session.deliver = commit_call, deliver_call  # type: ignore[method-assign]
     chat.Stream.said, chat.Stream.end = say, say_end  # type: ignore[method-assign]
-    Journal._commit, Journal.replay = write_batch, replay_all  # type: ignore[method-assign]
+    Journal._commit = at_failpoints(Journal._commit)  # type: ignore[method-assign]
+    Journal._insert = at_failpoints(Journal._insert)  # type: ignore[method-assign]
+    Journal.replay = replay_all  # type: ignore[method-assign]
     journal._CHECKPOINT_BYTES = 256 * 1024  # often enough that kills meet the checkpoint too
 
 

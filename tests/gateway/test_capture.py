@@ -195,6 +195,22 @@ def test_calls_without_ids_get_some_by_which_their_results_are_known(stream: boo
     _said(test, _call("", '{"a":1}'), _call(None, '{"b":2}'), said("stop"))
 
 
+@pytest.mark.parametrize(
+    ("word", "finish"),
+    [(word, "tool_calls") for word in ("stop", "tool_calls", "tool_use", "function_call", "eos", "end_turn")]
+    + [(word, word) for word in ("length", "content_filter")],
+)
+def test_an_answer_with_calls_waits_for_them_whatever_the_upstream_calls_its_end(
+    word: str, finish: str
+) -> None:
+    async def test(a: Agent) -> None:
+        assert (await a.ask("q")).json()["choices"][0]["finish_reason"] == finish
+        events = await a.stream("q")
+        assert events[-1]["choices"][0]["finish_reason"] == finish
+
+    _said(test, _call("c1", "{}"), said(word))
+
+
 def test_both_counts_are_the_upstreams_or_both_ours() -> None:
     async def counted(a: Agent) -> None:
         chat, messages, responses = await _each(a)
@@ -230,6 +246,24 @@ def test_a_refusal_stays_one_in_every_protocol() -> None:
         assert [len(line["calls"]) for line in await a.timelines()] == [1, 1, 2, 2]
 
     _said(test, said(refusal="I "), said(refusal="can't."), said("stop"))
+
+
+@pytest.mark.parametrize("text", ["", "Well. "])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reference_to_a_refusal_stands_for_it(text: str, stream: bool) -> None:
+    async def test(a: Agent) -> None:
+        answer = await post(a, "responses", "q", stream=stream)
+        output = (events_in(answer.text)[-1]["response"] if stream else answer.json())["output"]
+        assert len(output) == (2 if text else 1)
+        references = [{"type": "item_reference", "id": item["id"]} for item in output]
+        items = [{"role": "user", "content": "q"}, *references, {"role": "user", "content": "go on"}]
+        assert (await a.http.send(request(a, "responses", "", input=items))).status_code == 200
+        (line,) = await a.timelines()
+        assert len(line["calls"]) == 2
+        path = a.session.live.session.tree.nodes[-1].path()
+        assert [(node.message.text, node.message.refusal) for node in path][1] == (text, "I can't.")
+
+    _said(test, *([said(content=text)] if text else []), said(refusal="I can't."), said("stop"))
 
 
 def test_a_refusal_is_streamed_as_one() -> None:
@@ -327,3 +361,55 @@ def test_functions_of_old_reach_an_upstream_as_tools_one_call_at_a_time() -> Non
         "parallel_tool_calls": False,
     }
     assert _tools_asked(functions=[named], function_call="none") == {}
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch"}}
+PATCH_OFFERED = {"type": "function", "function": {"name": "patch"}}
+SEARCH = {"type": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "told"),
+    [
+        ([PATCH], PATCH, PATCH_OFFERED),
+        ([{"type": "custom", "name": "patch"}], {"type": "custom", "name": "patch"}, PATCH_OFFERED),
+        ([{"type": "function", "name": "patch"}], {"type": "function", "name": "patch"}, PATCH_OFFERED),
+        (
+            [{"type": "apply_patch"}],
+            {"type": "apply_patch"},
+            {"type": "function", "function": {"name": "apply_patch"}},
+        ),
+        (
+            [{"type": "namespace", "name": "mcp", "tools": [{"type": "custom", "name": "patch"}]}],
+            {"type": "custom", "custom": {"name": "patch", "namespace": "mcp"}},
+            {"type": "function", "function": {"name": "mcp__patch"}},
+        ),
+        (
+            [PATCH, TOOL, SEARCH],
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [PATCH, PATCH_OFFERED, SEARCH]},
+            },
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [PATCH_OFFERED, PATCH_OFFERED, SEARCH]},
+            },
+        ),
+        # What was not offered in another shape is the upstream's to judge.
+        ([TOOL, SEARCH], SEARCH, SEARCH),
+        ([TOOL], PATCH, PATCH),
+        ([TOOL], {"type": ["custom"]}, {"type": ["custom"]}),
+        ([TOOL], {"type": "custom", "custom": {"name": 5}}, {"type": "custom", "custom": {"name": 5}}),
+        (
+            [TOOL],
+            {"type": "allowed_tools", "allowed_tools": 5},
+            {"type": "allowed_tools", "allowed_tools": 5},
+        ),
+        ([PATCH], "required", "required"),
+    ],
+)
+def test_an_upstream_is_told_to_choose_a_tool_in_the_shape_that_it_was_given_it_in(
+    tools: list[Any], choice: Any, told: Any
+) -> None:
+    asked = _tools_asked(tools=tools, tool_choice=choice)
+    assert asked["tool_choice"] == told

@@ -196,7 +196,7 @@ def test_what_the_journal_refuses_has_not_happened(tmp_path: Path, monkeypatch: 
     async def test() -> None:
         journal = tmp_path / "j"
         async with agent("x", journal=journal) as a:
-            monkeypatch.setattr(Journal, "_commit", full)
+            monkeypatch.setattr(Journal, "_insert", full)
             key = {"authorization": f"Bearer {a.session.control_key}"}
             url = f"{a.gateway.url}/sessions/{a.session.id}"
             assert (await a.http.post(f"{url}/reward", json=1, headers=key)).status_code == 503
@@ -220,7 +220,7 @@ def test_an_answer_the_journal_refused_is_not_trained(
 
     async def test() -> None:
         async with agent("x", journal=tmp_path / "j") as a:
-            monkeypatch.setattr(Journal, "_commit", full)
+            monkeypatch.setattr(Journal, "_insert", full)
             assert (await a.ask("p")).status_code == 503
             told = await a.get("/samples")
             assert not told["samples"]

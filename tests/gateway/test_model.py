@@ -147,7 +147,7 @@ def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
     async def test() -> None:
         async with agent("x", journal=tmp_path / "j") as a:
             await a.say("p")
-            monkeypatch.setattr(Journal, "_commit", full)
+            monkeypatch.setattr(Journal, "_insert", full)
             assert (await a.ask("p", "x", "q")).status_code == 503
             sampled = len(a.engine.asked)
             refused = await a.ask("p", "x", "q")

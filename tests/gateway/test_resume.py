@@ -166,3 +166,55 @@ def test_what_is_left_of_the_tokens_is_all_that_is_sampled(most: int) -> None:
             assert len(a.engine.asked) == (1 if most == 3 else 2)
 
     run(test)
+
+
+@pytest.mark.parametrize(("tokens", "said", "finish"), [(45, ANSWER, "stop"), (25, ANSWER[:25], "length")])
+@pytest.mark.parametrize("holds", [(20,), (20, 3)])
+def test_what_was_sampled_before_counts_once_against_a_sessions_limit(
+    holds: tuple[int, ...], tokens: int, said: str, finish: str
+) -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(*holds), limits={"tokens": tokens}) as a:
+            call = ""
+            for _ in holds:
+                call = await _cancelled(a, call)
+            answer = (await a.ask("p", headers={"x-branchline-resume": call})).json()["choices"][0]
+            assert (answer["message"]["content"], answer["finish_reason"]) == (said, finish)
+            live = a.session.live
+            assert live.sampled_tokens == min(tokens, len(ANSWER) + 1)
+            assert live.reserved_tokens == 0
+            assert (await a.ask("q")).status_code == (409 if finish == "length" else 200)
+
+    run(test)
+
+
+def test_an_answer_that_nobody_heard_is_told_again_though_its_session_has_no_tokens_left() -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(), limits={"tokens": 10}) as a:
+            name = {"x-branchline-call": "turn"}
+            first = (await a.ask("p", headers=name)).json()["choices"][0]
+            again = (await a.ask("p", headers=name)).json()["choices"][0]
+            assert (first["message"]["content"], first["finish_reason"]) == (ANSWER[:10], "length")
+            assert again == first
+            assert a.session.live.sampled_tokens == 10
+            assert len(a.engine.asked) == 1
+
+    run(test)
+
+
+def test_a_call_that_goes_on_reserves_only_what_it_has_not_sampled_yet() -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(20, 4), limits={"tokens": 40}) as a:
+            call = await _cancelled(a)
+            live = a.session.live
+            headers = {"x-branchline-resume": call}
+            a.engine.held.clear()  # type: ignore[attr-defined]
+            going_on = asyncio.create_task(a.ask("p", headers=headers, max_tokens=32))
+            await a.engine.held.wait()  # type: ignore[attr-defined]
+            assert (live.sampled_tokens, live.reserved_tokens) == (20, 12)
+            beside = (await a.ask("q", max_tokens=30)).json()["usage"]
+            assert beside["completion_tokens"] == 8
+            going_on.cancel()
+            await asyncio.gather(going_on, return_exceptions=True)
+
+    run(test)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import branchline
-from branchline.core.errors import InputError
+from branchline.core.errors import EngineError, InputError
 from branchline.core.message import Message
 from branchline.loop import agents
 from branchline.loop.agents import Setting, check_tasks, find_agent, run_agent
@@ -315,6 +315,114 @@ def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
             with pytest.raises(ValueError, match="broken"):
                 await run_agent(state, setting_of(s))
             assert len(state.calls) == 1
+            assert not state.is_over
+
+    run(test)
+
+
+@pytest.mark.parametrize("left_by", ["token", "task", "error"])
+def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) -> None:
+    @branchline.agent("judged")
+    async def judged(state: LoopState, setting: Setting) -> LoopState:
+        async with AgentLoop(setting.model, state, tools=setting.tools and setting.tools.select()) as loop:
+            await loop.run(setting.cancel)
+        reply = await setting.ask(state, [Message("user", "Judge it.")])
+        state.score = float(len(reply.message.text))
+        return state
+
+    async def test() -> None:
+        async with stage(Script((Turn("one"), Turn("three", holds=(1,))))) as s:
+            state, cancel = task_of("judged"), CancelToken()
+            running = asyncio.create_task(run_agent(state, setting_of(s, cancel=cancel)))
+            await s.engine.held.wait()
+            if left_by == "token":
+                cancel.cancel()
+                assert await running is state
+            else:
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+            assert (state.is_cancel, state.is_over, state.assistant_turns) == (True, False, 1)
+            if left_by == "error":
+                s.engine.failure = EngineError("gone")
+                with pytest.raises(EngineError, match="gone"):
+                    await run_agent(state, setting_of(s))
+                assert (state.is_cancel, state.is_over) == (False, False)
+                s.engine.failure = None
+            state = await run_agent(LoopState.decode(state.encode()), setting_of(s))
+            assert (state.is_cancel, state.is_over, state.reason) == (False, True, Ending.STOP)
+            assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"deed": 0.5}, 1)
+            assert [message.text for message in state.messages[1:]] == ["one"]
+            assert state.calls == [reply.call_id for reply in s.model.replies]
+            assert await run_agent(state, setting_of(s)) is state
+            assert len(s.model.replies) == 2, "what is over is not run again"
+
+    run(test)
+
+
+def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_to_go_on_with() -> None:
+    @branchline.agent("impatient")
+    async def impatient(state: LoopState, setting: Setting) -> LoopState:
+        own = CancelToken()
+        async with AgentLoop(setting.model, state) as loop:
+            running = asyncio.create_task(loop.run(own))
+            if not state.metrics.num_preempted:
+                await held.wait()
+                own.cancel()
+            return await running
+
+    held = asyncio.Event()
+
+    async def test() -> None:
+        async with stage(TALK) as s:
+            s.engine.held = held
+            state = await run_agent(task_of("impatient"), setting_of(s, cancel=CancelToken()))
+            assert (state.is_cancel, state.is_over) == (True, False)
+            state = await run_agent(state, setting_of(s))
+            assert (state.is_cancel, state.is_over, state.messages[-1].text) == (False, True, "one two")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("asked", "sampled"), [(40, 5), (3, 3), (None, 5)])
+def test_what_an_agent_asks_for_does_not_lift_the_limit_of_an_answer(asked: Any, sampled: int) -> None:
+    async def test() -> None:
+        async with stage(Script((Turn("a long answer"), Turn("a long answer")))) as s:
+            setting = setting_of(s, limits=LoopLimits(max_new_tokens=5))
+            reply = await setting.ask(task_of("x"), params={"max_tokens": asked})
+            other = await setting.ask(task_of("x"), [Message("user", "q")], params={"max_tokens": asked})
+            assert (len(reply.ids), len(other.ids)) == (sampled, sampled)
+
+    run(test)
+
+
+def test_a_number_of_tokens_that_is_none_is_refused_under_a_limit_too() -> None:
+    async def test() -> None:
+        async with stage(TALK) as s:
+            setting = setting_of(s, limits=LoopLimits(max_new_tokens=5))
+            for odd in ("many", 2.5, True):
+                with pytest.raises(InputError, match=f"max_tokens: got {odd!r}, expected a whole number"):
+                    await setting.ask(task_of("x"), params={"max_tokens": odd})
+
+    run(test)
+
+
+def test_an_agent_that_returns_another_state_than_its_own_says_so() -> None:
+    @branchline.agent("copies")
+    async def copies(state: LoopState, setting: Setting) -> LoopState:
+        new = LoopState.decode(state.encode())
+        new.messages.append((await setting.model.ask(new.messages)).message)
+        return new
+
+    async def test() -> None:
+        async with stage(TALK.uninterrupted) as s:
+            state = task_of("copies")
+            with pytest.raises(
+                InputError,
+                match="agent 'copies': returned another LoopState, expected the LoopState it was given",
+            ):
+                await run_agent(state, setting_of(s))
+            assert state.calls == [s.model.replies[0].call_id]
             assert not state.is_over
 
     run(test)

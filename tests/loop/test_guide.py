@@ -1,86 +1,180 @@
-"""The guide to the loop can be pasted: its Python is one program, which runs as it says."""
+"""The guide to the loop can be pasted: its Python is one program, which runs as it stands and says what the
+guide says, where nothing is installed but what the guide installs.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import os
 import re
 import shlex
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from branchline import LoopLimits, LoopOutput
+from branchline import (
+    BranchlineError,
+    HttpModel,
+    LoopLimits,
+    LoopOutput,
+    LoopState,
+    Message,
+    SessionModel,
+    Setting,
+    Task,
+    run_agent,
+)
 from branchline.cli.engines import build
 from branchline.cli.main import _parser
+from branchline.engines.scripted import ScriptedEngine
 from branchline.gateway.config import GatewayConfig
+from branchline.gateway.live import Limits, SessionOptions
 from branchline.gateway.server import Gateway
-from branchline.loop import agents
-from tests.loop.tools import server
+from branchline.gateway.sessions import Sessions
+from branchline.loop.state import Ending
+from tests.loop.running import run
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "loop.md"
-TEXT = GUIDE.read_text()
-CLOCK = '"uvx", "mcp-server-time"'
-ADDRESS = "http://127.0.0.1:8100"
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "guides" / "loop.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Python reads it when it starts.
+LEAVES_OUT = """
+import sys
+
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent)
+"""
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
+def command(words: str) -> list[str]:
+    """The guide's only command line with these words."""
+    (line,) = [line for block in blocks("sh") for line in block.splitlines() if words in line]
+    return shlex.split(line, comments=True)
+
+
+def section(heading: str) -> str:
+    return TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
 def rows(heading: str) -> set[str]:
     """What the first column of a section's table names."""
-    section = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     return {
         name
-        for line in section.splitlines()
+        for line in section(heading).splitlines()
         for name in re.findall(r"`(\w+)`", line.split("|")[1:2][0] if line.startswith("|") else "")
     }
 
 
-@pytest.fixture
-def gateway() -> Iterator[str]:
-    """What the guide's own command starts, in a thread: the guide has an event loop to itself."""
-    (command,) = [line for block in blocks("sh") for line in block.splitlines() if "branchline serve" in line]
-    options = _parser().parse_args(shlex.split(command)[1:])
-    assert f"http://{options.host}:{options.port}" == ADDRESS
-    codec, fleet = build(options)
-    loop = asyncio.new_event_loop()
-    thread = Thread(target=loop.run_forever)
-    thread.start()
-    serving = Gateway(engine=fleet, codec=codec, config=GatewayConfig(auth=not options.no_auth))
-    asyncio.run_coroutine_threadsafe(serving.start(), loop).result()
-    yield serving.url
-    asyncio.run_coroutine_threadsafe(serving.stop(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+def needed(requirement: Requirement, known: set[tuple[str, str]]) -> Iterator[str]:
+    """What an installer would bring along, by name."""
+    name = canonicalize_name(requirement.name)
+    for extra in ("", *requirement.extras):
+        if (name, extra) in known:
+            continue
+        known.add((name, extra))
+        yield name
+        if name == "branchline":
+            wanted = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+        else:
+            try:
+                wanted = requires(name) or []
+            except PackageNotFoundError:  # of another system or Python
+                wanted = []
+        for further in map(Requirement, wanted):
+            if further.marker is None or further.marker.evaluate({"extra": extra}):
+                yield from needed(further, known)
 
 
-def test_the_python_of_the_guide_is_one_program_that_runs(
-    gateway: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agents.find_agent("")
-    monkeypatch.setattr(agents, "_agents", dict(agents._agents))
-    code = "\n".join(blocks("python"))
-    assert code.count(ADDRESS) == code.count(CLOCK) == 1
-    code = code.replace(ADDRESS, gateway).replace(CLOCK, f"{sys.executable!r}, {server.__file__!r}")
-    scope: dict[str, Any] = {"__name__": "guide"}
-    exec(compile(code, GUIDE.name, "exec"), scope)
-    names, apples, pears, tomato, far, resumed = capsys.readouterr().out.splitlines()
-    assert names.startswith("('price', 'sell', 'add', ")
+def absent() -> set[str]:
+    """The modules that are here and would not be where only the guide's own line was run."""
+    installed = set(needed(Requirement(command("pip install")[2]), set()))
+    return {
+        module
+        for module, owners in packages_distributions().items()
+        if installed.isdisjoint(map(canonicalize_name, owners))
+    }
+
+
+def test_the_python_of_the_guide_is_one_program_that_runs_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "guide.py").write_text("\n".join(blocks("python")))
+    left_out = absent()
+    assert {"pytest", "httpx"} <= left_out
+    (tmp_path / "sitecustomize.py").write_text(LEAVES_OUT.format(absent=left_out))
+    ran = subprocess.run(
+        [sys.executable, "guide.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    names, apples, pears, tomato, far, resumed = ran.stdout.splitlines()
+    assert names == "('price', 'sell', 'in_stock')"
     assert re.fullmatch(r"apples-\w+ interaction 6 1.0 \d+", apples)
     assert re.fullmatch(r"pears-\w+ stop 4 None \d+", pears)
     assert re.fullmatch(r"tomato-\w+ stop 3 1.0 \d+", tomato)
-    assert far == "['Well?', 'You said: What do 3 pears cost?', 'You said: Are you sure?']"
-    assert resumed == (
-        "[(True, <Ending.INTERACTION: 'interaction'>, 1.0), (True, <Ending.STOP: 'stop'>, None), "
-        "(True, <Ending.STOP: 'stop'>, 1.0)]"
-    )
+    assert far == "['Sold, for 6.', 'They cost 12.', 'Yes.']"
+    assert resumed == "1 ['Is a tomato a fruit?', 'It is.', 'Are you sure?', 'Yes.'] {0, 1}"
+
+
+def test_the_gateway_that_the_guide_starts_is_where_it_says_and_wants_no_key() -> None:
+    async def test() -> None:
+        options = _parser().parse_args(command("branchline serve")[1:])
+        assert f"http://{options.host}:{options.port}" in TEXT
+        codec, fleet = build(options)
+        config = GatewayConfig(auth=not options.no_auth)
+        async with (
+            Gateway(engine=fleet, codec=codec, config=config) as gateway,
+            await HttpModel.open(gateway.url) as model,
+        ):
+            reply = await model.ask([Message("user", "What do 3 pears cost?")])
+            assert reply.message.text == "You said: What do 3 pears cost?"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("room", "limits", "ending", "error"),
+    [
+        (3, Limits(), Ending.MODEL_LENGTH, "ContextLengthError"),
+        (None, Limits(calls=1), Ending.SESSION_CALLS, "out_of_calls"),
+        (None, Limits(tokens=1), Ending.SESSION_TOKENS, "out_of_tokens"),
+    ],
+)
+def test_an_agent_of_ones_own_is_told_by_an_error_what_ends_a_loop(
+    room: int | None, limits: Limits, ending: Ending, error: str
+) -> None:
+    assert f"`{ending}`" in section("An agent of your own")
+    assert f"`{error}`" in section("An agent of your own")
+
+    async def test() -> None:
+        engine, task = ScriptedEngine(), Task((Message("user", "p"),), agent_name="tool")
+        live, _, _ = Sessions(engine.codec).open(SessionOptions(limits=limits))
+        setting = Setting(SessionModel(live, engine))
+        await setting.ask(LoopState.begin(task))
+        engine.max_context = room
+        assert (await run_agent(LoopState.begin(task), setting)).reason is ending
+        with pytest.raises(BranchlineError) as raised:
+            await setting.ask(LoopState.begin(task))
+        assert getattr(raised.value, "kind", type(raised.value).__name__) == error
+
+    run(test)
 
 
 def test_the_guide_names_every_limit_and_everything_that_comes_out() -> None:

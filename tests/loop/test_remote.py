@@ -5,7 +5,7 @@ import gc
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from email.utils import formatdate
 from typing import Any
 
@@ -22,9 +22,14 @@ from branchline.core.errors import (
     SessionError,
 )
 from branchline.core.message import Message, ToolCall
+from branchline.engines.openai import UpstreamChat
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
+from branchline.loop.agents import Setting, run_agent
 from branchline.loop.remote import HttpModel
+from branchline.loop.state import Ending, LoopState, Task
+from tests.engines.fake import FakeChat
+from tests.engines.test_openai import said as told
 from tests.gateway.running import agent
 from tests.loop.running import move_clock, run
 
@@ -53,10 +58,12 @@ async def place(*answers: bytes) -> AsyncIterator[str]:
     left = list(answers)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while left:
-            head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]))
-            writer.write(left.pop(0))
+        with suppress(asyncio.IncompleteReadError):
+            while left:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = head.partition(b"content-length:")[2].split(b"\r\n")[0]
+                await reader.readexactly(int(length or 0))
+                writer.write(left.pop(0))
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -83,6 +90,55 @@ def test_a_reply_is_put_together_from_its_stream() -> None:
             assert reply.logprobs is not None
             assert node.output is not None
             assert reply.logprobs.tolist() == node.output.logprobs.tolist()
+
+    run(test)
+
+
+def test_a_call_of_a_tool_that_is_no_function_is_read_too() -> None:
+    async def test() -> None:
+        patch = Message("assistant", calls=(ToolCall("patch", '{"input":"a line"}'),))
+        async with asking(patch, "done") as (a, model):
+            tools = [{"type": "custom", "custom": {"name": "patch"}}]
+            reply = await model.ask(ASK, tools=tools)
+            tree = a.session.live.session.tree
+            assert reply.message == tree.nodes[tree.calls[0].outputs[0]].message
+            result = Message("tool", "patched", answers=reply.message.calls[0].id)
+            await model.ask((*ASK, reply.message, result), tools=tools)
+            assert len(timelines_of(tree)) == 1
+
+    run(test)
+
+
+@asynccontextmanager
+async def capturing(*script: Any) -> AsyncIterator[tuple[Any, HttpModel]]:
+    """A gateway whose engine tells words and no ids."""
+    async with FakeChat() as server, agent(fleet=UpstreamChat(server.url + "/v1")) as a:
+        server.script = script
+        session = a.session
+        async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
+            yield a, model
+
+
+def test_an_answer_that_an_upstream_cut_is_an_answer() -> None:
+    async def test() -> None:
+        async with capturing(told(content="a long answer"), told("length")) as (_, model):
+            state = await run_agent(LoopState.begin(Task(ASK)), Setting(model))
+            assert (state.reason, state.assistant_turns) == (Ending.LENGTH, 1)
+            assert [message.text for message in state.messages] == ["p", "a long answer"]
+        async with capturing(told("length")) as (_, model):
+            state = await run_agent(LoopState.begin(Task(ASK)), Setting(model))
+            assert (state.reason, state.assistant_turns) == (Ending.MODEL_LENGTH, 0)
+
+    run(test)
+
+
+def test_a_refusal_is_what_was_said() -> None:
+    async def test() -> None:
+        async with capturing(told(refusal="No."), told("stop")) as (a, model):
+            reply = await model.ask(ASK)
+            tree = a.session.live.session.tree
+            assert (reply.message.refusal, reply.message.text, reply.message.is_empty) == ("No.", "", False)
+            assert reply.message == tree.nodes[tree.calls[0].outputs[0]].message
 
     run(test)
 
@@ -226,6 +282,9 @@ def test_a_session_that_is_closed_in_the_middle_of_an_answer_is_closed() -> None
     ("status", "body", "kind", "words"),
     [
         (503, b'{"error": {"message": "disk full"}}', JournalError, "disk full"),
+        (503, b"<html>upstream down</html>", EngineError, "status 503: <html>upstream down</html>"),
+        (503, b'{"error": "down"}', EngineError, "status 503"),
+        (502, b'{"error": "\xff"}', EngineError, "status 502"),
         (502, b'{"error": {"message": "gone"}}', EngineError, "status 502: gone"),
         (504, b"<html>timeout</html>", EngineError, "status 504: <html>timeout</html>"),
         (500, b'{"error": "all of it"}', EngineError, 'status 500: {"error": "all of it"}'),
@@ -233,12 +292,38 @@ def test_a_session_that_is_closed_in_the_middle_of_an_answer_is_closed() -> None
         (413, b"", InputError, "status 413"),
         (200, b'data: {"id": "x", "choices": []}\n\n', EngineError, "ended before its answer did"),
         (200, b"data: <html>\n\n", EngineError, "not what a gateway says: b'<html>'"),
+        (200, b'data: "\xff"\n\n', EngineError, "not what a gateway says"),
+        (200, b'data: {"choices": [{"delta": {}}]}\n\n', EngineError, "not what a gateway says.*`id`"),
+        (200, b"data: []\n\n", EngineError, "not what a gateway says.*array"),
+        (200, b'data: {"error": "x"}\n\n', EngineError, 'status 500: {"error": "x"}'),
+        (200, b'data: {"error": {"message": "x"}, "status": "y"}\n\n', EngineError, "status 500: x"),
     ],
 )
 def test_whatever_stands_between_says_something_else(status: int, body: bytes, kind: Any, words: str) -> None:
     async def test() -> None:
         async with place(said(status, body)) as url, HttpModel(url, "key") as model:
             with pytest.raises(kind, match=words):
+                await model.ask(ASK)
+
+    run(test)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[]", b"null", b'{"prompt_tokens": "x"}', b'{"samples": [{}]}'])
+def test_what_is_told_in_another_form_than_a_gateways_is_an_engine_error(body: bytes) -> None:
+    async def test() -> None:
+        async with place(*[said(200, body)] * 3) as url, HttpModel(url, "key", "control") as model:
+            for work in (model.count(ASK), model.samples(), HttpModel.open(url)):
+                with pytest.raises(EngineError, match="not what a gateway says"):
+                    await work
+
+    run(test)
+
+
+def test_a_gateway_that_stops_is_an_engine_that_is_gone_and_no_broken_journal() -> None:
+    async def test() -> None:
+        body = b'{"error": {"message": "the gateway is stopping"}}'
+        async with place(said(503, body, "retry-after: 1")) as url, HttpModel(url, "key") as model:
+            with pytest.raises(EngineError, match="status 503: the gateway is stopping"):
                 await model.ask(ASK)
 
     run(test)
@@ -348,6 +433,52 @@ def test_whoever_is_busy_may_say_until_when_as_it_likes(after: str | None) -> No
         async with place(busy) as url, HttpModel(url, "key", patience_s=0.1) as model:
             with pytest.raises(EngineBusyError, match="slow down"):
                 await model.ask(ASK)
+
+    run(test)
+
+
+@pytest.mark.parametrize("after", ["0", formatdate(0, usegmt=True)])
+def test_a_busy_gateway_that_names_no_time_worth_waiting_is_not_asked_without_pause(after: str) -> None:
+    async def test() -> None:
+        busy = said(429, b'{"error": {"message": "full", "code": "busy"}}', f"Retry-After: {after}")
+        # At 0, 0.1 and 0.3 s; a fourth time finds nobody there any more, which is another error.
+        async with place(*[busy] * 3) as url, HttpModel(url, "key", patience_s=0.4) as model:
+            with pytest.raises(SessionError) as refused:
+                await model.ask(ASK)
+            assert refused.value.kind == "busy"
+
+    run(test)
+
+
+def test_whatever_is_asked_of_a_busy_gateway_is_asked_again() -> None:
+    async def test() -> None:
+        busy = said(429, b"slow down", "retry-after: 0")
+        session = b'{"base_url": "http://127.0.0.1:1/v1", "api_key": "a", "control_key": "c"}'
+        told = [busy, said(200, b'{"prompt_tokens": 3}'), busy, said(200, b'{"samples": []}')]
+        async with (
+            place(*told, busy, said(201, session)) as url,
+            HttpModel(url, "key", "control") as model,
+        ):
+            assert await model.count(ASK) == 3
+            assert await model.samples() == []
+            opened = await HttpModel.open(url)
+            await opened.__aexit__()
+
+    run(test)
+
+
+def test_whoever_opens_a_session_says_how_long_to_knock() -> None:
+    async def test() -> None:
+        busy = said(429, b"slow down", "retry-after: 5")
+        session = said(201, b'{"base_url": "%s", "api_key": "a", "control_key": "c"}')
+        async with place(busy) as url:
+            with pytest.raises(EngineBusyError):
+                await HttpModel.open(url, patience_s=4)
+        async with place(busy) as other:
+            opening = said(201, session.partition(b"\r\n\r\n")[2] % other.encode())
+            async with place(opening) as url, await HttpModel.open(url, patience_s=4) as model:
+                with pytest.raises(EngineBusyError):
+                    await model.count(ASK)
 
     run(test)
 

@@ -63,6 +63,7 @@ def full_state() -> LoopState:
         first_tokens=7,
         tokens=9,
         is_cancel=True,
+        is_with_agent=True,
         reason=Ending.USER_TURNS,
         detail="2 of 2",
         spent_s=0.5,

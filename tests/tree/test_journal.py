@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +169,14 @@ def test_a_note_that_nothing_follows_is_written_all_the_same(
         assert journal.append("s", b"note", is_note=True).result(timeout=30) == 1
 
 
+def test_a_callback_may_append(path: Path) -> None:
+    with Journal(path) as journal:
+        note = journal.append("s", b"note", is_note=True)
+        note.add_done_callback(lambda _: journal.append("s", b"from a callback"))
+        journal.append("s", b"record").result()
+        assert list(journal.read("s")) == [b"note", b"record", b"from a callback"]
+
+
 @pytest.mark.parametrize("durability", LEVELS)
 def test_flush_and_close_leave_no_note_behind(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
@@ -182,6 +192,52 @@ def test_at_level_process_a_reader_finds_the_notes_before_it(path: Path) -> None
     with Journal(path) as journal:
         journal.append("s", b"note", is_note=True)
         assert list(journal.read("s")) == [b"note"]
+
+
+class Interrupt(BaseException):
+    """As raised by a signal."""
+
+
+def interrupted_append(journal: Journal, line: int) -> bool:
+    """Appends with a signal at the so-many-th line of the journal's own code; False where there is none."""
+    left = line
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != journal_module.__file__:
+            return None
+        # No signal is looked at between the end of a block and what closes it, where a trace would be.
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not code.strip().startswith("with "):
+            left -= 1
+            if left == 0:
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        journal.append("s", b"interrupted")
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_signal_at_any_line_of_an_append_leaves_its_record_once_or_not_at_all(tmp_path: Path) -> None:
+    for line in range(1, 1000):
+        with Journal(tmp_path / str(line)) as journal:
+            journal.append("s", b"note", is_note=True)
+            is_interrupted = interrupted_append(journal, line)
+            assert journal.append("s", b"after").result(timeout=30)
+            journal.flush()
+            found = list(journal.read("s"))
+            assert found in ([b"note", b"after"], [b"note", b"interrupted", b"after"])
+        if not is_interrupted:
+            assert line > 20
+            return
+    raise AssertionError("an append has no end")
 
 
 def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(

@@ -132,6 +132,11 @@ class TokenizerDir:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def word_ends(self, text: str) -> list[int]:
+        """Where the words of a text end that are encoded each by itself; the text is composed already."""
+        found = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        return [end for _, (_, end) in found]
+
     def decode(self, ids: Ids) -> str:
         """Text for people to read: special tokens are shown, an id that does not decode is `<id>`."""
         spelled = [

@@ -31,7 +31,7 @@ class EventReader:
         if piece.endswith(b"}\n\n") and piece.startswith(b"data: {") and not (self._rest or self._data):
             # Mostly: one event, or several alike, whole.
             events = piece[6:-2].split(b"\n\ndata: ")
-            if not any(b"\n" in event or b"\r" in event for event in events):
+            if not any(b"\n" in event or b"\r" in event or event == _DONE for event in events):
                 return events
         text = self._rest + piece
         if b"\r" in text:

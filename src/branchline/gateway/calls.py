@@ -18,7 +18,7 @@ from typing import Any
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import ContextLengthError, JournalError, SessionError
 from branchline.core.runs import Ids
-from branchline.engines.base import Engine, SamplingParams
+from branchline.engines.base import Chunk, Engine, SamplingParams
 from branchline.gateway.answers import Answer, Choice, Said
 from branchline.gateway.config import UNKNOWN_ROOM
 from branchline.gateway.live import LiveSession
@@ -87,25 +87,27 @@ async def run_call(
 ) -> AsyncGenerator[Event, None]:
     """Runs one call to its end. Closing the iterator early is the client going away."""
     asked = replace(asked, request=replace(asked.request, sampling=_sampling(engine, asked.params)))
-    with _under_way(live, asked, record) as allowed:
+    with under_way(live, asked, record):
         turn = await begin(live, asked, record, max_prompt_tokens)
-        choices = _choices(live, asked, record.call_id)
-        params = _params(engine, turn, asked, live, allowed, choices[0], streamed=record.streamed)
-        prompt_ids, before = turn.prompt_ids, await left_by(live, turn, asked.choices, record.call_id)
-        try:
-            if before:
-                told, prompt_ids, params = take_up(choices[0], before, params, prompt_ids)
-                for event in told:
-                    yield event
-            if params.max_tokens > 0:
-                sampled = _one if len(choices) == 1 else _several
-                async with aclosing(sampled(engine, prompt_ids, params, choices, live.id)) as said:
-                    async for event in said:
-                        record.close_phase("queue")
+        before = await left_by(live, turn, asked.choices, record.call_id)
+        with reserved(live, asked, _room(engine, turn, asked), before) as allowed:
+            choices = _choices(live, asked, record.call_id)
+            params = _params(asked, live, allowed, choices[0], streamed=record.streamed)
+            prompt_ids = turn.prompt_ids
+            try:
+                if before:
+                    told, prompt_ids, params = take_up(choices[0], before, params, prompt_ids)
+                    for event in told:
                         yield event
-        except (GeneratorExit, asyncio.CancelledError):
-            _keep_cancelled(live, turn, choices, record.call_id)
-            raise
+                if params.max_tokens > 0:
+                    sampled = _one if len(choices) == 1 else _several
+                    async with aclosing(sampled(engine, prompt_ids, params, choices, live.id)) as said:
+                        async for event in said:
+                            record.close_phase("queue")
+                            yield event
+            except (GeneratorExit, asyncio.CancelledError):
+                _keep_cancelled(live, turn, choices, record.call_id)
+                raise
     record.close_phase("generate")
     generations = [choice.generation(choice.finish) for choice in choices]
     call = await commit(live, turn, generations, record)
@@ -116,47 +118,76 @@ async def run_call(
 
 
 @contextmanager
-def _under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[int | None]:
-    """A call until its answer is sampled. It counts at once, for others may come beside it.
-
-    Gives how many tokens each of its answers may have, where the session has a limit.
-    """
+def under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[None]:
+    """A call until its answer is sampled. It counts at once, for others may come beside it."""
     live.require_open()
-    limits, resumes, reserved = live.options.limits, asked.request.resumes, 0
-    allowed: int | None = None
+    limits, resumes = live.options.limits, asked.request.resumes
     if limits.calls is not None and len(live.session.tree.calls) + live.in_flight >= limits.calls:
         raise SessionError(
             "out_of_calls", f"session {live.id} may make {limits.calls} calls and has made them"
         )
-    if limits.tokens is not None:
-        allowed = (limits.tokens - live.sampled_tokens - live.reserved_tokens) // asked.choices
-        if allowed <= 0:
-            raise SessionError(
-                "out_of_tokens", f"session {live.id} may sample {limits.tokens} tokens and has sampled them"
-            )
-        wanted = asked.params.max_tokens
-        if wanted == ROOM_LEFT:
-            # Who does not say how much must not take all of it from those that come beside it.
-            wanted = max(UNKNOWN_ROOM, allowed // 2)
-        allowed = min(allowed, wanted)
-        reserved = allowed * asked.choices
     if resumes in live.resuming:
         raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
     if resumes:
         live.resuming.add(resumes)
     over = live.running[record.call_id] = asyncio.Event()
     live.in_flight += 1
-    live.reserved_tokens += reserved
     live.last_used = time.monotonic()
     try:
-        yield allowed
+        yield
     finally:
         live.in_flight -= 1
-        live.reserved_tokens -= reserved
         live.last_used = time.monotonic()
         live.resuming.discard(resumes)
         del live.running[record.call_id]
         over.set()
+
+
+@contextmanager
+def reserved(live: LiveSession, asked: Asked, room: int, before: Sequence[Chunk] = ()) -> Iterator[int]:
+    """A call while it may sample: nobody else gets the tokens that a session with a limit has left for it.
+
+    `room` is what an answer could have, were there no limit. Gives how many tokens each of them may have,
+    with those that were there `before`: the session has counted these, so only the rest is reserved.
+    """
+    most, begun, rest = live.options.limits.tokens, sum([len(chunk.ids) for chunk in before]), 0
+    if most is not None:
+        is_over = bool(before) and before[-1].finish is not None
+        rest = 0 if is_over else _rest(live, asked, most, room - begun, is_begun=begun > 0)
+        room = min(room, begun + rest)
+    live.reserved_tokens += rest * asked.choices
+    try:
+        yield room
+    finally:
+        live.reserved_tokens -= rest * asked.choices
+
+
+def _rest(live: LiveSession, asked: Asked, most: int, wanted: int, *, is_begun: bool) -> int:
+    """How many more tokens each answer may have in a session that may sample so many."""
+    left = most - live.sampled_tokens
+    if left <= 0:
+        if is_begun:
+            # It ends where it stands, as it would have had nobody cut it off.
+            return 0
+        raise SessionError(
+            "out_of_tokens", f"session {live.id} may sample {most} tokens and has sampled them"
+        )
+    free = (left - live.reserved_tokens) // asked.choices
+    if free <= 0 < wanted:
+        if live.reserved_tokens:
+            raise SessionError(
+                "busy",
+                f"session {live.id} may sample {most} tokens, and calls under way have what is left of them;"
+                " try again in a moment",
+            )
+        raise SessionError(
+            "out_of_tokens",
+            f"session {live.id} may sample {most} tokens; {left} are left, too few for n={asked.choices}",
+        )
+    if asked.params.max_tokens == ROOM_LEFT:
+        # Who does not say how much must not take all of it from those that come beside it.
+        wanted = min(wanted, max(UNKNOWN_ROOM, free // 2))
+    return max(0, min(free, wanted))
 
 
 async def begin(live: LiveSession, asked: Asked, record: CallRecord, max_prompt_tokens: int | None) -> Turn:
@@ -221,31 +252,26 @@ def _choices(live: LiveSession, asked: Asked, call_id: str) -> list[Choice]:
     ]
 
 
-def _params(
-    engine: Engine,
-    turn: Turn,
-    asked: Asked,
-    live: LiveSession,
-    allowed: int | None,
-    first: Choice,
-    *,
-    streamed: bool,
-) -> SamplingParams:
-    """What the engine is asked for, for the first choice.
+def _room(engine: Engine, turn: Turn, asked: Asked) -> int:
+    """How many tokens an answer may have as far as its client and the engine go.
 
     A prompt at the limit leaves room for no token, which is an answer.
     """
-    room = asked.params.max_tokens if allowed is None else allowed
-    most, length = engine.max_context, len(turn.prompt_ids)
-    if most is not None:
-        if length > most:
-            raise ContextLengthError.of(length, most)
-        room = min(room, most - length)
-    elif asked.params.max_tokens == ROOM_LEFT:
-        room = min(room, UNKNOWN_ROOM)
+    room, most, length = asked.params.max_tokens, engine.max_context, len(turn.prompt_ids)
+    if most is None:
+        return UNKNOWN_ROOM if room == ROOM_LEFT else room
+    if length > most:
+        raise ContextLengthError.of(length, most)
+    return min(room, most - length)
+
+
+def _params(
+    asked: Asked, live: LiveSession, allowed: int, first: Choice, *, streamed: bool
+) -> SamplingParams:
+    """What the engine is asked for, for the first choice."""
     return replace(
         asked.params,
-        max_tokens=room,
+        max_tokens=allowed,
         stop=(),
         stop_ids=tuple(sorted(live.session.codec.stop_ids)),
         whole=not (streamed or asked.params.stop or asked.single_call),

@@ -21,9 +21,20 @@ from branchline.core.reader import write_message
 from branchline.engines.openai import ChatDelta, ToolDelta, UpstreamChat, Usage
 from branchline.gateway.answers import Answer, Said, new_call_id
 from branchline.gateway.bodies import decode_json
-from branchline.gateway.calls import Asked, Done, Event, begin, commit, delivery
+from branchline.gateway.calls import (
+    ROOM_LEFT,
+    Asked,
+    Done,
+    Event,
+    begin,
+    commit,
+    delivery,
+    reserved,
+    under_way,
+)
+from branchline.gateway.config import UNKNOWN_ROOM
 from branchline.gateway.live import LiveSession, SessionOptions
-from branchline.gateway.protocols.tools import is_offered
+from branchline.gateway.protocols.tools import is_offered, offered_choice
 from branchline.gateway.record import CallRecord
 
 _SAID_ANEW = frozenset(
@@ -38,7 +49,9 @@ _SAID_ANEW = frozenset(
 )
 """Fields that are ours to say to an upstream."""
 _ABOUT_TOOLS = ("tool_choice", "parallel_tool_calls")
-_FINISHES = frozenset({"length", "tool_calls", "content_filter"})
+_CUT = frozenset({"length", "content_filter"})
+"""Ends before an answer was whole."""
+_FINISHES = _CUT | {"tool_calls"}
 """Ends that mean the same here; all others are a stop."""
 
 
@@ -77,7 +90,7 @@ class _Reply:
     @property
     def finish(self) -> str:
         """In ours. An answer that calls tools waits for their results, whatever the upstream calls that."""
-        if self.tools and self.ended == "stop":
+        if self.tools and self.ended not in _CUT:
             return "tool_calls"
         return self.ended if self.ended in _FINISHES else "stop"
 
@@ -106,32 +119,21 @@ async def run_capture(
     """
     if asked.request.raw or asked.choices != 1:
         raise EngineInputError(f"{upstream.name}: an upstream is asked for one chat completion at a time")
-    turn = await begin(live, asked, record, None)
-    reply = _Reply()
-    messages = [write_message(message) for message in asked.request.messages]
-    options = _passed(body, live.options) if body else _options(asked)
-    options["model"] = record.model
-    if asked.single_call:
-        options["parallel_tool_calls"] = False
-    # What nobody here can run, the upstream may.
-    hosted = [tool for tool in options.pop("tools", ()) if not is_offered(tool)]
-    tools = [*asked.request.tools, *hosted]
-    if not tools:
-        # Without tools there is nothing to choose, and upstreams refuse to be told about it.
-        options = {name: value for name, value in options.items() if name not in _ABOUT_TOOLS}
-    live.in_flight += 1
-    try:
-        async with aclosing(upstream.chat(messages, tools=tools, options=options)) as deltas:
-            async for delta in deltas:
-                said = reply.take(delta)
-                record.close_phase("queue")
-                if said:
-                    yield Said(0, said)
-    finally:
-        live.in_flight -= 1
-    message, finish, usage = reply.message(record.call_id), reply.finish, reply.usage
-    if message.calls:
-        yield Said(0, [Delta(call=call, index=index) for index, call in enumerate(message.calls)])
+    with under_way(live, asked, record):
+        turn = await begin(live, asked, record, None)
+        reply = _Reply()
+        messages = [write_message(message) for message in asked.request.messages]
+        with reserved(live, asked, _room(live, asked)) as allowed:
+            tools, options = _wishes(live, asked, record.model, body, allowed)
+            async with aclosing(upstream.chat(messages, tools=tools, options=options)) as deltas:
+                async for delta in deltas:
+                    said = reply.take(delta)
+                    record.close_phase("queue")
+                    if said:
+                        yield Said(0, said)
+            message, finish, usage = reply.message(record.call_id), reply.finish, reply.usage
+            if message.calls:
+                yield Said(0, [Delta(call=call, index=index) for index, call in enumerate(message.calls)])
     record.close_phase("generate")
     ids = live.session.codec.spell(message)
     call = await commit(live, turn, [Generation(ids, None, 0, finish, message, inexact=True)], record)
@@ -145,6 +147,35 @@ async def run_capture(
     )
     with delivery(live, call):
         yield record.done
+
+
+def _room(live: LiveSession, asked: Asked) -> int:
+    """How many tokens the answer may have; the upstream knows best, unless others must be left some."""
+    is_open = asked.params.max_tokens == ROOM_LEFT and live.options.limits.tokens is not None
+    return UNKNOWN_ROOM if is_open else asked.params.max_tokens
+
+
+def _wishes(
+    live: LiveSession, asked: Asked, model: str, body: bytes, allowed: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The tools that an upstream is offered, and the other fields of what it is asked."""
+    options = _passed(body, live.options) if body else _options(asked)
+    options["model"] = model
+    if allowed != ROOM_LEFT:
+        # Under the name that is in use: some upstreams know only one.
+        named = "max_completion_tokens" if "max_completion_tokens" in options else "max_tokens"
+        options[named] = allowed
+    if asked.single_call:
+        options["parallel_tool_calls"] = False
+    # What nobody here can run, the upstream may.
+    hosted = [tool for tool in options.pop("tools", ()) if not is_offered(tool)]
+    tools = [*asked.request.tools, *hosted]
+    if not tools:
+        # Without tools there is nothing to choose, and upstreams refuse to be told about it.
+        options = {name: value for name, value in options.items() if name not in _ABOUT_TOOLS}
+    elif "tool_choice" in options:
+        options["tool_choice"] = offered_choice(options["tool_choice"], asked.request.tools)
+    return tools, options
 
 
 def _passed(body: bytes, session: SessionOptions) -> dict[str, Any]:

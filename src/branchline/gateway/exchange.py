@@ -128,10 +128,11 @@ class Exchange:
         except asyncio.CancelledError:
             if not is_gone:
                 raise
-            task.uncancel()
             raise ClientGoneError from None
         finally:
             is_working = False
+            if is_gone:
+                task.uncancel()
             watch.cancel()
             tasks.discard(task)
 

@@ -56,7 +56,10 @@ class Pulse:
     async def settle(self) -> None:
         """Waits for the beat that is being sent."""
         while (beat := self.beating) is not None:
-            await beat
+            # Whoever waits may be cancelled; the beat, half sent, is not.
+            await asyncio.wait({beat})
+            if not beat.cancelled():
+                beat.result()
             if self.beating is beat:
                 self.beating = None
 

@@ -61,7 +61,9 @@ class Setting:
         """A turn of the model: the state's conversation is asked and grows by the answer.
 
         With messages another conversation is asked, and what becomes of the answer is up to the agent.
-        `params` go before the task's sampling; of the limits, `max_new_tokens` is kept to.
+        `params` go before the task's sampling; of the limits, `max_new_tokens` is kept to. Where a whole loop
+        ends because there is no room left, this raises: ContextLengthError for the model's, SessionError for
+        the session's.
         """
         from branchline.loop.asking import ask
         from branchline.loop.limits import LoopLimits
@@ -136,32 +138,35 @@ async def run_agent(state: LoopState, setting: Setting) -> LoopState:
 
 
 async def _run(function: Agent, state: LoopState, setting: Setting) -> LoopState:
-    from branchline.loop.state import Ending, LoopState, State
+    from branchline.loop.state import Ending, State
 
     cancel, noted = setting.cancel, _Noted(setting.model)
-    ended: object = state
 
     async def work() -> None:
-        nonlocal ended
-        ended = await function(state, replace(setting, model=cast("Model", noted)))
+        ended: object = await function(state, replace(setting, model=cast("Model", noted)))
+        if ended is not state:
+            # What a cancel leaves and the calls that are noted stand in the one that was given.
+            what = "another LoopState" if isinstance(ended, type(state)) else repr(ended)
+            raise InputError(
+                f"agent {state.agent_name!r}: returned {what}, expected the LoopState it was given"
+            )
 
-    state.is_cancel = False
+    state.is_cancel, state.is_with_agent = False, True
     try:
         if cancel is None:
             await work()
-        else:
-            state.is_cancel = cancel.is_set or not await cancel.guard(work())
+        elif cancel.is_set or not await cancel.guard(work()):
+            state.is_cancel = True
     except asyncio.CancelledError:
         state.is_cancel = True
         raise
     finally:
         state.calls += [call for call in noted.calls if call not in state.calls]
-    if not isinstance(ended, LoopState):
-        raise InputError(f"agent {state.agent_name!r}: returned {ended!r}, expected the LoopState")
-    if not ended.is_cancel:
-        ended.state, ended.is_judged = State.TERMINATED, True
-        ended.reason = ended.reason or Ending.STOP
-    return ended
+    if not state.is_cancel:
+        state.is_with_agent = False
+        state.state, state.is_judged = State.TERMINATED, True
+        state.reason = state.reason or Ending.STOP
+    return state
 
 
 class _Noted:

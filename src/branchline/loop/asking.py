@@ -33,7 +33,7 @@ async def ask(
 
     It is noted, so that it is trained.
     """
-    wanted = {**sampling_of(state, limits.max_new_tokens), **params}
+    wanted = sampling_of(state, limits.max_new_tokens, params)
     if messages is None:
         reply = await go_on(model, state, tools, wanted)
     else:
@@ -48,13 +48,20 @@ async def ask(
     return reply
 
 
-def sampling_of(state: LoopState, most_tokens: int | None) -> dict[str, Any]:
-    """How the task wants its answers; they have no more than so many tokens, where that is given."""
+def sampling_of(
+    state: LoopState, most_tokens: int | None, params: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """How the task wants its answers, and whoever asks (`params`) before it; they have no more than so many
+    tokens, where that is given."""
     wanted = dict(state.task.sampling)
-    if most_tokens is not None:
-        wanted["max_tokens"] = most_tokens
     if state.task.template:
         wanted["chat_template_kwargs"] = state.task.template
+    wanted |= params or {}
+    if most_tokens is not None:
+        tokens = wanted.get("max_tokens")
+        # What is no number is left to the model, which refuses it.
+        if tokens is None or (type(tokens) is int and tokens > most_tokens):
+            wanted["max_tokens"] = most_tokens
     return wanted
 
 

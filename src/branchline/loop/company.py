@@ -131,7 +131,7 @@ class Company:
     def keep(self) -> None:
         """Leaves what everybody remembers in the state, unless nobody will ask for it any more."""
         state = self._state
-        if state.is_over:
+        if state.is_ended:
             state.tool_states, state.partner_states = {}, {}
             return
         for tool in self._kept:

@@ -71,7 +71,7 @@ async def generating(loop: AgentLoop) -> State:
         return loop.end(_SPENT[error.kind], str(error))
     state.call = ""
     state.calls.append(reply.call_id)
-    if reply.finish == "length" and not len(reply.ids):
+    if reply.finish == "length" and not len(reply.ids) and reply.message.is_empty:
         return loop.end(Ending.MODEL_LENGTH, f"{len(reply.prompt_ids)} tokens leave the engine room for none")
     state.messages.append(reply.message)
     state.assistant_turns += 1
@@ -172,7 +172,7 @@ class AgentLoop:
         gone on from too.
         """
         state = self.state
-        if state.is_over:
+        if state.is_ended:
             return state
         state.is_cancel = False
         try:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from branchline.chat.base import Codec
 from branchline.core.call import DEFAULT_AGENT, Request
-from branchline.core.errors import MessageError
+from branchline.core.errors import MessageError, SessionError
 from branchline.core.fields import clean_values
 from branchline.core.message import Message
 from branchline.core.runs import Floats, Ids
@@ -105,9 +105,26 @@ class SessionModel:
         params: Mapping[str, Any] | None = None,
         name: str = "",
     ) -> Reply:
+        while True:
+            try:
+                return await self._ask(messages, tools, params or {}, name)
+            except SessionError as error:
+                if error.kind != "busy" or not self.live.running:
+                    raise
+            # Calls under way hold what is left to sample; one that is over gives back what it did not use.
+            over = [asyncio.ensure_future(event.wait()) for event in self.live.running.values()]
+            try:
+                await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for waiter in over:
+                    waiter.cancel()
+
+    async def _ask(
+        self, messages: Sequence[Message], tools: Schemas, params: Mapping[str, Any], name: str
+    ) -> Reply:
         call_id = next_attempt(self.live, name) if name else CHAT.id_prefix + secrets.token_hex(12)
         resumes = await earlier_attempt(self.live, call_id)
-        asked, record = self._asked(messages, tools, params or {}, resumes), self._record(call_id)
+        asked, record = self._asked(messages, tools, params, resumes), self._record(call_id)
         done: Done | None = None
         async with aclosing(run_call(self.live, self.engine, asked, record)) as events:
             async for event in events:

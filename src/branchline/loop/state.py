@@ -132,6 +132,9 @@ class LoopState(msgspec.Struct, kw_only=True):
     is_cancel: bool = False
     is_judged: bool = False
     """Whether the final rewards are there."""
+    is_with_agent: bool = False
+    """Whether an agent of one's own has begun with it and has not returned: where a loop inside that agent
+    ends, the trajectory goes on."""
     reason: Ending | None = None
     """Why it is over; while the interaction looks at a last answer, why that is the last."""
     detail: str = ""
@@ -152,6 +155,12 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @property
     def is_over(self) -> bool:
+        """Whether nothing more happens to it: its loop has ended, and its agent, if it has one, returned."""
+        return self.is_ended and not self.is_with_agent
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether a loop has nothing to do with it any more."""
         return self.state is State.TERMINATED and self.is_judged
 
     @property

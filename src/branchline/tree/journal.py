@@ -60,10 +60,11 @@ COMMIT;
 # pages copied twice. Smaller: less to recover at open, and a shorter stall of the writer while it copies.
 _CHECKPOINT_BYTES = 16 * 2**20
 _SHORTEN_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
+_LAST_SEQ = "SELECT coalesce(max(seq), 0) FROM records"
 # SQLite refuses rows near 10^9 bytes; found out inside a transaction, that would fail everybody's records.
 _MAX_RECORD_BYTES = 512 * 2**20
 # What an appender writes itself at level `process`; more would hold up whatever else its thread does.
-_SMALL_BYTES = 256 * 2**10
+_SMALL_BYTES, _FEW = 256 * 2**10, 16
 # How long a note may stay unwritten.
 _NOTES_S = 1.0
 # How long to wait for another program that has the file open to write (and how often to look): nobody should.
@@ -78,7 +79,8 @@ class Journal:
     """One open journal file; for all threads of one process, but not across a fork.
 
     Close it: the writer is a daemon thread, so what is still queued when the interpreter exits is lost.
-    Callbacks of futures run in the writer thread: they must not wait for this journal.
+    Callbacks of futures run where the record was written, in any thread that appends: they must not wait.
+    A signal that raises inside `append` (Ctrl-C) leaves the record written or queued, once, never half.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, durability: Durability = "process") -> None:
@@ -86,7 +88,9 @@ class Journal:
         self.durability: Final = durability
         self._file = self.path.resolve()  # the same file has the same lock, whatever link leads to it
         # Guards the queue, its tail, `failed` and `closed`, and who writes: the thread, or who holds this.
-        self._wake = threading.Condition()
+        # Appenders take the bare lock: no signal comes between its taking and the `with` that lets it go.
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._queue: list[_Entry] = []
         self._is_awaited = False  # the thread is to write the queue; else it holds nothing but notes
         self._thread_writes = False
@@ -132,7 +136,7 @@ class Journal:
         # An append cannot be taken back: later records build on it, whether or not somebody still waits.
         # A running future refuses cancel(), and a cancelled asyncio waiter merely stops listening.
         future.set_running_or_notify_cancel()
-        with self._wake:
+        with self._lock:
             if self._failed is not None:
                 refusal = self._error("has failed and takes no more records", self._failed.__cause__)
             elif self._closed:
@@ -143,9 +147,9 @@ class Journal:
             elif session.encode(errors="ignore").decode() != session:
                 refusal = self._error(f"got session {session!r}, expected no lone surrogates")
             else:
-                self._tail = future
                 self._queue.append((session, record, future))
-                if not is_note and not self._write_at_once(len(record)):
+                self._tail = future  # behind it: nobody may wait for what is not queued
+                if not is_note and not self._write_at_once():
                     self._is_awaited = True
                     self._wake.notify()
                 return future
@@ -154,7 +158,7 @@ class Journal:
 
     def flush(self) -> None:
         """Wait until everything appended so far is committed; JournalError if the journal has failed."""
-        with self._wake:
+        with self._lock:
             tail = self._tail
             self._is_awaited = bool(self._queue)
             self._wake.notify()
@@ -196,11 +200,11 @@ class Journal:
         return error
 
     def _rows(self, query: str, *values: str) -> Iterator[Any]:
-        with self._wake:
+        with self._lock:
             if self._closed:
                 raise self._error("is closed")
             if self._queue:
-                self._write_at_once(0)
+                self._write_at_once()
         # A connection per reader: its own snapshot, from any thread, never in the writer's way.
         uri = f"{self._file.as_uri()}?mode=ro"
         try:
@@ -209,15 +213,52 @@ class Journal:
         except sqlite3.Error as error:
             raise self._error("cannot be read", error) from error
 
-    def _write_at_once(self, size: int) -> bool:
+    def _write_at_once(self) -> bool:
         """Writes the queue here and now, unless that could take long; False: the thread has to."""
         is_busy = self._is_awaited or self._thread_writes or self._wal_is_long
-        if is_busy or size > _SMALL_BYTES or self.durability != "process":
+        if is_busy or self.durability != "process" or len(self._queue) > _FEW:
             return False
-        if not self._commit_all(self._queue, patience_s=0):
+        if sum([len(record) for _, record, _ in self._queue]) > _SMALL_BYTES:
             return False
-        self._queue = []
+        batch, before = self._queue, self._last_seq
+        try:
+            self._queue = []
+            last = self._insert(batch)
+        except Exception as error:
+            if _is_busy(error):
+                self._queue = batch
+                return False
+            self._fail(batch, error)
+            return True
+        except BaseException:
+            self._look_after(batch, before)
+            raise
+        _resolve(batch, last)
         return True
+
+    def _insert(self, batch: list[_Entry]) -> int:
+        """Writes a few records, and gives the last one's number.
+
+        One statement is one transaction: a signal finds it done or not begun.
+        """
+        values: list[int | bytes] = []
+        for session, record, _ in batch:
+            values += (self._number(session), record)
+        rows = ", ".join(["(?, ?)"] * len(batch))
+        written = self._db.execute(f"INSERT INTO records (session, record) VALUES {rows}", values)
+        self._last_seq = int(written.lastrowid or 0)
+        self._note_commit()
+        return self._last_seq
+
+    def _look_after(self, batch: list[_Entry], before: int) -> None:
+        """Behind a signal: the batch is in the file, or it goes back to the queue."""
+        (self._last_seq,) = self._db.execute(_LAST_SEQ).fetchone()
+        if self._last_seq > before:
+            _resolve(batch, self._last_seq)
+        else:
+            self._queue = batch
+            self._is_awaited = True
+            self._wake.notify()
 
     def _write(self, owned: ExitStack) -> None:
         """The thread. Leaving `owned` closes the connection, then the lock."""
@@ -232,60 +273,51 @@ class Journal:
                         return
                     self._thread_writes = bool(batch) or self._wal_is_long
                 if batch:
-                    self._commit_all(batch, _PATIENCE_S)
+                    self._commit_all(batch)
                 if self._wal_is_long:
                     self._shorten_wal()
                 with self._wake:
                     self._thread_writes = False
 
-    def _commit_all(self, batch: list[_Entry], patience_s: float) -> bool:
-        """One transaction; whatever becomes of it, those who wait hear of it.
-
-        False where somebody else holds the file and there is no patience: then nothing has happened.
-        """
+    def _commit_all(self, batch: list[_Entry]) -> None:
+        """Any number of records in one transaction; whatever becomes of it, those who wait hear of it."""
         try:
-            if not self._begin(patience_s):
-                return False
-            first = self._commit(batch)
+            self._begin()
+            self._commit(batch)
         except Exception as error:
             self._fail(batch, error)
-            return True
-        for seq, (_, _, future) in enumerate(batch, first):
-            future.set_result(seq)
-        return True
+        else:
+            _resolve(batch, self._last_seq)
 
-    def _begin(self, patience_s: float) -> bool:
-        """Opens a transaction, once nobody else has one; False or an error when patience is at an end."""
-        until = time.monotonic() + patience_s
+    def _begin(self) -> None:
+        """Opens a transaction, once nobody else has one."""
+        until = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                return True
+                return
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                    raise
-                if not patience_s:
-                    return False
-                if time.monotonic() > until:
+                if not _is_busy(error) or time.monotonic() > until:
                     raise
             time.sleep(_LOOK_AGAIN_S)
 
-    def _commit(self, batch: list[_Entry]) -> int:
-        """The first number of a batch, once all of it is safe."""
+    def _commit(self, batch: list[_Entry]) -> None:
         db, first = self._db, self._last_seq + 1
         rows = [(seq, self._number(name), record) for seq, (name, record, _) in enumerate(batch, first)]
         db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
         db.execute("COMMIT")
         self._last_seq += len(batch)
+        self._note_commit()
+
+    def _note_commit(self) -> None:
         self._commits += 1
         if os.stat(f"{self._file}-wal").st_size >= self._checkpoint_at:
-            with self._wake:
+            with self._lock:
                 self._wal_is_long = True
                 self._wake.notify()
-        return first
 
     def _number(self, session: str) -> int:
-        """A session's number; a new session gets one, in the transaction under way."""
+        """A session's number; a new session gets one, in the transaction under way if there is one."""
         number = self._numbers.get(session)
         if number is None:
             self._db.execute("INSERT OR IGNORE INTO sessions (name) VALUES (?)", (session,))
@@ -318,6 +350,19 @@ class Journal:
         for _, _, future in unresolved:
             if not future.done():  # after a failed checkpoint the batch itself is committed
                 future.set_exception(self._error("could not be written", cause))
+
+
+def _resolve(batch: list[_Entry], last: int) -> None:
+    """Tells those who wait for a batch whose last record has this number."""
+    for seq, (_, _, future) in enumerate(batch, last - len(batch) + 1):
+        if not future.done():  # a signal may have come between two of them
+            future.set_result(seq)
+
+
+def _is_busy(error: Exception) -> bool:
+    """Whether another program has the file open to write."""
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF == sqlite3.SQLITE_BUSY
 
 
 @contextmanager
@@ -358,7 +403,7 @@ def _set_up(db: sqlite3.Connection, level: str) -> int:
     if db.execute("PRAGMA schema_version").fetchone() == (0,):
         db.executescript(_SCHEMA)
     db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {level}")
-    (last_seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()
+    (last_seq,) = db.execute(_LAST_SEQ).fetchone()
     # From here on no waiting inside SQLite: a slow reader must hold up neither the writer nor an appender.
     db.execute("PRAGMA busy_timeout = 0")
     return int(last_seq)

@@ -30,7 +30,7 @@ def steps(*given: dict[str, object]) -> dict[str, object]:
 @cache
 def opened(family: str) -> tuple[TokenizerDir, WordEncoder]:
     tokenizer = codec_of(family).tokenizer
-    encoder = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all)
+    encoder = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all, tokenizer.word_ends)
     assert encoder is not None, f"{family} should be encoded by words"
     return tokenizer, encoder
 
@@ -73,7 +73,7 @@ def test_most_text_never_reaches_the_tokenizer_twice(family: str) -> None:
         asked.extend(texts)
         return tokenizer.encode_all(texts)
 
-    encoder = WordEncoder.of(tokenizer.word_pattern, encode_all)  # type: ignore[arg-type]
+    encoder = WordEncoder.of(tokenizer.word_pattern, encode_all, tokenizer.word_ends)  # type: ignore[arg-type]
     assert encoder is not None
     asked.clear()
     text = "The cat sat — on “the” mat.\nThe cat sat on 中文.\nThe mat is flat.\n"
@@ -86,9 +86,11 @@ def test_most_text_never_reaches_the_tokenizer_twice(family: str) -> None:
 
 def test_the_table_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, _ = opened("qwen3")
-    encoder = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all)
+    encoder = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all, tokenizer.word_ends)
     assert encoder is not None
     monkeypatch.setattr(words, "_MOST_WORDS", 50)
+    assert len(encoder.encode(" ".join(f"{chr(97 + n % 26)}{n}" for n in range(200))))
+    assert len(encoder._ids) <= 50
     for number in range(40):
         text = (
             " ".join(f"w{chr(97 + number % 26)}{chr(97 + k)}x{number * 7 + k}" for k in range(10)) + "y" * 100
@@ -129,7 +131,7 @@ def test_a_tokenizer_that_does_more_than_split_has_no_words(
      r"[[a]b]|.", r"\p{Han}+|.", r"(", r"[a"],
 )  # fmt: skip
 def test_an_expression_that_python_says_otherwise_is_left_to_the_tokenizer(pattern: str) -> None:
-    assert WordEncoder.of(pattern, lambda texts: [[0] for _ in texts]) is None
+    assert WordEncoder.of(pattern, lambda texts: [[0] for _ in texts], lambda text: [len(text)]) is None
 
 
 def test_a_tokenizer_that_disagrees_is_left_alone() -> None:
@@ -142,23 +144,33 @@ def test_a_tokenizer_that_disagrees_is_left_alone() -> None:
             for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
         ]
 
-    assert WordEncoder.of(tokenizer.word_pattern, merging) is None  # type: ignore[arg-type]
+    assert WordEncoder.of(tokenizer.word_pattern, merging, tokenizer.word_ends) is None  # type: ignore[arg-type]
 
 
 def test_where_lines_cannot_be_told_apart_a_text_is_encoded_whole() -> None:
     tokenizer, _ = opened("qwen3")
     asked: list[str] = []
 
-    def joining(texts: list[str]) -> list[list[int]]:
+    def encode_all(texts: list[str]) -> list[list[int]]:
         asked.extend(texts)
-        # As GPT-2's words: two line breaks before a letter are two words, two at the end are one.
-        return [
-            [9, 9] if text == "\n\n" else ids
-            for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True)
-        ]
+        return tokenizer.encode_all(texts)
 
-    encoder = WordEncoder(tokenizer.word_pattern or "", joining)  # type: ignore[arg-type]
-    assert not encoder._may_cut_at_lines()
+    def word_ends(text: str) -> list[int]:
+        """As GPT-2's words: two line breaks before a letter are two words, two at the end are one."""
+        ends = tokenizer.word_ends(text)
+        return [end for end in ends if not text[:end].endswith("\n\n")] if "\n\n" in text[-2:] else ends
+
+    encoder = WordEncoder(tokenizer.word_pattern or "", encode_all, word_ends)  # type: ignore[arg-type]
+    assert encoder._line_begins() == ""
     asked.clear()
     encoder.encode("one\ntwo 中\nthree")
     assert asked == ["one\ntwo 中\nthree"]
+
+
+@every_family
+def test_a_line_that_begins_with_what_a_word_may_end_with_is_no_line_of_its_own(family: str) -> None:
+    tokenizer, encoder = opened(family)
+    assert ("/" in encoder._line_begins()) is (family != "mistral_nemo")
+    for sign in map(chr, range(0x21, 0x7F)):
+        for text in (f"漢字.\n{sign}usr/bin", f"漢/\n{sign}{sign}a", f"漢\n{sign}1\n{sign}\n漢"):
+            assert encoder.encode(text).tolist() == tokenizer.encode(text).tolist()

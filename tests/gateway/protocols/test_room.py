@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -93,6 +94,58 @@ def test_an_answer_without_a_limit_leaves_some_of_a_sessions_tokens_to_calls_bes
             live.reserved_tokens = 20_000 - live.sampled_tokens - 3
             assert (await a.ask("q")).json()["choices"][0]["finish_reason"] == "length"
             assert sampled(a) == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize(("most", "answered"), [(500, 8), (2048, 2)])
+def test_calls_beside_each_other_reserve_no_more_than_the_engine_can_hold(most: int, answered: int) -> None:
+    async def test() -> None:
+        gated = engine("hi", max_context=most)
+        gated.gate = asyncio.Event()
+        async with agent(engine=gated, limits={"tokens": 4000}) as a:
+            asked = [asyncio.create_task(a.ask(f"q{number}")) for number in range(answered)]
+            while len(gated.asked) < answered:
+                await asyncio.sleep(0)
+            room = [most - len(ids) for ids in gated.asked]
+            assert a.session.live.reserved_tokens == min(4000, sum(room))
+            gated.gate.set()
+            assert [(await task).json()["choices"][0]["finish_reason"] for task in asked] == [
+                "stop"
+            ] * answered
+            assert a.session.live.reserved_tokens == 0
+
+    run(test)
+
+
+@protocols
+def test_a_call_for_which_others_have_left_nothing_so_far_is_asked_to_come_again(protocol: str) -> None:
+    async def test() -> None:
+        gated = engine("hi")
+        gated.gate = asyncio.Event()
+        async with agent(engine=gated, limits={"tokens": 10}) as a:
+            first = asyncio.create_task(a.ask("q"))
+            while not gated.asked:
+                await asyncio.sleep(0)
+            refused = await post(a, protocol, "q")
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert "10 tokens" in refused.json()["error"]["message"]
+            gated.gate.set()
+            assert (await first).status_code == 200
+            assert (await post(a, protocol, "q")).status_code == 200
+
+    run(test)
+
+
+def test_only_a_session_that_has_sampled_all_its_tokens_is_out_of_them() -> None:
+    async def test() -> None:
+        async with agent(engine=engine("hi"), limits={"tokens": 5}) as a:
+            many = (await a.ask("q", n=6)).json()["error"]
+            assert (many["code"], "5 are left" in many["message"]) == ("out_of_tokens", True)
+            await a.say("q")
+            await a.say("q")
+            spent = (await a.ask("q")).json()["error"]
+            assert (spent["code"], "has sampled them" in spent["message"]) == ("out_of_tokens", True)
 
     run(test)
 

@@ -91,7 +91,8 @@ class Conversation:
             if text[:cursor] != before[:cursor]:
                 # Showing one message otherwise changed another: nothing of the path can be trusted.
                 kept = cursor = 0
-        why = "" if kept == self._recorded else self._why(kept, misfits.get(kept) or stand.reason)
+        reason = stand.reason if kept in again else misfits.get(kept) or stand.reason
+        why = "" if kept == self._recorded else self._why(kept, reason)
         extension = self._assemble(text, layout, cursor, why)
         last_ids = (
             extension.pieces[-1].ids if extension.pieces else self._recorded_ids(len(self._entries) - 1)

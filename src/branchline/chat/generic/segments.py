@@ -76,7 +76,7 @@ class SegmentEncoder:
         self._cache: SizedCache[tuple[str, Ids]] = SizedCache(
             cache_bytes, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
         )
-        self._words = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all)
+        self._words = WordEncoder.of(tokenizer.word_pattern, tokenizer.encode_all, tokenizer.word_ends)
         self._lengths = np.full(tokenizer.vocab_size, -1, np.int32)
         self.encoded_tokens = 0
         """Tokens that really were encoded; the rest came from the cache."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby, product
+from itertools import accumulate, chain, groupby, product
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from branchline.core.runs import Ids
 
 EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """The ids of each of many texts, by the tokenizer itself."""
+WordEnds = Callable[[str], list[int]]
+"""Where the words of a text end, by the tokenizer itself."""
 
 _MOST_WORDS, _LONGEST = 1 << 16, 48
 """How many words are remembered, and how long one may be."""
@@ -28,7 +30,9 @@ _ASCII = "".join(map(chr, range(128)))
 _RANGES = ((0xA0, 0x17F), (0x391, 0x3CA), (0x410, 0x450), (0x2010, 0x2028), (0x2030, 0x205F),
            (0x2190, 0x2300), (0x2500, 0x2600))  # fmt: skip
 """Latin, Greek and Cyrillic letters, typographer's signs, arrows, mathematics, boxes: old and settled."""
-_LINE = re.compile(r"(?<=\n)(?=[!-~])")
+_VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
+_LINE_ENDS = ("", "a", "1", " ", "\n", "\r", "\t", ".", "/", "\u00a0", "\u4e00", ". ", " .", "a ", "\n ",
+              "./", ".\n", ".\r", "//", "'", "é", "\u2014")  # fmt: skip
 _PART = re.compile(
     r"\\p\{(?P<kind>\w+)\}|\\(?P<escape>.)|(?P<bracket>[\[\]])|(?P<plain>[^\\\[\]]+)", re.DOTALL
 )
@@ -67,26 +71,29 @@ def word_pattern(normalizer: Any, pre_tokenizer: Any) -> str | None:
 class WordEncoder:
     """Text to ids through a table of words. Safe to share between threads."""
 
-    def __init__(self, pattern: str, encode_all: EncodeAll) -> None:
+    def __init__(self, pattern: str, encode_all: EncodeAll, word_ends: WordEnds) -> None:
         self._encode_all = encode_all
+        self._word_ends = word_ends
         self._ascii = re.compile(_translate(pattern, _ASCII))
         self._wide = re.compile(_translate(pattern, _WIDE))
         self._foreign = re.compile(f"[^{re.escape(_WIDE)}]")
         self._ids: dict[str, tuple[int, ...]] = {}
-        self._cuts_at_lines = False
+        self._line: re.Pattern[str] | None = None
+        """Where a line begins that can be encoded by itself."""
 
     @classmethod
-    def of(cls, pattern: str | None, encode_all: EncodeAll) -> WordEncoder | None:
+    def of(cls, pattern: str | None, encode_all: EncodeAll, word_ends: WordEnds) -> WordEncoder | None:
         """An encoder for a tokenizer, or None where it would not be certain to be right."""
         if pattern is None:
             return None
         try:
-            encoder = cls(pattern, encode_all)
+            encoder = cls(pattern, encode_all, word_ends)
         except (ValueError, re.error):
             return None
         if not all(encoder._agrees(probe) for probe in _probes()):
             return None
-        encoder._cuts_at_lines = encoder._may_cut_at_lines()
+        begins = encoder._line_begins()
+        encoder._line = re.compile(rf"(?<=\n)(?=[{re.escape(begins)}])") if begins else None
         encoder._ids.clear()
         return encoder
 
@@ -95,11 +102,11 @@ class WordEncoder:
         words = self._words(text)
         if words is not None:
             return _joined(self._looked_up(words))
-        if not self._cuts_at_lines:
+        if self._line is None:
             return _joined(self._encode_all([text]))
         # The lines that can be read are; what stands between them is left to the tokenizer.
         parts: list[Iterable[int]] = []
-        for is_known, lines in groupby(_LINE.split(text), self._knows):
+        for is_known, lines in groupby(self._line.split(text), self._knows):
             piece = "".join(lines)
             words = self._words(piece) if is_known else None
             parts += self._encode_all([piece]) if words is None else self._looked_up(words)
@@ -125,24 +132,35 @@ class WordEncoder:
             return found  # type: ignore[return-value]
         missing = list({word for word, ids in zip(words, found, strict=True) if ids is None})
         met = dict(zip(missing, map(tuple, self._encode_all(missing)), strict=True))
-        if len(self._ids) + len(met) > _MOST_WORDS:
+        kept = [item for item in met.items() if len(item[0]) <= _LONGEST]
+        if len(self._ids) + len(kept) > _MOST_WORDS:
             self._ids.clear()
-        self._ids.update((word, ids) for word, ids in met.items() if len(word) <= _LONGEST)
+        self._ids.update(kept[:_MOST_WORDS])
         return [met[word] if ids is None else ids for word, ids in zip(words, found, strict=True)]
 
     def _agrees(self, text: str) -> bool:
+        """Whether the tokenizer finds the same words, and gives the same ids."""
         words = self._words(text)
-        return words is not None and list(chain(*self._looked_up(words))) == self._encode_all([text])[0]
+        if words is None or list(accumulate(map(len, words))) != self._word_ends(text):
+            return False
+        return list(chain(*self._looked_up(words))) == self._encode_all([text])[0]
 
-    def _may_cut_at_lines(self) -> bool:
-        """Whether a line break with a visible ASCII letter behind it always ends a word."""
-        ends = [
-            "".join(parts) + "\n" for n in range(3) for parts in product("a1 \n\r\t.\u00a0\u4e00", repeat=n)
-        ]
-        pairs = list(product(ends, "aZ1'.<{~"))
-        ids = {text: self._encode_all([text])[0] for text in {*ends, *"aZ1'.<{~"}}
-        wholes = self._encode_all(["".join(pair) for pair in pairs])
-        return all(whole == ids[end] + ids[begin] for (end, begin), whole in zip(pairs, wholes, strict=True))
+    def _line_begins(self) -> str:
+        """The letters before which a line break always ends a word, and which always begin one."""
+        behind = ("", "a", "1", ".", "/", " ", "\n")
+        return "".join(
+            letter
+            for letter in _VISIBLE
+            if all(
+                len(end) + 1 in self._word_ends(f"{end}\n{letter}{rest}")
+                for end in _LINE_ENDS
+                for rest in behind
+            )
+            # Nor may it matter to what stands before it that something follows.
+            and all(
+                self._word_ends(f"{end}\n{letter}")[:-1] == self._word_ends(f"{end}\n") for end in _LINE_ENDS
+            )
+        )
 
 
 def _joined(parts: Iterable[Iterable[int]]) -> Ids:

@@ -228,8 +228,11 @@ class ItemReader:
         if prefix == "rs":
             self._reply("reasoning", name).reasoning += "" if number else said.reasoning
         elif prefix == "msg":
-            # The text of an answer that went on behind a call is all under its first number.
-            self._reply("message", name).parts += () if number else (said.text,)
+            # The text of an answer that went on behind a call is all under its first number, and a refusal
+            # has the number behind it.
+            reply, has_text = self._reply("message", name), bool(said.text)
+            reply.parts += () if number else (said.text,)
+            reply.refusal += said.refusal if number == has_text else ""
         else:
             self._reply("call", name).calls += said.calls[number : number + 1]
 

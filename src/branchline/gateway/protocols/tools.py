@@ -7,6 +7,7 @@ Chat Completions has them is shown as it was written. Vendors' own tools are in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from branchline.gateway.protocols.vendor_tools import OPENAI, VendorTool, note_l
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _OWN = ("function", "custom", "namespace")
+_ALLOWED = "allowed_tools"
 _PLAIN_NAMESPACE = "functions"
 """The namespace of what has none."""
 
@@ -87,6 +89,36 @@ def is_offered(tool: Fields) -> bool:
     environment = tool.get("environment") or {"type": "local"}
     is_local = isinstance(environment, dict) and environment.get("type") == "local"
     return _kind(tool) in (*_OWN, *OPENAI) and is_local
+
+
+def offered_choice(choice: object, tools: Sequence[Fields]) -> object:
+    """A `tool_choice` in the shape that its tools are offered in; what is none of these stays as it is.
+
+    >>> offered_choice({"type": "custom", "custom": {"name": "patch"}}, [{"function": {"name": "patch"}}])
+    {'type': 'function', 'function': {'name': 'patch'}}
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if not isinstance(choice, dict) or choice.get("type") != _ALLOWED:
+        return _offered(choice, names)
+    allowed = choice.get(_ALLOWED)
+    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
+        return choice
+    return {**choice, _ALLOWED: {**allowed, "tools": [_offered(tool, names) for tool in allowed["tools"]]}}
+
+
+def _offered(chosen: object, names: Sequence[str]) -> object:
+    kind = chosen.get("type") if isinstance(chosen, dict) else None
+    if not isinstance(chosen, dict) or not isinstance(kind, str):
+        return chosen
+    body = chosen[kind] if isinstance(chosen.get(kind), dict) else chosen
+    name, namespace = body.get("name"), body.get("namespace") or ""
+    if kind in OPENAI:
+        name = kind
+    elif kind in _OWN and isinstance(name, str) and isinstance(namespace, str):
+        name = offered_name(namespace, clean(name))
+    else:
+        return chosen
+    return {"type": "function", "function": {"name": name}} if name in names else chosen
 
 
 def _kind(tool: Fields) -> Any:
