@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from branchline.chat.generic.segments import SizedCache
+from branchline.core.cache import SizedCache
 from branchline.core.errors import CodecError
 from branchline.core.message import Media, Message
 from branchline.core.runs import Ids

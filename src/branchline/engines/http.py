@@ -23,6 +23,7 @@ from branchline.core.runs import Ids
 from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
 from branchline.engines.client import HttpClient, Reply
 from branchline.engines.client import Server as Server
+from branchline.engines.prompts import PromptWriter
 from branchline.engines.relay import Progress
 
 # How many ids a server may gather before it says them, where nobody reads along. A cut loses those it has
@@ -131,6 +132,7 @@ class HttpEngine:
         self.logprob_kind: LogprobKind = logprob_kind
         self.max_context = max_context
         self.client = HttpClient(server, server.root)
+        self.prompts = PromptWriter()
         self._running: set[Run] = set()
         self._open = asyncio.Event()
         self._open.set()
@@ -147,7 +149,7 @@ class HttpEngine:
                 await self._open.wait()
             if self._closed:
                 raise EngineError(f"{self.name}: closed")
-            ask = self.ask(progress.prompt_ids, progress.params)
+            ask = self.ask(progress.prompt_ids, progress.params, session)
             reply = self.client.post(ask.path, ask.body, whole=params.whole)
             run = Run(self.name, ask, reply, self.version)
             self._running.add(run)
@@ -167,7 +169,7 @@ class HttpEngine:
                 await self._leave(run)
         yield progress.end(finish, self.version)
 
-    def ask(self, prompt_ids: Ids, params: SamplingParams) -> Ask:
+    def ask(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> Ask:
         """The request for what is to be sampled behind a prompt."""
         raise NotImplementedError
 

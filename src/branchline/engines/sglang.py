@@ -123,9 +123,10 @@ class SglangEngine(HttpEngine):
         """
         await self.read_model()
 
-    def ask(self, prompt_ids: Ids, params: SamplingParams) -> Ask:
+    def ask(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> Ask:
         rid = uuid.uuid4().hex
-        body = msgspec.json.encode(self._body(rid, prompt_ids, params))
+        prompt = Raw(self.prompts.write(prompt_ids, session))
+        body = msgspec.json.encode(self._body(rid, prompt, len(prompt_ids), params))
         return Ask("/generate", body, SglangReader(self.name), rid)
 
     async def abort(self, ask: Ask) -> None:
@@ -145,7 +146,7 @@ class SglangEngine(HttpEngine):
             await self.client.control("/continue_generation")
             self._server_paused = False
 
-    def _body(self, rid: str, prompt_ids: Ids, params: SamplingParams) -> dict[str, Any]:
+    def _body(self, rid: str, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
         extra = dict(params.extra)
         sampling: dict[str, Any] = {
             **extra.pop("sampling_params", {}),
@@ -170,7 +171,7 @@ class SglangEngine(HttpEngine):
         return {
             **extra,
             "rid": rid,
-            "input_ids": Raw(msgspec.json.encode(prompt_ids.tolist())),
+            "input_ids": prompt,
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,

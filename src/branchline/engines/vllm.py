@@ -120,8 +120,8 @@ class VllmEngine(HttpEngine):
         served = await self.read_model()
         self.model = self.model or served
 
-    def ask(self, prompt_ids: Ids, params: SamplingParams) -> Ask:
-        prompt = msgspec.json.encode(prompt_ids.tolist())
+    def ask(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> Ask:
+        prompt = self.prompts.write(prompt_ids, session)
         body = self._body(Raw(prompt), len(prompt_ids), params)
         return Ask("/v1/completions", msgspec.json.encode(body), VllmReader(self.name, prompt))
 

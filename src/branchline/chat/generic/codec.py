@@ -17,7 +17,7 @@ from typing import Any
 from branchline.chat.base import Extension, History, Recorded, Shown
 from branchline.chat.generic.conversation import Conversation
 from branchline.chat.generic.dialect import Dialect
-from branchline.chat.generic.segments import SegmentEncoder, SizedCache
+from branchline.chat.generic.segments import SegmentEncoder
 from branchline.chat.generic.slots import Brackets
 from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.generic.voice import Rendered, Voices
@@ -25,6 +25,7 @@ from branchline.chat.parsing.base import OutputParser, Parsed
 from branchline.chat.parsing.registry import parser_for
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.vision import refuse_media
+from branchline.core.cache import SizedCache
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
 from branchline.core.runs import Ids

@@ -8,60 +8,20 @@ every session: they cost a look-up. Where a tokenizer does not work like that, w
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from branchline.chat.generic.words import WordEncoder
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.cache import SizedCache
 from branchline.core.errors import CodecError
 from branchline.core.fields import clean
 from branchline.core.runs import NO_IDS, Ids
 
-Value = TypeVar("Value")
 _CACHE_BYTES = 64 * 1024 * 1024
 _SAFETY_PROBES = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
-
-
-class SizedCache(Generic[Value]):
-    """The most recently used values up to a number of bytes; safe to share between threads."""
-
-    def __init__(self, most_bytes: int, size_of: Callable[[Value], int]) -> None:
-        self._most_bytes = most_bytes
-        self._size_of = size_of
-        self._values: OrderedDict[object, Value] = OrderedDict()
-        self._lock = threading.Lock()
-        self.bytes = 0
-
-    def get(self, key: object) -> Value | None:
-        with self._lock:
-            value = self._values.get(key)
-            if value is not None:
-                self._values.move_to_end(key)
-            return value
-
-    def put(self, key: object, value: Value) -> None:
-        with self._lock:
-            old = self._values.pop(key, None)
-            if old is not None:
-                self.bytes -= self._size_of(old)
-            self._values[key] = value
-            self.bytes += self._size_of(value)
-            while self.bytes > self._most_bytes and len(self._values) > 1:
-                _, dropped = self._values.popitem(last=False)
-                self.bytes -= self._size_of(dropped)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._values.clear()
-            self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class SegmentEncoder:

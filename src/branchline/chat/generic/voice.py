@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from branchline.chat.generic.dialect import Dialect, probe_dialect
-from branchline.chat.generic.segments import SegmentEncoder, SizedCache
+from branchline.chat.generic.segments import SegmentEncoder
 from branchline.chat.generic.slots import Brackets, SlotFinder
 from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.parsing.base import OutputParser
@@ -20,6 +20,7 @@ from branchline.chat.parsing.detect import Detection, detect
 from branchline.chat.parsing.registry import parser_for
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.arguments import canonical_json
+from branchline.core.cache import SizedCache
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.runs import Ids
