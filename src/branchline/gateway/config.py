@@ -54,4 +54,4 @@ def calm_gc() -> None:
     Python's own pace is for nothing. What is there now is not looked at again; what comes, more rarely."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(100_000, 20, 50)

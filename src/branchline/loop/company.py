@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from branchline.core.message import Message, ToolCall
+from branchline.core.reader import ToolList
 from branchline.loop.interactions.base import Response
 from branchline.loop.interactions.registry import Partner
 from branchline.loop.keeping import KeptTool, Restorable, forgets
@@ -32,7 +33,8 @@ class Company:
     def __init__(
         self, state: LoopState, tools: Selection, partner: Partner | None, limits: LoopLimits
     ) -> None:
-        self.schemas = tuple(msgspec.to_builtins(schema) for schema in tools.schemas)
+        # One list for the whole trajectory: what identifies it is made once.
+        self.schemas = ToolList(msgspec.to_builtins(schema) for schema in tools.schemas)
         self._state = state
         self._tools = tools
         self._partner = partner

@@ -22,6 +22,7 @@ from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import MessageError, SessionError
 from branchline.core.fields import clean_values
 from branchline.core.message import Message
+from branchline.core.reader import ToolList
 from branchline.core.runs import Floats, Ids
 from branchline.core.sample import Sample
 from branchline.engines.base import Engine
@@ -191,7 +192,7 @@ class SessionModel:
             raise MessageError("chat_template_kwargs", template, "an object or null")
         request = Request(
             tuple(messages),
-            tuple(tools),
+            tools if isinstance(tools, ToolList) else tuple(tools),
             template=clean_values(dict(template)),
             agent=self.agent,
             resumes=resumes,
