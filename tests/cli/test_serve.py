@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from branchline.cli import serve
 from branchline.cli.engines import build
 from branchline.cli.main import main
 from branchline.engines.openai import UpstreamChat
@@ -191,3 +193,14 @@ def test_a_request_that_never_ends_does_not_keep_it_from_stopping(drain_s: str, 
             assert b" 503 " in client.recv(1000)
         assert server.wait(20) == 0
         assert "Traceback" not in server.stderr.read()
+
+
+def test_the_model_that_comes_by_default_does_not_talk_for_ever() -> None:
+    def asked(**given: object) -> int | None:
+        options = {"engine": "hf", "model": None, "default_max_tokens": None, **given}
+        return serve._default_max_tokens(Namespace(**options))
+
+    assert asked() == 512
+    assert asked(default_max_tokens=7) == 7
+    assert asked(model="folder") is None
+    assert asked(engine="vllm") is None

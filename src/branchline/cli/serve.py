@@ -46,6 +46,9 @@ Open a session, point an agent at it:
 """
 
 
+_SMALL_MODEL_TOKENS = 512
+
+
 def add_serve(commands: Any) -> None:
     """Registers the command."""
     parser = commands.add_parser(
@@ -136,7 +139,8 @@ def add_serve(commands: Any) -> None:
         default=GatewayConfig.default_max_tokens,
         metavar="N",
         help="how long an answer may be where neither client nor session says (default: as long as its "
-        f"prompt leaves room; {UNKNOWN_ROOM} where the engine does not say how much it can hold)",
+        f"prompt leaves room; {UNKNOWN_ROOM} where the engine does not say how much it can hold; "
+        f"{_SMALL_MODEL_TOKENS} with the small model that comes without --model)",
     )
     parser.add_argument(
         "--idle-s",
@@ -187,7 +191,7 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
             admin_key=options.admin_key or os.environ.get(ADMIN_KEY, ""),
             auth=not options.no_auth,
             max_in_flight=options.max_in_flight,
-            default_max_tokens=options.default_max_tokens,
+            default_max_tokens=_default_max_tokens(options),
             public_url=options.public_url,
             drain_s=options.drain_s,
             idle_s=options.idle_s,
@@ -226,5 +230,15 @@ def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:
         f"branchline serves {gateway.app.fleet.name} on {gateway.url}\n{key}"
         f"a session      {base_url}\nits api key    {api_key}\ntry it:\n"
         f"  curl {base_url}/chat/completions -H 'authorization: Bearer {api_key}' "
-        '-H \'content-type: application/json\' -d \'{"messages": [{"role": "user", "content": "hello"}]}\''
+        "-H 'content-type: application/json' "
+        # With an end: a small model may talk until its context is full.
+        '-d \'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100}\''
     )
+
+
+def _default_max_tokens(options: Any) -> int | None:
+    """What was asked for; the model that comes by default seldom finds an end by itself."""
+    if options.default_max_tokens is None and options.engine == "hf" and not options.model:
+        return _SMALL_MODEL_TOKENS
+    given: int | None = options.default_max_tokens
+    return given
