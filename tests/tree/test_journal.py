@@ -20,6 +20,7 @@ import pytest
 
 from branchline.core.errors import JournalError
 from branchline.tree import journal as journal_module
+from branchline.tree import journal_file
 from branchline.tree.journal import Durability, Journal
 
 LEVELS: list[Durability] = ["process", "disk"]
@@ -390,7 +391,7 @@ def test_a_wal_cut_at_any_byte_opens_at_the_last_whole_commit(
     path: Path, fast_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small pages make small commits, so that every byte of the last ones can be tried.
-    monkeypatch.setattr(journal_module, "_SCHEMA", f"PRAGMA page_size = 512; {journal_module._SCHEMA}")
+    monkeypatch.setattr(journal_file, "_SCHEMA", f"PRAGMA page_size = 512; {journal_file._SCHEMA}")
     records = [number(index) * 20 for index in range(8)]
     sizes: list[int] = []
     crashed = written(path, records, sizes)

@@ -109,7 +109,7 @@ class Company:
         """What a tool makes of a call, whole. Calls may run side by side; so many at once do."""
         assert self._workshop is not None, "nobody is there"
         turn = self._state.assistant_turns
-        (made,) = await self._workshop.run([call])
+        made = await self._workshop.run_one(call)
         return ToolRecord(
             call.name, turn, made.message, made.reward, dict(made.extras), made.seconds, made.error
         )

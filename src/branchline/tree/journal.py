@@ -20,47 +20,22 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from branchline.core.errors import JournalError
+from branchline.tree.journal_file import LAST_SEQ, check_header, locked, set_up
+from branchline.tree.journal_file import Durability as Durability
 
-if sys.platform != "win32":
-    import fcntl
-
-Durability = Literal["process", "disk"]
-
-# NORMAL leaves a commit in the kernel's page cache, which survives kill -9; FULL fsyncs the WAL at every
-# commit, which survives power loss. (fullfsync: on macOS a plain fsync stops at the drive's own cache.)
-_LEVEL: dict[Durability, str] = {
-    "process": "PRAGMA synchronous = NORMAL",
-    "disk": "PRAGMA synchronous = FULL; PRAGMA fullfsync = ON",
-}
-_APPLICATION_ID = 0x42726C6E  # "Brln"
-_VERSION = 1
-# One transaction, before the file turns to WAL mode: the schema lies in the main file, where no cut through
-# the WAL can take it away, and a kill in the middle leaves a file that counts as empty.
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {_VERSION};
-CREATE TABLE sessions (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE records (seq INTEGER PRIMARY KEY, session INTEGER NOT NULL, record BLOB NOT NULL);
-CREATE INDEX records_by_session ON records (session);
-COMMIT;
-"""
 # The WAL is copied into the main file each time it has grown by this much. Larger: fewer fsyncs and fewer
 # pages copied twice. Smaller: less to recover at open, and a shorter stall of the writer while it copies.
 _CHECKPOINT_BYTES = 16 * 2**20
 _SHORTEN_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
-_LAST_SEQ = "SELECT coalesce(max(seq), 0) FROM records"
 # SQLite refuses rows near 10^9 bytes; found out inside a transaction, that would fail everybody's records.
 _MAX_RECORD_BYTES = 512 * 2**20
 # What an appender writes itself at level `process`; more would hold up whatever else its thread does.
@@ -105,11 +80,11 @@ class Journal:
             with ExitStack() as resources:
                 # The lock comes first: POSIX drops a process's locks on a file when any descriptor of it
                 # closes, so even a peek at a file already open here would strip SQLite of its locks.
-                resources.enter_context(_locked(self._file))
-                _check_header(self._file)
+                resources.enter_context(locked(self._file))
+                check_header(self._file)
                 db = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
                 resources.enter_context(closing(db))
-                self._last_seq = _set_up(db, _LEVEL[durability])
+                self._last_seq = set_up(db, durability)
                 owned = resources.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise self._error("cannot be opened", error) from error
@@ -252,7 +227,7 @@ class Journal:
 
     def _look_after(self, batch: list[_Entry], before: int) -> None:
         """Behind a signal: the batch is in the file, or it goes back to the queue."""
-        (self._last_seq,) = self._db.execute(_LAST_SEQ).fetchone()
+        (self._last_seq,) = self._db.execute(LAST_SEQ).fetchone()
         if self._last_seq > before:
             _resolve(batch, self._last_seq)
         else:
@@ -363,47 +338,3 @@ def _is_busy(error: Exception) -> bool:
     """Whether another program has the file open to write."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF == sqlite3.SQLITE_BUSY
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold the journal for one object alone; the kernel lets go when the process dies, however it dies."""
-    if not file.parent.is_dir():
-        raise JournalError(f"{file}: folder {file.parent} does not exist")
-    # A file of its own, because SQLite locks the database itself; never removed, because someone about to
-    # lock the removed file and someone who makes it anew would both get in.
-    with open(f"{file}-lock", "ab") as lock:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise JournalError(f"{file}: the journal is already open, here or elsewhere") from None
-        yield
-
-
-def _check_header(file: Path) -> None:
-    """Refuse what is not ours before SQLite, which may write to what it opens, gets to see it."""
-    header = b""
-    with suppress(FileNotFoundError), file.open("rb") as stream:
-        header = stream.read(72)
-    if not header:  # new, or made and cut off before the schema
-        return
-    found = f"a file that starts {header[:16]!r}"
-    if len(header) == 72 and header.startswith(b"SQLite format 3\0"):
-        version, application_id = struct.unpack(">60xI4xI", header)
-        if (application_id, version) == (_APPLICATION_ID, _VERSION):
-            return
-        found = f"an SQLite file with application_id {application_id:#x}, version {version}"
-    expected = f"a journal with application_id {_APPLICATION_ID:#x}, version {_VERSION}"
-    raise JournalError(f"{file}: found {found}, expected {expected}")
-
-
-def _set_up(db: sqlite3.Connection, level: str) -> int:
-    """Make the schema if the file is new, set the modes; return the last sequence number in use."""
-    if db.execute("PRAGMA schema_version").fetchone() == (0,):
-        db.executescript(_SCHEMA)
-    db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {level}")
-    (last_seq,) = db.execute(_LAST_SEQ).fetchone()
-    # From here on no waiting inside SQLite: a slow reader must hold up neither the writer nor an appender.
-    db.execute("PRAGMA busy_timeout = 0")
-    return int(last_seq)

@@ -162,7 +162,7 @@ class Workshop:
         """
         self._require("open")
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run(call)) for call in calls]
+            tasks = [group.create_task(self.run_one(call)) for call in calls]
         return [task.result() for task in tasks]
 
     async def calc_rewards(self) -> dict[str, float | None]:
@@ -172,7 +172,9 @@ class Workshop:
         rewards = await asyncio.gather(*[self._calc_reward(name) for name in names])
         return dict(zip(names, rewards, strict=True))
 
-    async def _run(self, call: ToolCall) -> Outcome:
+    async def run_one(self, call: ToolCall) -> Outcome:
+        """The same for one call; several may run side by side, and so many at a time do."""
+        self._require("open")
         async with self._slots:
             began = time.perf_counter()
             try:
