@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.toy import ToyCodec
 from branchline.engines.base import Engine
 from branchline.engines.scripted import Ask, ScriptedEngine
-from branchline.gateway.config import calm_gc
+from branchline.gateway.process import run_serving
 from branchline.gateway.server import Gateway
 from branchline.tree.journal import Durability
 
@@ -79,9 +78,7 @@ def _tally(gateway: Gateway) -> Mapping[str, Any]:
     }
 
 
-async def main(options: GatewayOptions) -> None:
-    engine, codec = _made(options)
-    calm_gc()  # as `branchline serve` does
+async def main(options: GatewayOptions, engine: Engine, codec: Codec) -> None:
     with ExitStack() as stack:
         marks = stack.enter_context(watched(type(engine))) if options.marks else None
         gateway = Gateway(
@@ -101,4 +98,5 @@ async def main(options: GatewayOptions) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(msgspec.json.decode(sys.argv[1].encode(), type=GatewayOptions)))
+    given = msgspec.json.decode(sys.argv[1].encode(), type=GatewayOptions)
+    run_serving(main(given, *_made(given)))  # as `branchline serve` does

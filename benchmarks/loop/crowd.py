@@ -24,8 +24,8 @@ from branchline.core.runs import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import Ask, ScriptedEngine
 from branchline.gateway.calls import Asked, Done, run_call
-from branchline.gateway.config import calm_gc
 from branchline.gateway.live import SessionOptions
+from branchline.gateway.process import calm_gc
 from branchline.gateway.record import CallRecord
 from branchline.gateway.sessions import Sessions
 from branchline.loop.machine import AgentLoop

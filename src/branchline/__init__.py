@@ -43,7 +43,7 @@ from branchline.tree.session import Session
 from branchline.tree.tree import Tree, Turn
 
 if typing.TYPE_CHECKING:
-    from branchline.gateway.config import calm_gc
+    from branchline.gateway.process import calm_gc
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import Setting, agent, check_tasks, run_agent
     from branchline.loop.cancel import CancelToken
@@ -73,7 +73,7 @@ else:
         "ToolRegistry": "loop.tools.registry",
         "ToolResult": "loop.tools.base",
         "agent": "loop.agents",
-        "calm_gc": "gateway.config",
+        "calm_gc": "gateway.process",
         "check_tasks": "loop.agents",
         "output_of": "loop.output",
         "run_agent": "loop.agents",

@@ -14,7 +14,8 @@ from branchline.chat.base import Codec
 from branchline.cli.engines import ENGINE_KEY, ENGINES, OPENAI_KEY, UPSTREAM_KEY, build
 from branchline.cli.watching import Watch, add_watch_options, watch
 from branchline.gateway.access import require_loopback
-from branchline.gateway.config import UNKNOWN_ROOM, GatewayConfig, calm_gc
+from branchline.gateway.config import UNKNOWN_ROOM, GatewayConfig
+from branchline.gateway.process import run_serving
 
 if TYPE_CHECKING:
     from branchline.gateway.fleet import Fleet
@@ -168,8 +169,7 @@ def run(options: argparse.Namespace) -> str:
     codec, fleet = build(options)
     watching = watch(options)
     try:
-        calm_gc()
-        asyncio.run(_serve(options, codec, fleet, watching))
+        run_serving(_serve(options, codec, fleet, watching))
     finally:
         watching.close()
     return ""

@@ -14,7 +14,7 @@ import os
 import re
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -217,6 +217,7 @@ class Reply:
         self._inbox = Inbox(whole=whole)
         self._connection: Connection | None = None
         self._reader = EventReader()
+        self._hear: Callable[[list[bytes]], bool] | None = None
         self.was_cut = False
 
     @property
@@ -234,6 +235,19 @@ class Reply:
         await self._arrival()
         return self._inbox.status
 
+    def listen(self, hear: Callable[[list[bytes]], bool]) -> None:
+        """Has events told the moment they arrive, while somebody waits for them in `events`.
+
+        `hear` says whether that wait goes on; where it does not, `events` gives none, and is not at the end.
+        It must not raise.
+        """
+        self._hear, self._inbox.hear = hear, self._heard
+
+    def _heard(self, piece: bytes) -> bool:
+        assert self._hear is not None
+        events = self._reader.feed(piece)
+        return not events or self._hear(events)
+
     async def events(self) -> list[bytes]:
         """The data of all events that have arrived since, one at least; none at the end or behind a cut.
 
@@ -245,6 +259,8 @@ class Reply:
                 return events
             if self._inbox.is_over:
                 return [] if self.was_cut else self._last()
+            if self._hear is not None:
+                return []
 
     def arrived(self) -> list[bytes]:
         """The events that can be had without waiting."""
@@ -282,7 +298,8 @@ class Reply:
         await self._inbox.wait()
         if self._inbox.is_stale:
             # Its server closed a kept connection while the request was on its way: it saw nothing of it.
-            self._inbox, self._connection = Inbox(whole=self._inbox.whole), None
+            stale, self._inbox, self._connection = self._inbox, Inbox(whole=self._inbox.whole), None
+            self._inbox.hear = stale.hear
             await self._send(fresh=True)
             await self._inbox.wait()
 

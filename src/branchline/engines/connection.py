@@ -29,6 +29,8 @@ class Inbox:
         """Why an answer that is over is not all of it."""
         self.is_stale = False
         """The connection was kept from an earlier exchange, and its server closed it without a word."""
+        self.hear: Callable[[bytes], bool] | None = None
+        """Gets a piece the moment it comes, while somebody waits; says whether the wait goes on."""
         self._pieces: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -37,6 +39,12 @@ class Inbox:
         return self.status // 100 == 2
 
     def put(self, piece: bytes) -> None:
+        waiter = self._waiter
+        if self.hear is not None and waiter is not None and not (self.whole or waiter.done()):
+            # Who waits has taken all that came before: waking nobody is the cheapest way to be told.
+            if not self.hear(piece):
+                waiter.set_result(None)
+            return
         self._pieces.append(piece)
         if not self.whole:
             self._wake()
@@ -53,10 +61,12 @@ class Inbox:
         return piece
 
     async def wait(self) -> None:
-        """Returns when there is something to take, or nothing to wait for."""
+        """Returns when there is something to take or to look at, or nothing to wait for."""
         while not self.is_over and (self.whole or not self._pieces):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            if self.hear is not None:
+                return
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -30,7 +30,10 @@ class EventReader:
         """The data of every event that this piece ends."""
         if piece.endswith(b"}\n\n") and piece.startswith(b"data: {") and not (self._rest or self._data):
             # Mostly: one event, or several alike, whole.
-            events = piece[6:-2].split(b"\n\ndata: ")
+            event = piece[6:-2]
+            if b"\n" not in event and b"\r" not in event:
+                return [event]
+            events = event.split(b"\n\ndata: ")
             if not any(b"\n" in event or b"\r" in event or event == _DONE for event in events):
                 return events
         text = self._rest + piece

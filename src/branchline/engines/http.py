@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
+from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams, Tokens
 from branchline.engines.client import HttpClient, Reply
 from branchline.engines.client import Server as Server
 from branchline.engines.prompts import PromptWriter
@@ -43,10 +41,10 @@ class Reader:
         """Appends what events say. Raises EngineError at the first wrong one, behind all that was right."""
         raise NotImplementedError
 
-    def take(self, version: int) -> Chunk:
-        chunk = Chunk(np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), version, self.finish)
+    def take(self, version: int) -> Tokens:
+        tokens = Tokens(self.ids, self.logprobs, version)
         self.ids, self.logprobs = [], []
-        return chunk
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,25 @@ class Ask:
 class Run:
     """A request that was made, from its first chunk to its finish or its cut."""
 
-    def __init__(self, engine: str, ask: Ask, reply: Reply, version: int) -> None:
+    def __init__(
+        self,
+        engine: str,
+        ask: Ask,
+        reply: Reply,
+        version: int,
+        hear: Callable[[Tokens], bool] | None = None,
+    ) -> None:
+        """`hear` may be told tokens while `next` is awaited, in place of their being given out."""
         self.ask = ask
         self.reply = reply
         self._engine = engine
         self._version = version
         self._ready: deque[Chunk] = deque()
-        self._error: EngineError | None = None
+        self._error: Exception | None = None
         """What comes behind all that is ready."""
+        self._hear = hear
+        if hear is not None:
+            reply.listen(self._heard)
 
     async def next(self) -> Chunk | None:
         """The next chunk; None behind a cut."""
@@ -84,11 +93,11 @@ class Run:
                 self._error, events = error, []
             self._read(events)
             # A finished answer is read to its very end, so that its connection can be used again.
-            if events and reader.finish is not None and not reply.is_over:
+            if reader.finish is not None and not reply.is_over:
                 continue
             if reader.ids or reader.finish is not None:
-                self._ready.append(reader.take(self._version))
-            elif not events and not self._ready and self._error is None:
+                self._ready.append(reader.take(self._version).chunk(reader.finish))
+            elif not events and reply.is_over and not self._ready and self._error is None:
                 if reply.was_cut:
                     return None
                 self._error = EngineError(f"{self._engine}: the stream ended before its generation did")
@@ -98,13 +107,31 @@ class Run:
         """From now on ids are sampled under another version; those that have arrived were not."""
         self._read(self.reply.arrived())
         if self.ask.reader.ids:
-            self._ready.append(self.ask.reader.take(self._version))
+            self._ready.append(self.ask.reader.take(self._version).chunk(self.ask.reader.finish))
         self._version = version
 
     def left(self) -> list[Chunk]:
         """What has arrived and nobody took."""
         self.turn(self._version)
         return list(self._ready)
+
+    def _heard(self, events: list[bytes]) -> bool:
+        """Whether nobody has to be woken for these events."""
+        reader, hear = self.ask.reader, self._hear
+        assert hear is not None
+        try:
+            reader.read(events)
+            if reader.finish is not None or not reader.ids:
+                return True
+            tokens = reader.take(self._version)
+            if not self._ready and hear(tokens):
+                return True
+            self._ready.append(tokens.chunk())
+        except Exception as error:  # Whoever waits is told; the connection has nothing to do with it.
+            self._error = error
+            if reader.ids:
+                self._ready.append(reader.take(self._version).chunk())
+        return False
 
     def _read(self, events: Sequence[bytes]) -> None:
         try:
@@ -151,7 +178,7 @@ class HttpEngine:
                 raise EngineError(f"{self.name}: closed")
             ask = self.ask(progress.prompt_ids, progress.params, session)
             reply = self.client.post(ask.path, ask.body, whole=params.whole)
-            run = Run(self.name, ask, reply, self.version)
+            run = Run(self.name, ask, reply, self.version, progress.hear)
             self._running.add(run)
             try:
                 while (chunk := await run.next()) is not None:

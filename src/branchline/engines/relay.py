@@ -15,7 +15,7 @@ import numpy as np
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Finish, SamplingParams
+from branchline.engines.base import Chunk, Finish, SamplingParams, Tokens
 
 
 class Progress:
@@ -30,16 +30,37 @@ class Progress:
         self._params = params
         self.produced = 0
         self.version: int | None = None
+        self._heard: list[int] = []
+        """Behind all parts."""
+        self.hear = None if params.hear is None else self._hear
+        """The consumer's `hear`; what that took is kept here too."""
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.ids):
+            self._gather()
             self._parts.append(chunk.ids)
             self.produced += len(chunk.ids)
         self.version = chunk.version
 
+    def _hear(self, tokens: Tokens) -> bool:
+        hear = self._params.hear
+        assert hear is not None
+        if not hear(tokens):
+            return False
+        self._heard += tokens.ids
+        self.produced += len(tokens.ids)
+        self.version = tokens.version
+        return True
+
+    def _gather(self) -> None:
+        if self._heard:
+            self._parts.append(np.array(self._heard, np.int32))
+            self._heard = []
+
     @property
     def prompt_ids(self) -> Ids:
         """What to go on behind."""
+        self._gather()
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
@@ -62,6 +83,7 @@ class Progress:
     @property
     def finish(self) -> Finish | None:
         """Why nothing is left to ask for, where an engine was cut before it could say so."""
+        self._gather()
         if self.produced and int(self._parts[-1][-1]) in self._params.stop_ids:
             return "stop"
         return "length" if self.produced >= self._params.max_tokens else None

@@ -119,15 +119,14 @@ class Replicas:
         left: deque[Chunk] = deque()
         try:
             while (finish := progress.finish) is None:
-                rest = replace(progress.params, left=left.append)
+                rest = replace(progress.params, left=left.append, hear=progress.hear)
                 replica = self._place(session, failed)
+                before, failure = progress.produced, None
                 stream = Cuttable(replica.engine.generate(progress.prompt_ids, rest, session=session))
                 replica.running.add(stream)
                 try:
                     async for chunk in stream:
                         progress.add(chunk)
-                        if len(chunk.ids):
-                            failed.clear()
                         yield chunk
                         if chunk.finish is not None:
                             replica.avoid_until = 0.0
@@ -135,11 +134,15 @@ class Replicas:
                 except EngineInputError:
                     raise
                 except (EngineError, OSError) as error:
-                    failed[replica] = error
+                    failure = error
                     replica.avoid_until = self._clock() + self.retry_after_s
                 finally:
                     replica.running.discard(stream)
                     await stream.close()
+                if progress.produced > before:
+                    failed.clear()
+                if failure is not None:
+                    failed[replica] = failure
                 while left:
                     chunk = left.popleft()
                     progress.add(chunk)

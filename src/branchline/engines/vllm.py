@@ -58,26 +58,25 @@ class VllmReader(Reader):
             if choices is None:
                 raise error_event(self._engine, data)
             for choice in choices:
-                self._add(choice)
+                if choice.prompt_token_ids:
+                    self._compare(bytes(choice.prompt_token_ids))
+                ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs if choice.logprobs else []
+                if ids is None or len(logprobs) != len(ids) or None in logprobs:
+                    raise self._incomplete(ids, logprobs)
+                if choice.finish_reason is not None:
+                    self._end(choice.finish_reason)
+                self.ids += ids
+                self.logprobs += logprobs  # type: ignore[arg-type]  # none of them is None
 
-    def _add(self, choice: Choice) -> None:
-        if choice.prompt_token_ids:
-            self._compare(bytes(choice.prompt_token_ids))
-        ids = choice.token_ids
+    def _incomplete(self, ids: list[int] | None, logprobs: Sequence[float | None]) -> EngineError:
         if ids is None:
-            raise EngineError(f"{self._engine}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
-        logprobs = choice.logprobs.token_logprobs if choice.logprobs else []
-        if len(logprobs) != len(ids) or None in logprobs:
-            raise EngineError(
-                f"{self._engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
-            )
-        reason = choice.finish_reason
-        if reason is not None:
-            self.finish = FINISHES.get(reason)
-            if self.finish is None:
-                raise EngineError(f"{self._engine}: the server ended a generation by {reason!r}")
-        self.ids += ids
-        self.logprobs += logprobs  # type: ignore[arg-type]  # none of them is None
+            return EngineError(f"{self._engine}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
+        return EngineError(f"{self._engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each")
+
+    def _end(self, reason: str) -> None:
+        self.finish = FINISHES.get(reason)
+        if self.finish is None:
+            raise EngineError(f"{self._engine}: the server ended a generation by {reason!r}")
 
     def _compare(self, seen: bytes) -> None:
         if seen not in (self._prompt, b"null") and msgspec.json.decode(seen) != msgspec.json.decode(

@@ -21,7 +21,7 @@ from branchline.chat.parsing.base import Delta
 from branchline.core.call import Generation
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import NO_IDS, Floats, Ids, as_ids
-from branchline.engines.base import Chunk
+from branchline.engines.base import Chunk, Tokens
 
 
 class Said(Struct, frozen=True):
@@ -29,8 +29,19 @@ class Said(Struct, frozen=True):
 
     choice: int
     deltas: Sequence[Delta]
-    ids: Ids = NO_IDS
-    logprobs: Floats | None = None
+    tokens: Chunk | Tokens = Chunk()
+
+    @property
+    def ids(self) -> Ids:
+        return self._chunk.ids
+
+    @property
+    def logprobs(self) -> Floats | None:
+        return self._chunk.logprobs
+
+    @property
+    def _chunk(self) -> Chunk:
+        return self.tokens.chunk() if isinstance(self.tokens, Tokens) else self.tokens
 
 
 @dataclass(frozen=True)
@@ -114,9 +125,16 @@ class Choice:
 
     def __post_init__(self) -> None:
         self._made: Generation | None = None
+        self._heard: Tokens | None = None
+        """Behind all chunks."""
         self._watch = StopTexts(self.stops) if self.stops else None
         self._texts: list[str] = []
         self._has_called = False
+
+    @property
+    def may_end(self) -> bool:
+        """Whether its client asked for an end that the engine does not know of."""
+        return self._watch is not None or self.single_call
 
     def take(self, chunk: Chunk) -> Said:
         """The deltas a chunk makes; none of what lies behind an end the client asked for."""
@@ -127,15 +145,38 @@ class Choice:
             if used < len(chunk.ids) or self.ended:
                 logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
                 chunk = Chunk(chunk.ids[:used], logprobs, chunk.version, "stop")
+        self._gather()
         self.chunks.append(chunk)
         self._made = None
         if chunk.finish is not None:
             self.finish = chunk.finish
             if not self.ended:
                 deltas = [*deltas, *self._watched(self.parser.finish(chunk.finish)), *self._flushed()]
-        if deltas and any(delta.call is not None for delta in deltas):
-            deltas = [self._named(delta) for delta in deltas]
-        return Said(self.index, deltas, chunk.ids, chunk.logprobs)
+        for delta in deltas:
+            if delta.call is not None:
+                return Said(self.index, [self._named(one) for one in deltas], chunk)
+        return Said(self.index, deltas, chunk)
+
+    def hear(self, tokens: Tokens) -> Said:
+        """The same for a few tokens of an answer that only its engine ends."""
+        deltas = self.parser.feed(tokens.ids)
+        heard = self._heard
+        if heard is not None and heard.version == tokens.version:
+            heard.ids += tokens.ids
+            heard.logprobs += tokens.logprobs
+        else:
+            self._gather()
+            self._heard = Tokens(tokens.ids.copy(), tokens.logprobs.copy(), tokens.version)
+        self._made = None
+        for delta in deltas:
+            if delta.call is not None:
+                return Said(self.index, [self._named(one) for one in deltas], tokens)
+        return Said(self.index, deltas, tokens)
+
+    def _gather(self) -> None:
+        if self._heard is not None:
+            self.chunks.append(self._heard.chunk())
+            self._heard = None
 
     def keep(self, chunk: Chunk) -> None:
         """Takes what arrived behind the client's back; behind an end that it asked for there is nothing."""
@@ -199,6 +240,7 @@ class Choice:
     def _whole(self) -> Generation:
         """All chunks as one, made when it is asked for and kept until another comes."""
         if self._made is None:
+            self._gather()
             said = self.parser.message
             text = said.text if self._watch is None else "".join(self._texts)
             message = Message(
@@ -223,8 +265,8 @@ class Choice:
         """The answer as a client gets it."""
         finish = "tool_calls" if self.calls and self.finish == "stop" else self.finish
         stop = self._watch.found if self._watch is not None else None
-        versions = tuple(sorted({chunk.version for chunk in self.chunks}))
         whole = self._whole()
+        versions = tuple(sorted({chunk.version for chunk in self.chunks}))
         return Answer(self.message, finish, whole.ids, whole.logprobs, stop, versions)
 
 

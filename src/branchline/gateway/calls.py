@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import ContextLengthError, JournalError, SessionError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Engine, SamplingParams
+from branchline.engines.base import Chunk, Engine, SamplingParams, Tokens
 from branchline.gateway.answers import Answer, Choice, Said
 from branchline.gateway.config import UNKNOWN_ROOM
 from branchline.gateway.live import LiveSession
@@ -82,10 +82,29 @@ class Done:
 Event = Said | Done
 
 
+class Ear(Protocol):
+    """Somebody who can be told the next bit of an answer at once, without a task being woken for it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be told now: nothing that was said before is still on its way."""
+        ...
+
+    def hear(self, said: Said) -> None: ...
+
+
 async def run_call(
-    live: LiveSession, engine: Engine, asked: Asked, record: CallRecord, max_prompt_tokens: int | None = None
+    live: LiveSession,
+    engine: Engine,
+    asked: Asked,
+    record: CallRecord,
+    max_prompt_tokens: int | None = None,
+    ear: Ear | None = None,
 ) -> AsyncGenerator[Event, None]:
-    """Runs one call to its end. Closing the iterator early is the client going away."""
+    """Runs one call to its end. Closing the iterator early is the client going away.
+
+    What an ear has heard is not given out; what it could not hear is, and so is the end.
+    """
     asked = replace(asked, request=replace(asked.request, sampling=_sampling(engine, asked.params)))
     with under_way(live, asked, record):
         turn = await begin(live, asked, record, max_prompt_tokens)
@@ -93,6 +112,8 @@ async def run_call(
         with reserved(live, asked, _room(engine, turn, asked), before) as allowed:
             choices = _choices(live, asked, record.call_id)
             params = _params(asked, live, allowed, choices[0], streamed=record.streamed)
+            if ear is not None and len(choices) == 1 and not choices[0].may_end:
+                params = replace(params, hear=_hearing(ear, choices[0], record))
             prompt_ids = turn.prompt_ids
             try:
                 if before:
@@ -295,6 +316,17 @@ async def _prepare(live: LiveSession, asked: Asked) -> Turn:
     if work < _THREAD_LETTERS:
         return live.session.prepare(request)
     return await asyncio.to_thread(live.session.prepare, request)
+
+
+def _hearing(ear: Ear, choice: Choice, record: CallRecord) -> Callable[[Tokens], bool]:
+    def hear(tokens: Tokens) -> bool:
+        if not ear.is_open:
+            return False
+        record.close_phase("queue")
+        ear.hear(choice.hear(tokens))
+        return True
+
+    return hear
 
 
 async def _several(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 from branchline.core.errors import InputError
@@ -47,11 +46,3 @@ class GatewayConfig:
             )
         if self.silence_s <= 0:
             raise InputError(f"silence_s: got {self.silence_s:g}, expected more than 0")
-
-
-def calm_gc() -> None:
-    """For a process that only serves: trees grow and nothing of them is garbage, so looking through them at
-    Python's own pace is for nothing. What is there now is not looked at again; what comes, more rarely."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 50)

@@ -3,7 +3,8 @@
 uvicorn's server looks ten times a second whether it shall stop and, stopping, whether everybody has left.
 This one wakes once a second, for the date that answers carry, and a stop takes as long as those it waits
 for. What it overrides (`main_loop`, `shutdown`, `capture_signals`) and uses (`servers`, `server_state`,
-`on_tick`) is the same in every uvicorn since 0.30.
+`on_tick`; of a request `flow`, `transport`, `disconnected`, `chunked_encoding`) is the same in every uvicorn
+since 0.30.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _DATE_S = 1.0
 
@@ -91,6 +93,36 @@ class _Connections(_Present):
         super().add(connection)
         if self._is_closed:  # it is not made yet: it enters itself while it is being made
             asyncio.get_running_loop().call_soon(connection.shutdown)
+
+
+class Direct:
+    """The way from an answer that has begun to its client, for bytes that nobody has to wait for.
+
+    ASGI's `send` is awaited, so only a task can call it. Where the server is ours, what it would write can
+    be written by whoever has it.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    @classmethod
+    def behind(cls, send: object) -> Direct | None:
+        """None where `send` is another server's."""
+        cycle = getattr(send, "__self__", None)
+        if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
+            return None
+        return cls(cycle)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client is there and takes what it is sent."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
+
+    def write(self, data: bytes) -> None:
+        """One chunk of the answer's body."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -23,7 +23,7 @@ from branchline.core.fields import clean
 from branchline.engines.openai import UpstreamChat
 from branchline.gateway.access import Access
 from branchline.gateway.agents import named_by
-from branchline.gateway.calls import Done, Event, begin, run_call
+from branchline.gateway.calls import Done, Ear, Event, begin, run_call
 from branchline.gateway.capture import run_capture
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.exchange import ClientGoneError, Exchange
@@ -35,9 +35,9 @@ from branchline.gateway.protocols.chat import CHAT, PROMPT_TOKENS
 from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import COUNT_TOKENS, MESSAGES
 from branchline.gateway.protocols.responses import INPUT_TOKENS, RESPONSES
-from branchline.gateway.pulse import Pulse
 from branchline.gateway.record import CallRecord, Failure, Observer
 from branchline.gateway.resume import CALL_HEADER, earlier_attempt, next_attempt
+from branchline.gateway.telling import Telling
 from branchline.gateway.wire import code_of, error_of
 
 log = logging.getLogger("branchline.gateway")
@@ -214,7 +214,13 @@ class ModelApi:
         return ask
 
     async def _events(
-        self, wire: Wire[Any], live: LiveSession, ask: Ask, record: CallRecord, exchange: Exchange
+        self,
+        wire: Wire[Any],
+        live: LiveSession,
+        ask: Ask,
+        record: CallRecord,
+        exchange: Exchange,
+        ear: Ear | None = None,
     ) -> AsyncGenerator[Event, None]:
         """What will happen, once the engine is chosen."""
         resumes = exchange.headers.get(RESUME_HEADER, "")
@@ -232,7 +238,7 @@ class ModelApi:
             # Only an upstream of the same protocol knows what the fields mean that nobody here reads.
             body = exchange.body if wire is CHAT else b""
             return run_capture(live, route.engine, asked, record, body)
-        return run_call(live, route.engine, asked, record, self._config.max_prompt_tokens)
+        return run_call(live, route.engine, asked, record, self._config.max_prompt_tokens, ear)
 
     async def _whole(
         self,
@@ -260,20 +266,14 @@ class ModelApi:
         exchange: Exchange,
     ) -> None:
         stream = wire.stream(ask, record.call_id, live.session.codec)
-        with Pulse(exchange, stream.beat, self._config.silence_s) as pulse:
+        with Telling(exchange, stream, self._config.silence_s) as client:
             try:
                 async with (
                     _stopped_with(live),
-                    aclosing(await self._events(wire, live, ask, record, exchange)) as events,
+                    aclosing(await self._events(wire, live, ask, record, exchange, client)) as events,
                 ):
                     async for event in events:
-                        if pulse.beating is not None:
-                            await pulse.settle()
-                        if isinstance(event, Done):
-                            pulse.stop()
-                            await exchange.stream(stream.end(event), last=True)
-                        elif data := stream.said(event):
-                            await exchange.stream(data)
+                        await client.tell(event)
             except BranchlineError as error:
                 # Before the first event an error has a status of its own; after it, it is an event.
                 code = code_of(error)
@@ -282,9 +282,7 @@ class ModelApi:
                 status, message, field, _ = error_of(error)
                 record.outcome = "failed" if exchange.is_streaming else "refused"
                 record.status, record.failure = status, Failure.of(error)
-                pulse.stop()
-                await pulse.settle()
-                await exchange.stream(stream.failed(status, message, field, code), last=True)
+                await client.end(stream.failed(status, message, field, code))
 
 
 def _limit(given: str) -> int | None:

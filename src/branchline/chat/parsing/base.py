@@ -96,6 +96,8 @@ class OutputParser:
         self._stop_ids = frozenset(stop_ids)
         self._stop: int | None = None
         """A stop id that is the last one so far; it becomes text only when more follows."""
+        self._is_inside = False
+        """Whether a character has begun that has not ended."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._problems: list[Problem] = []
         self._text: list[str] = []
@@ -105,6 +107,12 @@ class OutputParser:
     def feed(self, ids: Iterable[int]) -> list[Delta]:
         """What is certain after these ids."""
         ids = ids if isinstance(ids, list) else list(ids)
+        if len(ids) == 1 and self._stop is None and not self._is_inside:
+            # Mostly, while an answer is streamed: one token, of whole and plain letters.
+            spelled = b"" if ids[0] in self._stop_ids else self._spell(ids[0])
+            if spelled and spelled.isascii():
+                deltas = self._parser.feed(spelled.decode("ascii"))
+                return self._record(deltas) if deltas else deltas
         if self._stop is None and self._stop_ids.isdisjoint(ids[:-1]):
             # Mostly: at most the last one is a stop id.
             if ids and ids[-1] in self._stop_ids:
@@ -165,12 +173,14 @@ class OutputParser:
 
     def _decode(self, data: bytes, *, final: bool) -> str:
         try:
-            return self._decoder.decode(data, final)
+            text = self._decoder.decode(data, final)
         except UnicodeDecodeError:
             # A failed decode leaves what was pending in place, so the same bytes can be read again.
             self._problems.append(Problem.INVALID_UTF8)
             self._decoder.errors = "replace"
-            return self._decoder.decode(data, final)
+            text = self._decoder.decode(data, final)
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def _record(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
