@@ -38,6 +38,7 @@ class Event(Struct):
     choices: list[Choice] | None = None
 
 
+_PROMPT_KEY = b'"prompt_token_ids":'
 _read = msgspec.json.Decoder(Event).decode
 
 
@@ -48,9 +49,13 @@ class VllmReader(Reader):
         super().__init__()
         self._engine = engine
         self._prompt = prompt
+        self._is_first = True
 
     def read(self, events: Sequence[bytes]) -> None:
         for data in events:
+            if self._is_first:
+                self._is_first = False
+                data = self._without_prompt(data)
             try:
                 choices = _read(data).choices
             except msgspec.DecodeError as error:
@@ -77,6 +82,16 @@ class VllmReader(Reader):
         self.finish = FINISHES.get(reason)
         if self.finish is None:
             raise EngineError(f"{self._engine}: the server ended a generation by {reason!r}")
+
+    def _without_prompt(self, data: bytes) -> bytes:
+        """The first event repeats the prompt: what is ours to the last byte need not be parsed.
+
+        Inside a text the key's second quote would be escaped, so this is the key.
+        """
+        before, key, behind = data.partition(_PROMPT_KEY)
+        if not behind.startswith(self._prompt):
+            return data
+        return b"".join((before, key, b"null", behind[len(self._prompt) :]))
 
     def _compare(self, seen: bytes) -> None:
         if seen not in (self._prompt, b"null") and msgspec.json.decode(seen) != msgspec.json.decode(
