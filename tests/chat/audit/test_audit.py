@@ -154,7 +154,7 @@ def refusing(test: str, words: str) -> str:
             refusing("m.role == 'system' and not loop.first", "No!"),
             "append_only.system_in_the_middle",
             "note",
-            "refuses",
+            "refuses this: system in the middle; it is shown as the user's words",
         ),
         (refusing("m.role == 'tool'", "No tools!"), "tools", "unsafe", "shows tools and then refuses"),
         (NO_TOOLS_FIRST, "tools", "note", "not the tools"),

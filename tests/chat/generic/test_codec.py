@@ -233,7 +233,7 @@ def test_a_lone_surrogate_in_a_request_does_not_raise(qwen: Talk) -> None:
 def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
     talk = Talk(codec_of("mistral_nemo"))
     with pytest.raises(TemplateError, match="conversation roles must alternate"):
-        talk.look(user("a"), user("b"))
+        talk.look(said("a"), user("b"))
     assert len(talk.session.tree.nodes) == 1
 
 

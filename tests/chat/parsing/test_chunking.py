@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, call, over_bytes
 
-from branchline.chat.parsing import Delta, Parsed, Problem, parser_for
+from branchline.chat.parsing import Delta, OutputParser, Parsed, Problem, parser_for
+from branchline.chat.parsing.base import REPLACEMENT
 from branchline.chat.parsing.jsontext import is_object
 from branchline.chat.parsing.reasoning import REASONING
 from branchline.core.message import Message
@@ -183,6 +184,62 @@ def test_bytes_decode_as_a_whole_decode_would(pieces: list[bytes]) -> None:
         assert parsed.problems == ("invalid_utf8",)
     else:
         assert parsed.problems == ()
+
+
+VOCABULARY = [
+    b"a",
+    b" plain words",
+    b"<tool_call>",
+    b"<tool",
+    b"_call>\n",
+    b'{"name": "f", "arguments": {}}',
+    b"\n</tool_call>",
+    b"<think>",
+    b"</think>\n\n",
+    b"",
+    "é".encode(),
+    b"x\xe2",
+    b"\x82",
+    b"\xacy",
+    b"\xf0\x9f",
+    b"\x98\x80",
+    b"\xff",
+]
+"""Letters that are whole, begun, gone on with, ended and broken, beside others in the same token or alone."""
+STOPS = (len(VOCABULARY), len(VOCABULARY) + 1)
+SPELLED = [*VOCABULARY, b"<stop>", b"\xe2<stop>"]
+UNKNOWN = len(SPELLED) + 7
+
+
+@settings(max_examples=300)
+@given(
+    ids=st.lists(st.integers(0, len(SPELLED) - 1) | st.just(UNKNOWN), max_size=16),
+    cuts=st.lists(st.integers(0, 16), max_size=6),
+    finish=st.sampled_from(["stop", "length"]),
+    name=st.sampled_from(["plain", "hermes"]),
+)
+def test_tokens_one_by_one_say_what_they_say_together(
+    ids: list[int], cuts: list[int], finish: str, name: str
+) -> None:
+    def parsed(chunks: Sequence[Sequence[int]]) -> Parsed:
+        output = OutputParser(parser_for(name, reasoning="think"), SPELLED.__getitem__, STOPS)
+        deltas = [delta for chunk in chunks for delta in output.feed(chunk)]
+        deltas += output.finish(finish)
+        assert add_up(deltas) == output.message
+        return Parsed(output.message, output.problems)
+
+    whole = parsed([ids])
+    assert parsed([[token] for token in ids]) == whole
+    places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    assert parsed([ids[a:b] for a, b in itertools.pairwise(places)]) == whole
+    if name == "plain" and b"<think>" not in b"".join(SPELLED[token] for token in ids if token != UNKNOWN):
+        last_is_stop = bool(ids) and ids[-1] in STOPS
+        spelled = [
+            SPELLED[token] if token != UNKNOWN else REPLACEMENT
+            for token in (ids[:-1] if last_is_stop else ids)
+        ]
+        assert whole.message.text == b"".join(spelled).decode("utf-8", "replace")
+    assert (Problem.UNKNOWN_ID in whole.problems) == (UNKNOWN in ids)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -7,10 +7,12 @@ a template that knows no tools). A template that refuses a check's conversation 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from branchline.chat.audit import trial as t
 from branchline.chat.audit.findings import VERBATIM, Finding, fine, note, unsafe
-from branchline.chat.audit.trial import Trial, around, excerpt, sides, words_of
+from branchline.chat.audit.trial import Trial, around, excerpt, sides
+from branchline.chat.generic.turns import ANY_TURNS
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 
@@ -100,6 +102,11 @@ _STEPS: tuple[tuple[str, tuple[Message, ...], Message], ...] = (
     ("system_in_the_middle", (t.ASKS, t.SAYS), _SYSTEM_LATER),
     ("user_after_user", (t.ASKS,), t.ASKS_MORE),
 )
+_STAND_INS = {
+    "user_after_tool": "it is shown inside the tool's result",
+    "system_in_the_middle": "it is shown as the user's words",
+    "user_after_user": "both are shown as one message",
+}
 _FRAMES: tuple[tuple[str, tuple[Message, ...], bool], ...] = (
     ("", (), False),
     (" with a system message", (t.SYSTEM,), False),
@@ -116,13 +123,16 @@ def _append_only(trial: Trial) -> Iterator[Finding]:
 def _step(trial: Trial, step: str, before: tuple[Message, ...], then: Message) -> Finding:
     name, words = f"append_only.{step}", step.replace("_", " ")
     said = then.text or "zqother"
+    dialect = trial.codec.dialect(trial.codec.tokenizer.template(tools=False))
+    if refusal := trial.refusal(replace(dialect, turns=ANY_TURNS).write([*before, then])):
+        is_shown = step in _STAND_INS and not trial.refusal(dialect.write([*before, then]))
+        stand_in = f"; {_STAND_INS[step]}" if is_shown else ""
+        return note(name, f"It refuses this: {words}{stand_in}.", {"refusal": refusal})
     for frame, lead, tools in _FRAMES:
         try:
             earlier, later = trial.grow([*lead, *before], then, tools=tools, every=True)
-        except TemplateError as error:
-            if lead:
-                continue
-            return note(name, f"It refuses this: {words}.", {"refusal": words_of(error)})
+        except TemplateError:
+            continue
         if said not in later:
             return note(name, f"It leaves this out{frame}: {words}.", {"written": later[-120:]})
         if not later.startswith(earlier):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from branchline.chat.generic.template import ChatTemplate
+from branchline.chat.generic.turns import ANY_TURNS, Turns
 from branchline.core.errors import TemplateError
 from branchline.core.message import Media, Message, ToolCall
 from branchline.core.reader import REASONING_NAMES
@@ -61,6 +62,7 @@ class Dialect:
     """Where the template looks for reasoning."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """What a role it does not know is shown as: a developer's words as the system's."""
+    turns: Turns = ANY_TURNS
     generation_prompt: str = ""
     history_prompt: str = ""
     """What stands before an earlier reply's text; not always the generation prompt."""
@@ -85,7 +87,7 @@ class Dialect:
             elif message.role == "tool":
                 raw["tool_call_id"] = self._call_id(message.answers, index, 0)
             written.append(raw)
-        return written
+        return written if self.turns is ANY_TURNS else self.turns.order(written)
 
     def _write(self, index: int, message: Message, mark: Mark | None) -> dict[str, Any]:
         raw: dict[str, Any] = {"role": self.roles.get(message.role, message.role)}
@@ -206,6 +208,7 @@ def probe_dialect(
     found = replace(
         found, roles=roles, shows_tools="look" in tried.render(found, [Message("user", _ASK)], _TOOLS)
     )
+    found = replace(found, turns=tried.turns(found, [call, result] if shown else []))
     for name in REASONING_NAMES:
         candidate = replace(found, reasoning_field=name)
         if tried.shows_thought(candidate, call, result):
@@ -247,6 +250,27 @@ class _Trial:
         return opening, talk[len(body) : place] if place >= 0 and talk.startswith(
             body
         ) and opening else opening
+
+    def turns(self, dialect: Dialect, call_and_result: Sequence[Message]) -> Turns:
+        """What the template takes of who speaks when. Where nothing helps it is left as it is."""
+        ask, said = Message("user", _ASK), Message("assistant", _SAID)
+        again, late = Message("user", _THOUGHT), Message("system", _ARG)
+        found = ANY_TURNS
+
+        def takes(turns: Turns, *messages: Message) -> bool:
+            text = self.render(replace(dialect, turns=turns), messages, _TOOLS if call_and_result else None)
+            return all(message.text in text for message in messages)
+
+        def learn(messages: Sequence[Message], **change: bool) -> None:
+            nonlocal found
+            if not takes(found, *messages) and takes(replace(found, **change), *messages):
+                found = replace(found, **change)
+
+        learn([ask, said, again, Message("user", _RESULT)], in_turn=True)
+        learn([ask, said, late, again], late_system=False)
+        if call_and_result:
+            learn([ask, *call_and_result, again], words_after_result=False)
+        return found
 
     def shows_thought(self, dialect: Dialect, call: Message, result: Message) -> bool:
         """Some show reasoning inside a tool cycle, some beside a call, some only on the last message."""

@@ -1,0 +1,176 @@
+"""Words between turns: templates that mind whose turn it is are shown what they take, and nothing is lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline import Message, ToolCall
+from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.turns import ANY_TURNS, Turns
+from branchline.core.errors import TemplateError
+from branchline.core.message import Media
+from tests.chat.families import FAMILIES, codec_of, codec_speaking
+from tests.chat.generic.test_codec import TOOLS, Talk, said, user
+
+STRICT = Turns(late_system=False, in_turn=True, words_after_result=False)
+CALL = said("", ToolCall("look", '{"at": 1}', "abcdefghi"))
+RESULT = Message("tool", "seven", answers="abcdefghi", name="look")
+PLAIN = (
+    "{% for m in messages %}{{ CHECK }}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LATE_SYSTEM = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+
+
+def system(text: str) -> Message:
+    return Message("system", text)
+
+
+def shown(talk: Talk, *messages: Message, **about: object) -> str:
+    return talk.text(talk.look(*messages, **about).prompt_ids.tolist())
+
+
+# What templates take
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "llama3_2", "deepseek_v3"])
+def test_most_templates_mind_nothing(family: str) -> None:
+    codec = codec_of(family)
+    for tools in (False, True):
+        assert codec.dialect(codec.tokenizer.template(tools=tools)).turns == ANY_TURNS
+
+
+def test_mistral_minds_all_of_it_and_gemma_all_that_it_knows() -> None:
+    nemo, gemma = codec_of("mistral_nemo"), codec_of("gemma3")
+    assert nemo.dialect(nemo.tokenizer.template(tools=True)).turns == STRICT
+    assert gemma.dialect(gemma.tokenizer.template()).turns == Turns(late_system=False, in_turn=True)
+
+
+def test_a_template_that_minds_only_late_system_messages_keeps_the_rest_apart() -> None:
+    codec = codec_speaking(PLAIN.replace("{{ CHECK }}", LATE_SYSTEM))
+    assert codec.dialect(codec.tokenizer.template()).turns == Turns(late_system=False)
+    text = shown(Talk(codec), system("s"), user("a"), system("b"), user("c"))
+    roles = [part.partition("\n")[0] for part in text.split("<|im_start|>")[1:]]
+    assert roles == ["system", "user", "user", "user", "assistant"]
+
+
+def test_a_template_that_drops_late_system_messages_is_shown_them_as_words_of_the_user() -> None:
+    skipped = PLAIN.replace("{{ CHECK }}", "{% if m.role != 'system' or loop.first %}").replace(
+        "{% endfor %}", "{% endif %}{% endfor %}"
+    )
+    assert "<|im_start|>user\nBe brief." in shown(
+        Talk(codec_speaking(skipped)), user("a"), system("Be brief.")
+    )
+
+
+def test_a_template_that_takes_nothing_is_left_as_it_is() -> None:
+    refusing = PLAIN.replace("{{ CHECK }}", "{% if loop.index0 > 1 %}{{ raise_exception('no') }}{% endif %}")
+    codec = codec_speaking(refusing)
+    assert codec.dialect(codec.tokenizer.template()).turns == ANY_TURNS
+    with pytest.raises(TemplateError, match="no"):
+        Talk(codec).look(user("a"), said("b"), user("c"))
+
+
+# How they are shown
+
+
+@pytest.mark.parametrize("family", ["mistral_nemo", "gemma3"])
+def test_what_the_user_says_twice_in_a_row_is_one_message(family: str) -> None:
+    talk = Talk(codec_of(family))
+    assert "first\n\nsecond" in shown(talk, user("first"), user("second"))
+    assert "first\n\nBe brief.\n\nsecond" in shown(talk, user("first"), system("Be brief."), user("second"))
+    assert "One.\n\nTwo." in shown(talk, system("One."), system("Two."), user("first"))
+
+
+@pytest.mark.parametrize("family", ["mistral_nemo", "gemma3"])
+def test_a_reminder_behind_a_reply_goes_on_behind_the_sampled_ids(family: str) -> None:
+    talk = Talk(codec_of(family))
+    stop = {"mistral_nemo": "</s>", "gemma3": "<end_of_turn>"}[family]
+    node = talk.say([user("p")], [*talk.ids("yes"), *talk.ids(stop)])
+    turn = talk.look(user("p"), node.message, system("Be brief."), user("q"))
+    assert turn.parent is node
+    assert not turn.rewritten
+    behind = talk.text(turn.prompt_ids.tolist()[node.end :])
+    assert "Be brief.\n\nq" in behind
+    assert len(turn.pieces) == 2
+    assert "Be brief." in talk.text(turn.pieces[0].ids.tolist())
+    assert "q" in talk.text(turn.pieces[1].ids.tolist())
+
+
+def test_words_beside_a_result_stand_in_it_and_the_call_keeps_its_ids() -> None:
+    talk = Talk(codec_of("mistral_nemo"))
+    text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}, "id": "abcdefghi"}]'
+    node = talk.say([user("p")], [*talk.ids(text), *talk.ids("</s>")], tools=TOOLS)
+    turn = talk.look(user("p"), node.message, RESULT, user("Hurry."), tools=TOOLS)
+    assert turn.parent is node
+    assert "seven\n\nHurry." in talk.text(turn.prompt_ids.tolist())
+
+
+def test_the_path_is_found_again_without_anything_remembered() -> None:
+    talk = Talk(codec_of("gemma3"))
+    first = [user("p"), system("Be brief.")]
+    node = talk.say(first, [*talk.ids("yes"), *talk.ids("<end_of_turn>")])
+    talk.codec.forget()
+    assert talk.look(*first, node.message, user("q"), system("Briefer.")).parent is node
+
+
+def test_pictures_beside_words_stay_pictures() -> None:
+    picture = Message("user", "look", parts=("look", Media("image", "cat")))
+    (written,) = Dialect(turns=STRICT).write([user("see"), picture])
+    assert [part["type"] for part in written["content"]] == ["text", "text", "image"]
+
+
+def test_results_keep_their_calls_where_words_were_joined() -> None:
+    written = Dialect(turns=STRICT).write([user("a"), user("b"), CALL, RESULT, system("c"), said("d")])
+    assert [raw["role"] for raw in written] == ["user", "assistant", "tool", "assistant"]
+    assert written[2]["tool_call_id"] == written[1]["tool_calls"][0]["id"]
+    assert written[2]["content"] == "seven\n\nc"
+
+
+# Properties
+
+SPEAKERS = st.sampled_from(["system", "user", "assistant", "tool"])
+
+
+@given(st.lists(SPEAKERS, max_size=12), st.builds(Turns, st.booleans(), st.booleans(), st.booleans()))
+def test_every_word_is_there_once_and_in_order(roles: list[Any], turns: Turns) -> None:
+    written = [{"role": role, "content": f"w{place}."} for place, role in enumerate(roles)]
+    ordered = turns.order(written)
+    assert "".join(raw["content"].replace("\n\n", "") for raw in ordered) == "".join(
+        raw["content"] for raw in written
+    )
+    assert turns.order(ordered) == ordered
+    for one, other in pairwise(raw["role"] for raw in ordered):
+        assert not (turns.in_turn and one == other and one in ("system", "user"))
+        assert turns.words_after_result or (one, other) != ("tool", "user")
+        assert turns.late_system or other != "system" or one == "system"
+
+
+@given(st.lists(SPEAKERS, max_size=12), st.integers(0, 12))
+def test_what_was_shown_stays_where_it_stood_as_a_conversation_goes_on(roles: list[Any], cut: int) -> None:
+    written = [{"role": role, "content": f"w{place}."} for place, role in enumerate(roles)]
+    whole, begun = STRICT.order(written), STRICT.order(written[:cut])
+    *settled, last = begun or [{"role": "", "content": ""}]
+    assert whole[: len(settled)] == settled
+    if begun:
+        assert whole[len(settled)]["role"] == last["role"]
+        assert whole[len(settled)]["content"].startswith(last["content"])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@given(data=st.data())
+@settings(max_examples=25)
+def test_no_order_of_users_and_reminders_is_refused(family: str, data: st.DataObject) -> None:
+    roles = data.draw(st.lists(st.sampled_from(["system", "user", "said"]), min_size=1, max_size=8))
+    messages = [user("w0.")]
+    for place, role in enumerate(roles, start=1):
+        if role == "said" and messages[-1].role == "assistant":
+            role = "user"  # Nobody answers twice.
+        messages.append(said(f"w{place}.") if role == "said" else Message(role, f"w{place}."))  # type: ignore[arg-type]
+    text = shown(Talk(codec_of(family)), *messages)
+    assert all(f"w{place}." in text for place in range(len(messages)))
