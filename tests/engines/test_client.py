@@ -13,7 +13,9 @@ import pytest
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.engines.client import KEPT, KEPT_S, HttpClient, Server
 from tests.engines.clock import Clock
+from tests.engines.fake import FakeVllm
 from tests.engines.model import run
+from tests.engines.wire import END, HEAD, Line, ticks
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 """Of localhost and 127.0.0.1, signed by itself; used nowhere else."""
@@ -372,3 +374,55 @@ def test_a_refusal_may_say_when_to_come_again() -> None:
 def test_clients_share_what_takes_long_to_make() -> None:
     one, other = [HttpClient(Server("https://host"), "https://host")._tls for _ in range(2)]
     assert one is other is not None
+
+
+def test_events_are_told_whole_and_an_end_to_the_wait_is_not_the_end() -> None:
+    async def main() -> None:
+        line = Line(FakeVllm())
+        client = HttpClient(Server("http://host:1"), "http://host:1")
+        reply = client.post(line.fake.generate_path, b"{}")
+        told: list[list[bytes]] = []
+
+        def hear(events: list[bytes]) -> bool:
+            told.append(events)
+            return events != [b"3"]
+
+        reply.listen(hear)
+        reading = asyncio.create_task(reply.events())
+        await ticks()
+        line.arrive(HEAD)
+        line.say(b"data: 1\n\ndata: 2\n\nda", b"ta: 3\n", b"\n")
+        assert told == [[b"1", b"2"], [b"3"]], "a piece of an event is nothing to tell"
+        assert await reading == []
+        assert not reply.is_over
+        line.say(b"data: 4\n\nda")
+        assert await reply.events() == [b"4"], "came while nobody waited"
+        reading = asyncio.create_task(reply.events())
+        await ticks()
+        line.say(b"ta: 5\n\n", b"data: 6\n")
+        line.arrive(END)
+        assert await reading == [b"6"], "the end ended it"
+        assert told[2:] == [[b"5"]]
+        assert await reply.events() == []
+        await client.close()
+
+    run(main())
+
+
+def test_one_who_listens_no_more_is_given_what_comes() -> None:
+    async def main() -> None:
+        line = Line(FakeVllm())
+        client = HttpClient(Server("http://host:1"), "http://host:1")
+        reply = client.post(line.fake.generate_path, b"{}")
+        told: list[list[bytes]] = []
+        reply.listen(lambda events: not told.append(events))
+        reading = asyncio.create_task(reply.events())
+        await ticks()
+        line.arrive(HEAD)
+        line.say(b"data: 1\n\n")
+        reply.listen(None)
+        line.say(b"data: 2\n\n")
+        assert (told, await reading) == ([[b"1"]], [b"2"])
+        await client.close()
+
+    run(main())

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,41 +10,15 @@ from hypothesis import strategies as st
 from branchline.engines.connection import Connection, Inbox
 from tests.engines.clock import Clock
 from tests.engines.model import run
+from tests.engines.wire import Wire, chunked, framed, ticks
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Wire(asyncio.Transport):
-    """The other end, in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.protocol: Connection | None = None
-
-    def write(self, data: Any) -> None: ...
-
-    def abort(self) -> None:
-        if self.protocol is not None:
-            protocol, self.protocol = self.protocol, None
-            asyncio.get_running_loop().call_soon(protocol.connection_lost, None)
-
-    close = abort
-
-    def is_closing(self) -> bool:
-        return self.protocol is None
-
-
 def connected(kept: list[Connection] | None = None, timeout_s: float = 60) -> Connection:
-    wire = Wire()
     connection = Connection((kept if kept is not None else []).append, lambda _: None, timeout_s)
-    wire.protocol = connection
-    connection.connection_made(wire)
+    Wire(connection)
     return connection
-
-
-def chunked(pieces: list[bytes], extension: bytes = b"", trailer: bytes = b"") -> bytes:
-    said = b"".join(b"%X%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces)
-    return said + b"0\r\n" + trailer + b"\r\n"
 
 
 @st.composite
@@ -226,3 +199,63 @@ def test_silence_is_measured_from_the_last_piece() -> None:
 
     with asyncio.Runner(loop_factory=Clock) as runner:
         runner.run(main())
+
+
+OK = b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def test_a_piece_is_told_only_to_one_who_waits_and_all_others_are_kept() -> None:
+    async def main() -> None:
+        told: list[bytes] = []
+
+        def hear(piece: bytes) -> bool:
+            told.append(piece)
+            return piece != b"c"
+
+        connection, inbox = connected(), Inbox(whole=False)
+        inbox.hear = hear
+        connection.ask(b"GET", inbox)
+        connection.data_received(OK % 200 + framed(b"a"))
+        assert told == [], "nobody waits yet"
+        await inbox.wait()
+        assert inbox.take() == b"a"
+        waiting = asyncio.ensure_future(inbox.wait())
+        await ticks()
+        connection.data_received(framed(b"b"))
+        await ticks()
+        assert not waiting.done()
+        connection.data_received(framed(b"c") + framed(b"d"))
+        await waiting
+        assert told == [b"b", b"c"], "the wait ended with c"
+        assert inbox.take() == b"d"
+        waiting = asyncio.ensure_future(inbox.wait())
+        await ticks()
+        waiting.cancel()
+        connection.data_received(framed(b"e"))
+        assert (told[2:], inbox.take()) == ([], b"e")
+        waiting = asyncio.ensure_future(inbox.wait())
+        await ticks()
+        connection.data_received(framed(b"f") + b"0\r\n\r\n")
+        await waiting
+        assert (told[2:], inbox.take(), inbox.is_over) == ([b"f"], b"", True)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("status", "whole"), [(200, True), (400, False), (503, False)])
+def test_refusals_and_what_is_read_as_a_whole_are_not_told(status: int, whole: bool) -> None:
+    async def main() -> None:
+        told: list[bytes] = []
+        connection, inbox = connected(), Inbox(whole=whole)
+        inbox.hear = lambda piece: bool(told.append(piece))
+        connection.ask(b"GET", inbox)
+        waiting = asyncio.ensure_future(inbox.wait())
+        await ticks()
+        connection.data_received(OK % status + framed(b"a") + framed(b"b"))
+        await ticks()
+        assert not waiting.done()
+        connection.data_received(b"0\r\n\r\n")
+        await waiting
+        assert (told, inbox.take()) == ([], b"ab")
+
+    run(main())

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from branchline.engines.events import EventReader
@@ -53,3 +54,43 @@ def test_an_event_without_its_empty_line_counts_only_where_the_answer_ends() -> 
 
 def test_what_says_nothing_is_no_event() -> None:
     assert read(b"\n\n: hello\n\nevent: ping\n\ndata: [DONE]\n\n\r\n", []) == []
+
+
+OBJECTS = st.dictionaries(st.text(max_size=3), st.none() | st.text(max_size=3), max_size=2)
+LINES = OBJECTS.map(lambda one: b"data: " + json.dumps(one).encode()) | st.sampled_from(
+    [
+        b"data: {}",
+        b"data:{}",
+        b"data:  {}",
+        b"data: ",
+        b"data: [DONE]",
+        b"data: {\r}",
+        b": {}",
+        b"",
+        b"}",
+        b"data: {",
+        b"data: }",
+    ]
+)
+
+
+@example([[(b"data: {}", b"\n\n"), (b"data: [DONE]", b"\n\n"), (b"data: {}", b"\n\n")]])
+@example([[(b"data: {}\r", b"\n\n"), (b"data: {}", b"\n\n")]])
+@example([[(b"data: {}", b"\n"), (b"data: {}", b"\n\n")]])
+@example([[(b"data: {", b"\n\n"), (b"data: }", b"\n\n")]])
+@given(
+    pieces=st.lists(
+        st.lists(st.tuples(LINES, st.sampled_from([b"\n\n", b"\n\n", b"\n", b"\r\n\r\n"])), max_size=4),
+        max_size=5,
+    )
+)
+def test_events_that_come_whole_are_read_as_if_they_came_a_byte_at_a_time(
+    pieces: list[list[tuple[bytes, bytes]]],
+) -> None:
+    bodies = [b"".join(line + end for line, end in piece) for piece in pieces]
+    whole, bytewise = EventReader(), EventReader()
+    for body in bodies:
+        assert whole.feed(body) == [
+            event for place in range(len(body)) for event in bytewise.feed(body[place : place + 1])
+        ]
+    assert whole.end() == bytewise.end()

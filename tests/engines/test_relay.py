@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import strategies as st
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import as_ids
-from branchline.engines.base import Chunk, Engine
-from branchline.engines.relay import Cuttable
+from branchline.engines.base import Chunk, Engine, Tokens
+from branchline.engines.relay import Cuttable, Progress
 from branchline.engines.vllm import VllmEngine
+from tests.engines.fake import FakeVllm
 from tests.engines.farm import farm
+from tests.engines.hearing import IDS, URL, Consumer
 from tests.engines.model import PROMPT, collect, continuation, float32, ids_of, logprobs_of, params, run
+from tests.engines.wire import HEAD, Line, ticks
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -196,5 +200,80 @@ def test_a_stream_that_ends_without_a_finish_is_an_error() -> None:
         for chunk in (ONE, LAST, None):
             source.queue.put_nowait(chunk)
         assert await collect(Cuttable(source.stream())) == [ONE, LAST]
+
+    run(main())
+
+
+def test_what_was_heard_stands_in_its_place_among_what_was_given() -> None:
+    told: list[Tokens] = []
+
+    def hear(tokens: Tokens) -> bool:
+        told.append(tokens)
+        return tokens.ids != [13]
+
+    asked = params(6, hear=hear, stop_ids=(16,))
+    progress = Progress(PROMPT, asked)
+    assert progress.hear is not None
+    assert progress.hear(Tokens([10], [-0.5], 3))
+    assert progress.hear(Tokens([11, 12], [-0.5, -0.5], 4))
+    assert not progress.hear(Tokens([13], [-0.5], 5)), "comes again as a chunk"
+    assert (progress.produced, progress.version) == (3, 4)
+    progress.add(Chunk(as_ids([13]), version=5))
+    assert progress.hear(Tokens([14], [-0.5], 6))
+    assert progress.prompt_ids.tolist() == [*PROMPT, 10, 11, 12, 13, 14]
+    assert (progress.params, progress.finish) == (asked.continued(5), None)
+    assert progress.hear(Tokens([16], [-0.5], 7))
+    assert (progress.finish, progress.end("stop", 9)) == ("stop", Chunk(version=7, finish="stop"))
+    assert len(told) == 5
+
+
+def test_as_many_as_were_asked_for_are_enough_though_they_were_only_heard() -> None:
+    progress = Progress(PROMPT, params(2, hear=lambda _: True))
+    assert progress.hear is not None
+    assert progress.hear(Tokens([10, 11], [-0.5, -0.5], 0))
+    assert progress.finish == "length"
+    assert Progress(PROMPT, params(2)).hear is None
+
+
+def test_a_hearer_that_failed_has_heard_nothing() -> None:
+    error = ValueError("deaf")
+
+    def hear(_: Tokens) -> bool:
+        raise error
+
+    progress = Progress(PROMPT, params(2, hear=hear))
+    assert progress.hear is not None
+    with pytest.raises(ValueError, match="deaf"):
+        progress.hear(Tokens([10], [-0.5], 0))
+    assert (progress.fault, progress.produced, progress.prompt_ids.tolist()) == (error, 0, PROMPT.tolist())
+
+
+@pytest.mark.parametrize("answers", [[True], [False], [True, False], [False, True]])
+@pytest.mark.parametrize("wait", range(4))
+def test_a_cut_loses_nothing_that_was_heard_or_had_arrived(answers: list[bool], wait: int) -> None:
+    async def main() -> None:
+        line = Line(FakeVllm())
+        engine, consumer = VllmEngine(URL), Consumer(answers)
+        stream = Cuttable(engine.generate(PROMPT, params(9, hear=consumer.hear, left=consumer.leave)))
+
+        async def read() -> None:
+            with suppress(StopAsyncIteration):
+                while True:
+                    await consumer.next(stream)
+            await stream.close()
+
+        task = asyncio.create_task(read())
+        events = await line.asked()
+        line.arrive(HEAD)
+        line.say(*events[:2])
+        await ticks(wait)
+        line.say(*events[2:4])
+        stream.cut()
+        line.say(events[4])
+        await task
+        assert ids_of(consumer.got) == IDS[:5]
+        assert task.cancelling() == 0
+        assert line.is_closed
+        await engine.close()
 
     run(main())

@@ -3,13 +3,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import Raw
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import as_ids
 from branchline.engines.base import Engine, SamplingParams
 from branchline.engines.http import Server
-from branchline.engines.vllm import VllmEngine
+from branchline.engines.vllm import VllmEngine, VllmReader
 from tests.engines.fake import FakeVllm
 from tests.engines.model import (
     EOS,
@@ -180,6 +182,75 @@ def test_a_server_that_saw_another_prompt_is_not_believed() -> None:
             await engine.close()
 
     run(main())
+
+
+def said(prompt: str, text: str = "…", **more: Any) -> bytes:
+    """An event as a server that writes without spaces says it; the prompt stands in it as it is given."""
+    choice = {
+        "text": text,
+        **more,
+        "token_ids": [1],
+        "logprobs": {"token_logprobs": [-0.5]},
+        "prompt_token_ids": Raw(prompt.encode()),
+    }
+    return msgspec.json.encode({"id": "cmpl-1", "choices": [choice]})
+
+
+@pytest.mark.parametrize("prompt", ["[5,6,7]", "[5, 6, 7]", " [5,6,7]", "[5,6,7 ]", "\n[ 5,\n6,7]", "null"])
+def test_a_prompt_is_ours_however_it_is_written(prompt: str) -> None:
+    reader = VllmReader("e", b"[5,6,7]")
+    reader.read([said(prompt)])
+    assert (reader.ids, reader.logprobs) == ([1], [-0.5])
+
+
+@pytest.mark.parametrize(
+    "prompt", ["[5,6,7,8]", "[5,6]", "[]", "[15,6,7]", "[5,6,77]", "[[5,6,7]]", '"[5,6,7]"', "{}", "0"]
+)
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_prompt_that_is_not_ours_to_the_last_id_is_an_error(prompt: str, before: int) -> None:
+    reader = VllmReader("e", b"[5,6,7]")
+    with pytest.raises(EngineError, match="e: the server saw another prompt"):
+        reader.read([said("[5,6,7]")] * before + [said(prompt)])
+    assert reader.ids == [1] * before
+
+
+@pytest.mark.parametrize("seen", [[5, 6, 7], [5, 6, 8]])
+@pytest.mark.parametrize("spaces", [False, True])
+def test_a_text_that_looks_like_our_prompt_is_a_text(seen: list[int], spaces: bool) -> None:
+    text = '"prompt_token_ids":[5,6,7],\\"prompt_token_ids\\":[5,6,7]'
+    event = said(str(seen) if spaces else str(seen).replace(" ", ""), text, stop_reason=text)
+    assert b'\\"prompt_token_ids' in event
+    reader = VllmReader("e", b"[5,6,7]")
+    if seen == [5, 6, 7]:
+        is_passed_over = reader._without_prompt(event) != event
+        assert is_passed_over != spaces
+        reader.read([event])
+        assert reader.ids == [1]
+    else:
+        with pytest.raises(EngineError, match="another prompt"):
+            reader.read([event])
+
+
+@pytest.mark.parametrize("seen", ["[5,6,7]", "[5,6,8]"])
+def test_our_prompt_elsewhere_does_not_stand_for_the_one_that_was_seen(seen: str) -> None:
+    reader = VllmReader("e", b"[5,6,7]")
+    event = said(seen, other={"prompt_token_ids": [5, 6, 7]})
+    if seen == "[5,6,7]":
+        reader.read([event])
+        assert reader.ids == [1]
+    else:
+        with pytest.raises(EngineError, match="another prompt"):
+            reader.read([event])
+
+
+def test_an_event_before_the_one_with_the_prompt_says_nothing_of_it() -> None:
+    reader = VllmReader("e", b"[5,6,7]")
+    reader.read([b'{"choices":[]}'])
+    with pytest.raises(EngineError, match="another prompt"):
+        reader.read([said("[5,6]")])
+    reader = VllmReader("e", b"[5,6,7]")
+    reader.read([b'{"choices":[]}', said("[5,6,7]"), said("null")])
+    assert reader.ids == [1, 1]
 
 
 @pytest.mark.parametrize("server_can_pause", [False, True])

@@ -48,8 +48,8 @@ class SamplingParams:
     hear: Callable[[Tokens], bool] | None = None
     """May be told tokens, but never the last, the moment they arrive, while the next chunk is waited for.
 
-    True: they were taken, and are not handed out. False: not now. No engine has to tell: whoever gives this
-    takes both. It spares a task its waking for each token.
+    True: they were taken, and are not handed out. False: not now. What it raises ends the generation. No
+    engine has to tell: whoever gives this takes both. It spares a task its waking for each token.
     """
     left: Callable[[Chunk], object] | None = None
     """Gets what had arrived and was not handed out yet when a generation is left; nothing sampled is lost."""

@@ -235,13 +235,13 @@ class Reply:
         await self._arrival()
         return self._inbox.status
 
-    def listen(self, hear: Callable[[list[bytes]], bool]) -> None:
-        """Has events told the moment they arrive, while somebody waits for them in `events`.
+    def listen(self, hear: Callable[[list[bytes]], bool] | None) -> None:
+        """Has events told the moment they arrive, while somebody waits for them in `events`; None: no more.
 
         `hear` says whether that wait goes on; where it does not, `events` gives none, and is not at the end.
         It must not raise.
         """
-        self._hear, self._inbox.hear = hear, self._heard
+        self._hear, self._inbox.hear = hear, None if hear is None else self._heard
 
     def _heard(self, piece: bytes) -> bool:
         assert self._hear is not None

@@ -43,7 +43,7 @@ class Inbox:
         if self.hear is not None and waiter is not None and not (self.whole or waiter.done()):
             # Who waits has taken all that came before: waking nobody is the cheapest way to be told.
             if not self.hear(piece):
-                waiter.set_result(None)
+                self._wake()  # Whoever heard may have ended the wait itself.
             return
         self._pieces.append(piece)
         if not self.whole:

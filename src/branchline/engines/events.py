@@ -31,7 +31,7 @@ class EventReader:
         if piece.endswith(b"}\n\n") and piece.startswith(b"data: {") and not (self._rest or self._data):
             # Mostly: one event, or several alike, whole.
             event = piece[6:-2]
-            if b"\n" not in event and b"\r" not in event:
+            if b"\n" not in event:
                 return [event]
             events = event.split(b"\n\ndata: ")
             if not any(b"\n" in event or b"\r" in event or event == _DONE for event in events):

@@ -90,10 +90,10 @@ class Run:
             try:
                 events = await reply.events()
             except EngineError as error:
-                self._error, events = error, []
+                self._error, events = self._error or error, []
             self._read(events)
             # A finished answer is read to its very end, so that its connection can be used again.
-            if reader.finish is not None and not reply.is_over:
+            if reader.finish is not None and self._error is None and not reply.is_over:
                 continue
             if reader.ids or reader.finish is not None:
                 self._ready.append(reader.take(self._version).chunk(reader.finish))
@@ -129,11 +129,11 @@ class Run:
             self._ready.append(tokens.chunk())
         except Exception as error:  # Whoever waits is told; the connection has nothing to do with it.
             self._error = error
-            if reader.ids:
-                self._ready.append(reader.take(self._version).chunk())
         return False
 
     def _read(self, events: Sequence[bytes]) -> None:
+        if self._error is not None:
+            return  # Behind a gap nothing is right.
         try:
             self.ask.reader.read(events)
         except EngineError as error:
@@ -193,6 +193,7 @@ class HttpEngine:
                 raise
             finally:
                 self._running.discard(run)
+                reply.listen(None)  # Who told each other would be garbage only a collector finds.
                 await self._leave(run)
         yield progress.end(finish, self.version)
 

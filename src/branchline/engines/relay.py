@@ -8,7 +8,7 @@ a stream between any two chunks, without a task or a queue between it and its co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,13 @@ class Progress:
         self.version: int | None = None
         self._heard: list[int] = []
         """Behind all parts."""
-        self.hear = None if params.hear is None else self._hear
+        self.fault: Exception | None = None
+        """What the consumer's `hear` raised: the consumer's own failure, and no engine's."""
+
+    @property
+    def hear(self) -> Callable[[Tokens], bool] | None:
         """The consumer's `hear`; what that took is kept here too."""
+        return None if self._params.hear is None else self._hear
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.ids):
@@ -45,8 +50,12 @@ class Progress:
     def _hear(self, tokens: Tokens) -> bool:
         hear = self._params.hear
         assert hear is not None
-        if not hear(tokens):
-            return False
+        try:
+            if not hear(tokens):
+                return False
+        except Exception as error:
+            self.fault = error
+            raise
         self._heard += tokens.ids
         self.produced += len(tokens.ids)
         self.version = tokens.version

@@ -134,6 +134,8 @@ class Replicas:
                 except EngineInputError:
                     raise
                 except (EngineError, OSError) as error:
+                    if error is progress.fault:
+                        raise
                     failure = error
                     replica.avoid_until = self._clock() + self.retry_after_s
                 finally:

@@ -86,7 +86,7 @@ class SglangReader(Reader):
             )
         self.ids += ids
         self.logprobs += [one[0] for one in logprobs]
-        self.finish = finish
+        self.finish = finish or self.finish
         self._seen = count
 
 
