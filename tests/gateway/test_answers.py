@@ -1,8 +1,11 @@
-"""Stop texts and single calls end an answer at one token, whatever the chunks."""
+"""Stop texts and single calls end an answer at one token, whatever the chunks; and whatever way tokens come,
+by chunk or by ear, they make the same answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.core.runs import Ids
-from branchline.engines.base import Chunk
+from branchline.chat.parsing.base import OutputParser
+from branchline.chat.parsing.registry import parser_for
+from branchline.core.runs import Ids, as_ids
+from branchline.engines.base import Chunk, Tokens
 from branchline.gateway.answers import Choice, Said, StopTexts
 
 CODEC = ToyCodec.chatml()
@@ -93,3 +98,143 @@ def test_a_model_that_stops_behind_its_single_call_is_seen_to_stop(cuts: list[in
     _played(choice, CODEC.spell(only), cuts)
     assert choice.ids.tolist() == CODEC.spell(only).tolist()
     assert choice.answer.finish == "tool_calls"
+
+
+# -- heard and taken ----------------------------------------------------------------------------------
+
+_ENDS = frozenset({260})
+
+
+def _hermes() -> OutputParser:
+    """A real format whose tokens are bytes, so that every character and every mark is cut everywhere."""
+    text = parser_for("hermes", reasoning="think")
+    return OutputParser(text, lambda token: bytes([token]), _ENDS)
+
+
+def _spelled(message: Message) -> list[int]:
+    thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+    calls = [
+        f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+        for call in message.calls
+    ]
+    return [*"\n".join([thought + message.text, *calls]).encode(), 260]
+
+
+_words = st.text("aé🙂 <\n", max_size=8)
+_messages = st.builds(
+    Message,
+    st.just("assistant"),
+    _words,
+    reasoning=_words,
+    calls=st.lists(
+        st.builds(ToolCall, st.sampled_from(["look", "go"]), st.sampled_from(["{}", '{"a": "ü"}'])),
+        max_size=2,
+    ).map(tuple),
+)
+_outputs = st.one_of(
+    st.tuples(st.just(_hermes), _messages.map(_spelled)),
+    st.tuples(st.just(_hermes), st.lists(st.sampled_from([0xC3, 0xA9, 0xF0, 60, 97, 260, 999]), max_size=9)),
+    st.tuples(st.just(CODEC.parser), _messages.map(lambda message: CODEC.spell(message).tolist())),
+)
+
+
+def _sum(said: list[Said]) -> tuple[str, str, list[tuple[str, str, int]]]:
+    """What deltas add up to, however they were cut."""
+    deltas = [delta for bit in said for delta in bit.deltas]
+    calls = [(delta.call.name, delta.call.arguments, delta.index) for delta in deltas if delta.call]
+    return "".join(one.text for one in deltas), "".join(one.reasoning for one in deltas), calls
+
+
+@given(_outputs, st.data())
+def test_whatever_way_each_token_comes_the_answer_is_the_same(
+    output: tuple[Callable[[], OutputParser], list[int]], data: st.DataObject
+) -> None:
+    make, ids = output
+    # The last token is always taken: it comes with the finish.
+    count = len(ids)
+    cuts = data.draw(st.sets(st.integers(1, max(1, count - 1)))) if count > 1 else set()
+    places = sorted({0, count, *cuts})
+    ways = data.draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)))
+    versions = sorted(data.draw(st.lists(st.integers(0, 3), min_size=len(places), max_size=len(places))))
+    logprobs = [-place / 3 for place in range(count)]
+    mixed, plain = Choice(0, make()), Choice(0, make())
+    heard, taken = [], []
+    told: list[tuple[int, float]] = []
+    for (start, end), by_ear, version in zip(pairwise(places), ways, versions, strict=False):
+        tokens = Tokens(ids[start:end], logprobs[start:end], version)
+        is_last = end == count
+        taken.append(plain.take(tokens.chunk("stop" if is_last else None)))
+        if by_ear and not is_last:
+            heard.append(mixed.hear(tokens))
+        else:
+            heard.append(mixed.take(tokens.chunk("stop" if is_last else None)))
+        if data.draw(st.booleans()):
+            assert mixed.ids.tolist() == ids[:end]  # looking changes nothing
+        assert heard[-1].logprobs is not None
+        told += zip(heard[-1].ids.tolist(), heard[-1].logprobs.tolist(), strict=True)
+    if not count:
+        for choice, said in ((mixed, heard), (plain, taken)):
+            said.append(choice.take(Chunk(finish="stop")))
+    assert _sum(heard) == _sum(taken)
+    assert told == list(zip(ids, np.array(logprobs, np.float32).tolist(), strict=True))
+    one, other = mixed.generation("stop"), plain.generation("stop")
+    assert one.ids.tolist() == other.ids.tolist() == ids
+    assert _versions(one, count) == _versions(other, count)
+    assert mixed.answer.versions == plain.answer.versions
+    if count:
+        assert one.logprobs is not None
+        assert one.logprobs.dtype == np.float32
+        assert one.logprobs.tolist() == np.array(logprobs, np.float32).tolist()
+    assert _bare(mixed.message) == _bare(plain.message)
+    assert mixed.answer.finish == plain.answer.finish
+    assert len({call.id for call in mixed.calls}) == len(mixed.calls)
+
+
+def _versions(generation: Any, count: int) -> list[int]:
+    return np.broadcast_to(generation.versions, count).tolist()  # type: ignore[no-any-return]
+
+
+def _bare(message: Message) -> tuple[Any, ...]:
+    """Ids of calls are drawn anew for each."""
+    return message.text, message.reasoning, [(call.name, call.arguments) for call in message.calls]
+
+
+def test_what_was_heard_belongs_to_nobody_else() -> None:
+    choice = Choice(0, CODEC.parser())
+    first, second = Tokens([97], [-1.0], 0), Tokens([98], [-2.0], 0)
+    said = choice.hear(first)
+    choice.hear(second)
+    first.ids.append(99)
+    second.ids.clear()
+    assert choice.ids.tolist() == [97, 98]
+    assert said.tokens is first
+
+
+def test_what_arrived_behind_the_clients_back_stands_behind_what_was_heard() -> None:
+    choice = Choice(0, CODEC.parser())
+    choice.take(Chunk(as_ids([97]), np.array([-1], np.float32), 1))
+    choice.hear(Tokens([98], [-2.0], 1))
+    choice.hear(Tokens([99], [-3.0], 2))
+    choice.keep(Chunk(as_ids([100]), np.array([-4], np.float32), 2))
+    kept = choice.generation("cancelled")
+    assert (kept.ids.tolist(), kept.finish) == ([97, 98, 99, 100], "cancelled")
+    assert kept.logprobs is not None
+    assert kept.logprobs.tolist() == [-1, -2, -3, -4]
+    assert _versions(kept, 4) == [1, 1, 2, 2]
+    assert kept.message is not None
+    assert kept.message.text == "abcd"
+
+
+def test_a_version_that_sampled_nothing_had_no_part_in_an_answer() -> None:
+    choice = Choice(0, CODEC.parser())
+    choice.hear(Tokens([97], [-1.0], 5))
+    choice.take(Chunk(finish="length"))  # whoever says only this knows no version
+    assert choice.answer.versions == (5,)
+    assert _versions(choice.generation("length"), 1) == [5]
+
+
+@pytest.mark.parametrize(
+    ("options", "may_end"), [({}, False), ({"stops": ("x",)}, True), ({"single_call": True}, True)]
+)
+def test_only_an_answer_that_its_engine_ends_can_be_heard(options: dict[str, Any], may_end: bool) -> None:
+    assert Choice(0, CODEC.parser(), **options).may_end == may_end

@@ -135,6 +135,7 @@ def test_a_limit_of_calls_counts_those_that_are_still_being_prepared() -> None:
         ({"limits": {"calls": 0}}, ">= 1"),
         ({"sampling": {"temprature": 1}}, "sampling.temprature: got 1, expected one of"),
         ({"sampling_defaults": {"stop_ids": [1]}}, "sampling_defaults.stop_ids"),
+        ({"sampling": {"hear": 1}}, "sampling.hear"),
     ],
 )
 def test_options_that_nobody_would_read_are_refused(body: dict[str, Any], problem: str) -> None:

@@ -144,3 +144,80 @@ def test_options_that_are_no_object_open_no_session(body: bytes) -> None:
             assert len(a.gateway.sessions) == 1
 
     run(test)
+
+
+# -- streams ------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A server whose `send` waits where it is told to; what it has taken, in order."""
+
+    def __init__(self, *waits: str) -> None:
+        self._waits = {f"http.response.{kind}" for kind in waits}
+        self.taken: list[Any] = []
+        self.go = asyncio.Event()
+        self.waiting = asyncio.Event()
+
+    async def send(self, message: Any) -> None:
+        if message["type"] in self._waits:
+            self.waiting.set()
+            await self.go.wait()
+        self.taken.append(message.get("body", message["type"]))
+
+    def exchange(self) -> Exchange:
+        async def receive() -> Any:
+            raise AssertionError("nobody reads")
+
+        return Exchange({"method": "POST", "headers": []}, receive, self.send)
+
+
+def test_a_stream_is_sending_from_its_first_byte_until_it_has_left() -> None:
+    async def test() -> None:
+        server = Slow("body")
+        exchange = server.exchange()
+        assert (exchange.is_sending, exchange.sent, exchange.direct) == (False, 0, None)
+        sending = asyncio.ensure_future(exchange.stream(b"a"))
+        await server.waiting.wait()
+        assert (exchange.is_sending, exchange.is_streaming, exchange.sent) == (True, True, 0)
+        server.go.set()
+        await sending
+        assert (exchange.is_sending, exchange.sent) == (False, 1)
+        await exchange.stream(b"b", last=True)
+        assert server.taken == ["http.response.start", b"a", b"b"]
+        assert exchange.sent == 2
+        assert exchange.direct is None  # there is none behind a server that is not ours
+
+    run(test)
+
+
+def test_who_is_stopped_before_the_start_has_left_can_still_be_told_why() -> None:
+    async def test() -> None:
+        server = Slow("start")
+        exchange = server.exchange()
+        sending = asyncio.ensure_future(exchange.stream(b"a"))
+        await server.waiting.wait()
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert not exchange.is_streaming
+        server.go.set()
+        await exchange.respond({"why": 1}, 409)
+        assert server.taken == ["http.response.start", b'{"why":1}']
+
+    run(test)
+
+
+def test_who_is_stopped_behind_the_start_is_told_inside_the_stream() -> None:
+    async def test() -> None:
+        server = Slow("body")
+        exchange = server.exchange()
+        sending = asyncio.ensure_future(exchange.stream(b"a"))
+        await server.waiting.wait()
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert exchange.is_streaming
+        assert exchange.is_sending  # nobody else may think that all has left
+        server.go.set()
+        await exchange.stream(b"why", last=True)
+        assert server.taken == ["http.response.start", b"why"]
+
+    run(test)

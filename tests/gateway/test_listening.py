@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from branchline.gateway import listening
-from branchline.gateway.listening import Listener, listening_socket
+from branchline.gateway.listening import Direct, Listener, listening_socket
+from tests.gateway.hearing import body_of
 from tests.gateway.running import run
 
 Delays = list[float]
@@ -192,3 +193,152 @@ def test_who_asks_for_a_web_socket_is_answered_without_one() -> None:
             assert (answer.status_code, answer.text) == (200, "ok")
 
     run(test)
+
+
+def test_a_client_that_leaves_has_left_all_its_requests() -> None:
+    """Also where it had sent the next one before it was answered."""
+
+    async def test() -> None:
+        left: list[str] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            assert (await receive())["type"] == "http.request"
+            asked.set()
+            left.append((await receive())["type"])
+
+        asked = asyncio.Event()
+        async with served() as one:
+            one.listener.config.loaded_app = app
+            _, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writer.write(2 * b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asked.wait()
+            writer.close()
+            await one.until(lambda: not one.listener.server_state.tasks)
+            assert left == ["http.disconnect"]
+
+    run(test)
+
+
+def test_requests_that_are_sent_together_are_answered_in_turn_and_then_forgotten() -> None:
+    async def test() -> None:
+        async with served() as one:
+            one.app.may_answer.set()
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            for together in (3, 1, 2, 1):
+                writer.write(together * b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                for _ in range(together):
+                    assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
+            assert one.app.asked == 7
+            (connection,) = one.listener.server_state.connections
+            assert len(connection._cycles) == 1  # type: ignore[union-attr]
+            writer.close()
+
+    run(test)
+
+
+# -- the short way to a client ------------------------------------------------------------------------
+
+
+@dataclass
+class Streaming:
+    """Begins an answer with these headers, and says what short way there is behind it."""
+
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    cycle: Any = None
+    direct: Direct | None = None
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert Direct.behind(send) is None  # nothing has begun
+        await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+        self.cycle, self.direct = send.__self__, Direct.behind(send)
+        self.has_begun.set()
+        await self.may_end.wait()
+        await send({"type": "http.response.body", "body": b"end"})
+
+
+@asynccontextmanager
+async def streamed(
+    app: Streaming, version: str = "1.1"
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """The client of an answer that has begun."""
+    async with served() as one:
+        one.listener.config.loaded_app = app
+        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+        writer.write(f"GET / HTTP/{version}\r\nhost: x\r\n\r\n".encode())
+        await app.has_begun.wait()
+        try:
+            yield reader, writer
+        finally:
+            app.may_end.set()
+            writer.close()
+            await one.until(lambda: not one.listener.server_state.tasks)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_what_is_written_directly_stands_in_the_answer_where_it_was_written(version: str) -> None:
+    async def test() -> None:
+        app = Streaming()
+        async with streamed(app, version) as (reader, _):
+            assert app.direct is not None
+            assert app.direct.is_open
+            app.direct.write(b"a" * 300)
+            app.direct.write("é\r\n0\r\n\r\n".encode())
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"transfer-encoding: chunked" in head
+            app.may_end.set()
+            data = await reader.readuntil(b"end\r\n0\r\n\r\n")
+            assert body_of(data) == (b"a" * 300 + "é\r\n0\r\n\r\n".encode() + b"end", b"")
+
+    run(test)
+
+
+def test_there_is_no_short_way_where_an_answer_is_not_in_chunks() -> None:
+    async def test() -> None:
+        app = Streaming([(b"content-length", b"3")])
+        async with streamed(app) as (reader, _):
+            assert app.cycle is not None
+            assert app.direct is None
+            app.may_end.set()
+            assert (await reader.readuntil(b"end")).endswith(b"\r\n\r\nend")
+
+    run(test)
+
+
+def test_there_is_no_short_way_behind_another_servers_send() -> None:
+    class Cycle:
+        chunked_encoding = True
+
+        async def send(self, message: Any) -> None: ...
+
+    async def send(message: Any) -> None: ...
+
+    assert [Direct.behind(one) for one in (send, Cycle().send, lambda message: None, None)] == [None] * 4
+
+
+def test_the_short_way_is_closed_while_a_client_does_not_read_and_when_it_has_left() -> None:
+    async def test() -> None:
+        app = Streaming()
+        async with streamed(app) as (_, writer):
+            assert app.direct is not None
+            app.cycle.transport.set_write_buffer_limits(high=10)
+            assert _is_open(app.direct)
+            for _ in range(64):  # the kernel holds some of it, but not as much as this
+                app.direct.write(b"x" * 2**20)
+                if not app.direct.is_open:
+                    break
+            assert app.cycle.flow.write_paused
+            assert not _is_open(app.direct)
+            app.cycle.flow.resume_writing()
+            assert _is_open(app.direct)
+            writer.transport.abort()
+            while not app.cycle.disconnected:
+                await asyncio.sleep(0)
+            assert not _is_open(app.direct)
+
+    run(test)
+
+
+def _is_open(direct: Direct) -> bool:
+    return direct.is_open

@@ -126,7 +126,8 @@ class Run:
             tokens = reader.take(self._version)
             if not self._ready and hear(tokens):
                 return True
-            self._ready.append(tokens.chunk())
+            # They go with whatever comes before somebody wakes.
+            reader.ids, reader.logprobs = tokens.ids.copy(), tokens.logprobs.copy()
         except Exception as error:  # Whoever waits is told; the connection has nothing to do with it.
             self._error = error
         return False

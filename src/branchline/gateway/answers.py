@@ -266,7 +266,8 @@ class Choice:
         finish = "tool_calls" if self.calls and self.finish == "stop" else self.finish
         stop = self._watch.found if self._watch is not None else None
         whole = self._whole()
-        versions = tuple(sorted({chunk.version for chunk in self.chunks}))
+        # A chunk that only says how it ended was sampled by nobody.
+        versions = tuple(sorted({chunk.version for chunk in self.chunks if len(chunk.ids)}))
         return Answer(self.message, finish, whole.ids, whole.logprobs, stop, versions)
 
 

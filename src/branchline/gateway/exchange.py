@@ -103,9 +103,10 @@ class Exchange:
         """Sends the next bytes of a stream of events."""
         self.is_sending = True
         if not self.is_streaming:
-            self.is_streaming = True
             start = [*_STREAM, *self.more_headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": start})
+            # Not before: who is cancelled while the start waits has told its client nothing.
+            self.is_streaming = True
             self.direct = Direct.behind(self._send)
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         self.is_sending = False

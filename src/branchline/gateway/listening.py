@@ -1,10 +1,11 @@
-"""The HTTP side of a gateway: uvicorn's protocols, told to stop instead of looking whether it should.
+"""The HTTP side of a gateway: uvicorn's protocol, told to stop instead of looking whether it should.
 
 uvicorn's server looks ten times a second whether it shall stop and, stopping, whether everybody has left.
 This one wakes once a second, for the date that answers carry, and a stop takes as long as those it waits
-for. What it overrides (`main_loop`, `shutdown`, `capture_signals`) and uses (`servers`, `server_state`,
-`on_tick`; of a request `flow`, `transport`, `disconnected`, `chunked_encoding`) is the same in every uvicorn
-since 0.30.
+for. What it overrides (`main_loop`, `shutdown`, `capture_signals`; of a connection `on_headers_complete`,
+`connection_lost`) and uses (`servers`, `server_state`, `on_tick`, `cycle`; of a request `flow`, `transport`,
+`disconnected`, `response_complete`, `message_event`, `chunked_encoding`) is the same in every uvicorn since
+0.30.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _DATE_S = 1.0
 
@@ -27,7 +28,13 @@ class Listener(uvicorn.Server):
     def __init__(self, app: Any) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", log_config=None, lifespan="off", ws="none", access_log=False
+                app,
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                log_config=None,
+                access_log=False,
             )
         )
         self._told = asyncio.Event()
@@ -95,6 +102,30 @@ class _Connections(_Present):
             asyncio.get_running_loop().call_soon(connection.shutdown)
 
 
+class _Connection(HttpToolsProtocol):
+    """A client that leaves has left all of its requests.
+
+    uvicorn says so to the last one that came. Where a client sends the next before it has its answer, the one
+    that is being answered would never hear of it, and go on talking to nobody.
+    """
+
+    _cycles: tuple[RequestResponseCycle, ...] = ()
+    """Requests that may be under way."""
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.cycle is not None:
+            self._cycles = (*[one for one in self._cycles if not one.response_complete], self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles = ()
+        super().connection_lost(exc)
+
+
 class Direct:
     """The way from an answer that has begun to its client, for bytes that nobody has to wait for.
 
@@ -121,7 +152,7 @@ class Direct:
         return not (self._flow.write_paused or self._cycle.disconnected)
 
     def write(self, data: bytes) -> None:
-        """One chunk of the answer's body."""
+        """One chunk of the answer's body; never an empty one, which would end it."""
         self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
 

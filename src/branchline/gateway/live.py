@@ -28,7 +28,8 @@ from branchline.tree.session import Session
 log = logging.getLogger("branchline.sessions")
 
 SAMPLING_NAMES = frozenset(
-    {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "whole", "left"}
+    {field.name for field in fields(SamplingParams)}
+    - {"stop_ids", "grammar", "extra", "whole", "hear", "left"}
     | {"n", "response_format"}
 )
 """What a session may say about how it is sampled."""
