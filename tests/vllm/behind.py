@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import httpx
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Engine, SamplingParams
+from branchline.engines.base import Chunk, Engine, SamplingParams, Tokens
 from branchline.engines.vllm import VllmEngine
 from branchline.gateway.server import Gateway, GatewaySession
 
@@ -35,6 +35,8 @@ class Seen:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    heard: int = 0
+    """How many ids were told while nobody had to be woken."""
 
     def add(self, chunk: Chunk) -> None:
         assert chunk.logprobs is not None
@@ -58,6 +60,18 @@ class WatchedVllm(VllmEngine):
         seen = Seen(prompt_ids.tolist())
         self.seen.append(seen)
         self._more.set()
+        hear = params.hear
+        if hear is not None:
+
+            def heard(tokens: Tokens) -> bool:
+                if not hear(tokens):
+                    return False
+                seen.add(tokens.chunk())
+                seen.heard += len(tokens.ids)
+                self._more.set()
+                return True
+
+            params = replace(params, hear=heard)
         async with aclosing(super().generate(prompt_ids, params, session=session)) as chunks:
             async for chunk in chunks:
                 seen.add(chunk)

@@ -110,6 +110,8 @@ def test_streamed_and_whole_record_the_same_tree() -> None:
                 trees.append([{**node, "call": node["call"] is not None} for node in nodes])
             assert trees[0] == trees[1]
             half = len(engine.seen) // 2
+            assert all(one.heard == 0 for one in engine.seen[:half])
+            assert all(one.heard > len(one.ids) // 2 for one in engine.seen[half:])
             for one, other in zip(engine.seen[:half], engine.seen[half:], strict=True):
                 # A prefix that the server had cached is computed by other kernels.
                 assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)

@@ -49,7 +49,8 @@ class SamplingParams:
     """May be told tokens, but never the last, the moment they arrive, while the next chunk is waited for.
 
     True: they were taken, and are not handed out. False: not now. What it raises ends the generation. No
-    engine has to tell: whoever gives this takes both. It spares a task its waking for each token.
+    engine has to tell: whoever gives this takes both. It spares a task its waking for each token. An engine
+    around another that wants to see every token puts its own ear before this one.
     """
     left: Callable[[Chunk], object] | None = None
     """Gets what had arrived and was not handed out yet when a generation is left; nothing sampled is lost."""
