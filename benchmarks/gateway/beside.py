@@ -122,6 +122,8 @@ def table() -> Report:
             "arrives together,",
             "so each token is received, read, written and sent by itself. Relay: copies bytes and reads "
             "nothing; nobody can cost less.",
+            "Each runs on uvloop where its Python has it, as uvicorn chooses; ours brings it, and "
+            "rllm-model-gateway's own dependencies do not.",
             "A first call is encoded whole by ours; theirs never encodes, so there is no target.",
         ],
     )

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from benchmarks.gateway.processes import answer_commands
+from branchline.gateway.process import run_serving
 
 
 class End(asyncio.Protocol):
@@ -63,4 +64,4 @@ async def main(engine_url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(msgspec.json.decode(sys.argv[1].encode())["engine_url"]))
+    run_serving(main(msgspec.json.decode(sys.argv[1].encode())["engine_url"]))  # on the loop that ours has

@@ -107,6 +107,7 @@ def _own_pace() -> Iterator[None]:
     threshold = gc.get_threshold()
     yield
     gc.set_threshold(*threshold)
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_own_pace")

@@ -100,9 +100,10 @@ class Connection(asyncio.Protocol):
         self._inbox, self._heard = inbox, False
         self._heard_at = self._loop.time()
         self._timer = self._loop.call_later(self._timeout_s, self._look)
-        self._transport.write(request)
-        if self._lost.done():
+        if self._lost.done():  # uvloop's transports raise where one writes to them then.
             self._fail("the connection broke before anything was asked")
+        else:
+            self._transport.write(request)
 
     def abort(self) -> None:
         """Ends whatever runs; its inbox keeps what it has."""

@@ -156,6 +156,14 @@ def refusing(test: str, words: str) -> str:
             "note",
             "refuses this: system in the middle; it is shown as the user's words",
         ),
+        (
+            CLEAN.replace(LOOP, LOOP + "{%- if m.role != 'system' or loop.first %}").replace(
+                "<|end|>\n{% endfor %}", "<|end|>\n{% endif %}{% endfor %}"
+            ),
+            "append_only.system_in_the_middle",
+            "note",
+            "leaves this out: system in the middle; it is shown as the user's words",
+        ),
         (refusing("m.role == 'tool'", "No tools!"), "tools", "unsafe", "shows tools and then refuses"),
         (NO_TOOLS_FIRST, "tools", "note", "not the tools"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -11,13 +13,14 @@ from hypothesis import strategies as st
 
 from branchline import Message, ToolCall
 from branchline.chat.generic.dialect import Dialect
+from branchline.chat.generic.template import ChatTemplate
 from branchline.chat.generic.turns import ANY_TURNS, Turns
 from branchline.core.errors import TemplateError
 from branchline.core.message import Media
 from tests.chat.families import FAMILIES, codec_of, codec_speaking
 from tests.chat.generic.test_codec import TOOLS, Talk, said, user
 
-STRICT = Turns(late_system=False, in_turn=True, words_after_result=False)
+STRICT = Turns(late_system=False, in_turn=True, words_after_result=False, second_system=False)
 CALL = said("", ToolCall("look", '{"at": 1}', "abcdefghi"))
 RESULT = Message("tool", "seven", answers="abcdefghi", name="look")
 PLAIN = (
@@ -25,6 +28,12 @@ PLAIN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LATE_SYSTEM = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+
+ALTERNATING = (
+    "{% set ns = namespace(said=0) %}{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+    "{% if (m.role == 'user') != (ns.said % 2 == 0) %}{{ raise_exception('in turn') }}{% endif %}"
+    "{% set ns.said = ns.said + 1 %}{% endif %}{% endfor %}"
+)
 
 
 def system(text: str) -> Message:
@@ -48,12 +57,15 @@ def test_most_templates_mind_nothing(family: str) -> None:
 def test_mistral_minds_all_of_it_and_gemma_all_that_it_knows() -> None:
     nemo, gemma = codec_of("mistral_nemo"), codec_of("gemma3")
     assert nemo.dialect(nemo.tokenizer.template(tools=True)).turns == STRICT
-    assert gemma.dialect(gemma.tokenizer.template()).turns == Turns(late_system=False, in_turn=True)
+    assert gemma.dialect(gemma.tokenizer.template()).turns == Turns(
+        late_system=False, in_turn=True, second_system=False
+    )
 
 
 def test_a_template_that_minds_only_late_system_messages_keeps_the_rest_apart() -> None:
     codec = codec_speaking(PLAIN.replace("{{ CHECK }}", LATE_SYSTEM))
-    assert codec.dialect(codec.tokenizer.template()).turns == Turns(late_system=False)
+    assert codec.dialect(codec.tokenizer.template()).turns == Turns(late_system=False, second_system=False)
+    assert "system\nOne.\n\nTwo.<|im_end|>" in shown(Talk(codec), system("One."), system("Two."), user("a"))
     text = shown(Talk(codec), system("s"), user("a"), system("b"), user("c"))
     roles = [part.partition("\n")[0] for part in text.split("<|im_start|>")[1:]]
     assert roles == ["system", "user", "user", "user", "assistant"]
@@ -68,8 +80,16 @@ def test_a_template_that_drops_late_system_messages_is_shown_them_as_words_of_th
     )
 
 
+def test_a_template_in_which_only_user_and_assistant_alternate_keeps_system_messages_apart() -> None:
+    codec = codec_speaking(ALTERNATING + PLAIN.replace("{{ CHECK }}", ""))
+    assert codec.dialect(codec.tokenizer.template()).turns == Turns(in_turn=True)
+    text = shown(Talk(codec), system("One."), system("Two."), user("a"), user("b"))
+    assert "system\nOne.<|im_end|>\n<|im_start|>system\nTwo.<|im_end|>" in text
+    assert "user\na\n\nb<|im_end|>" in text
+
+
 def test_a_template_that_takes_nothing_is_left_as_it_is() -> None:
-    refusing = PLAIN.replace("{{ CHECK }}", "{% if loop.index0 > 1 %}{{ raise_exception('no') }}{% endif %}")
+    refusing = PLAIN.replace("{{ CHECK }}", "{% if not loop.first %}{{ raise_exception('no') }}{% endif %}")
     codec = codec_speaking(refusing)
     assert codec.dialect(codec.tokenizer.template()).turns == ANY_TURNS
     with pytest.raises(TemplateError, match="no"):
@@ -119,10 +139,15 @@ def test_the_path_is_found_again_without_anything_remembered() -> None:
     assert talk.look(*first, node.message, user("q"), system("Briefer.")).parent is node
 
 
-def test_pictures_beside_words_stay_pictures() -> None:
+def test_pictures_beside_words_stay_pictures_and_words_stay_apart() -> None:
     picture = Message("user", "look", parts=("look", Media("image", "cat")))
-    (written,) = Dialect(turns=STRICT).write([user("see"), picture])
-    assert [part["type"] for part in written["content"]] == ["text", "text", "image"]
+    (written,) = Dialect(turns=STRICT).write([user("see"), picture, picture, user("")])
+    assert [part.get("text") for part in written["content"]] == ["see\n\nlook", None, "look", None]
+    assert [part["type"] for part in written["content"]] == ["text", "image"] * 2
+    codec = codec_of("gemma3")
+    template = codec.tokenizer.template()
+    told = codec.dialect(template).write([user("see"), picture])
+    assert "see\n\nlook<start_of_image>" in template.render(told, now=codec.now)
 
 
 def test_results_keep_their_calls_where_words_were_joined() -> None:
@@ -132,12 +157,44 @@ def test_results_keep_their_calls_where_words_were_joined() -> None:
     assert written[2]["content"] == "seven\n\nc"
 
 
+def test_nothing_that_mistral_takes_is_shown_otherwise() -> None:
+    codec = codec_of("mistral_nemo")
+    template = codec.tokenizer.template(tools=True)
+    dialect = codec.dialect(template)
+    plain = replace(dialect, turns=ANY_TURNS)
+    speak = {"s": system, "u": user, "a": said, "c": lambda _: CALL, "r": lambda _: RESULT}
+    taken = shown = 0
+    for count in range(1, 6):
+        for roles in product(speak, repeat=count):
+            messages = [speak[role](f"w{place}.") for place, role in enumerate(roles)]
+            told, ordered = plain.write(messages), dialect.write(messages)
+            text, stand_in = (_tried(template, raw, codec.now) for raw in (told, ordered))
+            assert not text or stand_in == text, roles
+            taken, shown = taken + bool(text), shown + bool(stand_in)
+    assert 0 < 2 * taken < shown
+
+
+def _tried(template: ChatTemplate, raw: list[dict[str, Any]], now: datetime) -> str:
+    try:
+        return template.render(raw, TOOLS, now=now)
+    except TemplateError:
+        return ""
+
+
+def test_behind_a_result_it_may_be_the_users_turn() -> None:
+    dialect = Dialect(turns=STRICT)
+    for before, role in (([], "user"), ([user("a"), said("b")], "user"), ([user("a")], "tool")):
+        written = dialect.write([*before, CALL, RESULT, user("c")])
+        assert written[-1]["role"] == role
+        assert written[-1]["content"].endswith("c")
+
+
 # Properties
 
 SPEAKERS = st.sampled_from(["system", "user", "assistant", "tool"])
 
 
-@given(st.lists(SPEAKERS, max_size=12), st.builds(Turns, st.booleans(), st.booleans(), st.booleans()))
+@given(st.lists(SPEAKERS, max_size=12), st.builds(Turns, *[st.booleans()] * 4))
 def test_every_word_is_there_once_and_in_order(roles: list[Any], turns: Turns) -> None:
     written = [{"role": role, "content": f"w{place}."} for place, role in enumerate(roles)]
     ordered = turns.order(written)
@@ -146,8 +203,9 @@ def test_every_word_is_there_once_and_in_order(roles: list[Any], turns: Turns) -
     )
     assert turns.order(ordered) == ordered
     for one, other in pairwise(raw["role"] for raw in ordered):
-        assert not (turns.in_turn and one == other and one in ("system", "user"))
-        assert turns.words_after_result or (one, other) != ("tool", "user")
+        assert not (turns.in_turn and one == other == "user")
+        assert turns.second_system or not (one == other == "system")
+        assert turns.words_after_result or turns.in_turn or (one, other) != ("tool", "user")
         assert turns.late_system or other != "system" or one == "system"
 
 

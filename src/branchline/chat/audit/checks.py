@@ -124,10 +124,16 @@ def _step(trial: Trial, step: str, before: tuple[Message, ...], then: Message) -
     name, words = f"append_only.{step}", step.replace("_", " ")
     said = then.text or "zqother"
     dialect = trial.codec.dialect(trial.codec.tokenizer.template(tools=False))
-    if refusal := trial.refusal(replace(dialect, turns=ANY_TURNS).write([*before, then])):
-        is_shown = step in _STAND_INS and not trial.refusal(dialect.write([*before, then]))
+    plain, ordered = replace(dialect, turns=ANY_TURNS).write([*before, then]), dialect.write([*before, then])
+    refusal = trial.refusal(plain)
+    if refusal or said not in trial.write(plain):
+        is_shown = step in _STAND_INS and not trial.refusal(ordered) and said in trial.write(ordered)
         stand_in = f"; {_STAND_INS[step]}" if is_shown else ""
-        return note(name, f"It refuses this: {words}{stand_in}.", {"refusal": refusal})
+        if refusal:
+            return note(name, f"It refuses this: {words}{stand_in}.", {"refusal": refusal})
+        if is_shown:
+            written = {"written": trial.write(plain)[-120:]}
+            return note(name, f"It leaves this out: {words}{stand_in}.", written)
     for frame, lead, tools in _FRAMES:
         try:
             earlier, later = trial.grow([*lead, *before], then, tools=tools, every=True)

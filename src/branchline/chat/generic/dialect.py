@@ -267,6 +267,7 @@ class _Trial:
                 found = replace(found, **change)
 
         learn([ask, said, again, Message("user", _RESULT)], in_turn=True)
+        learn([late, Message("system", _RESULT), ask], second_system=False)
         learn([ask, said, late, again], late_system=False)
         if call_and_result:
             learn([ask, *call_and_result, again], words_after_result=False)

@@ -3,8 +3,9 @@ assistant strictly in turn. Agents mind neither: they say something between turn
 question, a word beside a tool's result), and being refused would end their episode.
 
 So what such a template would refuse is shown in the nearest way that it takes: later system messages as the
-user's words, words of the user that follow each other as one message, words beside a tool's result inside it.
-What it takes stays as it is, so the beginning of a conversation is shown the same however it goes on.
+user's words, messages of the user or of the system that follow each other as one, and words beside a tool's
+result inside it. What it takes stays as it is, so the beginning of a conversation is shown the same however
+it goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Turns:
     in_turn: bool = False
     """User and assistant must alternate."""
     words_after_result: bool = True
-    """A user may speak right behind a tool's result."""
+    """A user whose question was answered with a call may speak right behind its result."""
+    second_system: bool = True
+    """A system message right behind another."""
 
     def order(self, written: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages as a template gets them, in an order that it takes.
@@ -38,16 +41,32 @@ class Turns:
         [{'role': 'user', 'content': 'Hi.\\n\\nBe brief.'}]
         """
         ordered: list[dict[str, Any]] = []
+        speaker = ""
         for message in written:
             role, last = message["role"], ordered[-1]["role"] if ordered else ""
             if role == "system" and last not in ("", "system") and not self.late_system:
                 role = "user"
-            is_same = self.in_turn and role == last and role in ("system", "user")
-            if is_same or (role == "user" and last == "tool" and not self.words_after_result):
+            if self._joins(role, last, speaker):
                 ordered[-1] = ordered[-1] | {"content": _joined(ordered[-1]["content"], message["content"])}
-            else:
-                ordered.append(message if role == message["role"] else message | {"role": role})
+                continue
+            ordered.append(message if role == message["role"] else message | {"role": role})
+            if role == "user" or (role == "assistant" and not message.get("tool_calls")):
+                speaker = role
         return ordered
+
+    def _joins(self, role: str, last: str, speaker: str) -> bool:
+        """Whether a message becomes a part of the one before it.
+
+        Turns are those of user and assistant: calls and results stand between them. Behind a result it may
+        therefore be the user's turn, where a conversation begins with a call or has one behind a reply.
+        """
+        if role == "system":
+            return last == "system" and not self.second_system
+        if role != "user":
+            return False
+        if last == "tool":
+            return not self.words_after_result and not (self.in_turn and speaker != "user")
+        return last == "user" and self.in_turn
 
 
 ANY_TURNS = Turns()
@@ -58,8 +77,15 @@ def _joined(first: Any, second: Any) -> Any:
     """Two contents as one: texts, or lists of parts where one of them has more than text."""
     if isinstance(first, str) and isinstance(second, str):
         return _BETWEEN.join(filter(None, (first, second)))
-    return [*_parts(first), *_parts(second)]
+    before, behind = _parts(first), _parts(second)
+    if before and behind and before[-1]["type"] == behind[0]["type"] == "text":
+        # One part, since templates trim parts and put nothing between them.
+        words = _joined(before.pop()["text"], behind.pop(0)["text"])
+        before.append({"type": "text", "text": words})
+    return [*before, *behind]
 
 
 def _parts(content: Any) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content)
