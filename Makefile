@@ -44,7 +44,14 @@ $(VENV)/.bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
 
-bench-gateway: $(VENV)/.bench $(VENV)/.hf .cache/tokenizers/.ready ## print what a call through the gateway costs
+# An environment of its own: what ours has installed would make it another program.
+.cache/rllm/.ready:
+	$(PYTHON) -m venv .cache/rllm
+	.cache/rllm/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.cache/rllm/bin/python -m pip install --quiet --disable-pip-version-check rllm-model-gateway==0.1.0 uvloop httptools
+	@touch $@
+
+bench-gateway: .cache/rllm/.ready $(VENV)/.hf .cache/tokenizers/.ready ## print what a call through the gateway costs
 	$(BIN)/python -m benchmarks.gateway
 
 bench-loop: $(READY) ## print what a thousand agent loops on one core take, beside what they could

@@ -1,8 +1,8 @@
 """rllm-model-gateway as its README embeds it: `create_app` under uvicorn. Runs in any Python that has it.
 
-Its logs are off, which its own command leaves on. Its stores are `sqlite` (the default) and `memory`. It
-gets the event loop and the HTTP parser that uvicorn chooses for its command: the faster ones where they are
-installed.
+Its logs are off, which its own command leaves on. Its stores are `sqlite` (the default) and `memory`. With
+what its own requirements install, uvicorn runs it on asyncio and h11; `fast` is with uvloop and httptools,
+which uvicorn would take where somebody has installed them too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ async def main(options: dict[str, Any]) -> None:
     # With its protocol named: asyncio turns Nagle's delays off only where it is.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(theirs.create_app(config), log_level="warning", access_log=False))
+    http = "httptools" if options["fast"] else "h11"
+    app = theirs.create_app(config)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning", access_log=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.01)
@@ -42,8 +44,5 @@ async def main(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run = import_module("uvloop").run
-    except ImportError:  # its own dependencies do without
-        run = asyncio.run
-    run(main(json.loads(sys.argv[1])))
+    given = json.loads(sys.argv[1])
+    (import_module("uvloop") if given["fast"] else asyncio).run(main(given))
