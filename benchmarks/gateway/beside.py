@@ -35,7 +35,7 @@ _REQUEST_BYTES = 23_000
 _MIX = Mix("beside", observed=400, system=900)
 _TURNS = 5
 """Replies in the history of a measured request."""
-_REQUESTS, _ROUNDS, _IN_FLIGHT = 40, 2, 4
+_REQUESTS, _ROUNDS, _IN_FLIGHT = 40, 4, 4
 _TARGET = 0.25
 PYTHON_VARIABLE = "RLLM_PYTHON"
 """Names another Python that has rllm-model-gateway, uvloop and httptools."""
