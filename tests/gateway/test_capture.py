@@ -413,3 +413,45 @@ def test_an_upstream_is_told_to_choose_a_tool_in_the_shape_that_it_was_given_it_
 ) -> None:
     asked = _tools_asked(tools=tools, tool_choice=choice)
     assert asked["tool_choice"] == told
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+CLAUDES = {"name": "f", "input_schema": {"type": "object"}}
+FLAT = {"type": "function", "name": "f", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tool", "choice", "told"),
+    [
+        ("messages", CLAUDES, {"type": "auto"}, None),
+        ("messages", CLAUDES, {"type": "any"}, "required"),
+        ("messages", CLAUDES, {"type": "tool", "name": "f"}, NAMED),
+        ("responses", FLAT, "auto", None),
+        ("responses", FLAT, "required", "required"),
+        ("responses", FLAT, {"type": "function", "name": "f"}, NAMED),
+        (
+            "responses",
+            FLAT,
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
+        ),
+    ],
+)
+def test_a_choice_of_another_protocol_reaches_an_upstream_as_chat_completions_say_it(
+    protocol: str, tool: dict[str, Any], choice: Any, told: Any
+) -> None:
+    async def test() -> None:
+        async with FakeChat() as server:
+            server.script = TEXT
+            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+                hidden = "none" if protocol == "responses" else {"type": "none"}
+                for wanted in (choice, hidden):
+                    answer = await post(a, protocol, "p", tools=[tool], tool_choice=wanted)
+                    assert answer.status_code == 200, answer.text
+            asked, without = server.bodies
+            assert asked["tools"][0]["function"]["name"] == "f"
+            assert asked.get("tool_choice") == told
+            assert "tools" not in without
+            assert "tool_choice" not in without
+
+    run(test)

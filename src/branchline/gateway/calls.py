@@ -44,6 +44,8 @@ class Asked:
     choices: int = 1
     single_call: bool = False
     """At most one tool call an answer."""
+    tool_choice: object = None
+    """Which tool to call, as Chat Completions say it, for an upstream; a model here chooses for itself."""
     prompt: str | Ids | None = None
     """A bare prompt, its text or its ids; None for a conversation."""
     new_bytes: int | None = None

@@ -205,4 +205,6 @@ def _options(asked: Asked) -> dict[str, Any]:
         options["stop"] = list(params.stop)
     if params.grammar is not None:
         options["response_format"] = dict(params.grammar)
+    if asked.tool_choice is not None:
+        options["tool_choice"] = asked.tool_choice
     return options

@@ -52,9 +52,9 @@ def read(body: object, caller: Caller) -> Ask:
     """A request's body; the session's own sampling goes before the client's."""
     given = wishes(body, caller)
     _refuse_thread(given.get("thread"))
-    hides_tools, single_call = _read_choice(given)
+    choice, single_call = _read_choice(given)
     request = Request.read(
-        {**given, "tools": None if hides_tools else _read_tools(given.get("tools"))},
+        {**given, "tools": None if choice == "none" else _read_tools(given.get("tools"))},
         agent=caller.agent,
         messages=(*read_system(given.get("system")), *read_turns(given.get("messages"))),
     )
@@ -67,9 +67,8 @@ def read(body: object, caller: Caller) -> Ask:
     # A session says `stop`, whatever the protocol.
     says_stop = "stop" in caller.live.options.sampling or "stop_sequences" not in given
     params = sampling_params(given, "max_tokens", caller, stop_name="stop" if says_stop else "stop_sequences")
-    return Ask(
-        Asked(request, params, single_call=single_call), model_name(given), stream=flag(given, "stream")
-    )
+    asked = Asked(request, params, single_call=single_call, tool_choice=choice)
+    return Ask(asked, model_name(given), stream=flag(given, "stream"))
 
 
 def _refuse_thread(thread: object) -> None:
@@ -78,8 +77,8 @@ def _refuse_thread(thread: object) -> None:
         raise MessageError(_THREAD, thread.get("previous_message_id"), "nothing: send the whole conversation")
 
 
-def _read_choice(given: Fields) -> tuple[bool, bool]:
-    """Whether the tools are hidden, and whether one call is enough."""
+def _read_choice(given: Fields) -> tuple[object, bool]:
+    """Which tool to call, as Chat Completions say it, and whether one call is enough."""
     choice = given.get("tool_choice", {"type": "auto"})
     if not isinstance(choice, dict):
         raise MessageError("tool_choice", choice, "an object with a type")
@@ -87,9 +86,12 @@ def _read_choice(given: Fields) -> tuple[bool, bool]:
         raise MessageError("tool_choice.type", choice.get("type"), "one of " + ", ".join(_CHOICES))
     alone = {name: value for name, value in choice.items() if value is not None}
     try:
-        return choice["type"] == "none", flag(alone, "disable_parallel_tool_use")
+        single_call = flag(alone, "disable_parallel_tool_use")
+        if choice["type"] == "tool":
+            return {"type": "function", "function": {"name": text_field(alone, "name")}}, single_call
     except MessageError as error:
         raise inside("tool_choice", error) from None
+    return {"auto": None, "any": "required", "none": "none"}[choice["type"]], single_call
 
 
 def _read_tools(raw: object) -> list[dict[str, Any]] | None:

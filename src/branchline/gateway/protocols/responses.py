@@ -78,7 +78,7 @@ def read(body: object, caller: Caller) -> ResponsesAsk:
     tools, aliases = read_tools(own.get("tools"))
     request = Request(
         messages,
-        () if _hides_tools(given) else (*tools, *reader.tools),
+        () if _choice(given) == "none" else (*tools, *reader.tools),
         template=_object(own, "chat_template_kwargs"),
         agent=caller.agent,
         retry=caller.retry,
@@ -96,6 +96,7 @@ def read(body: object, caller: Caller) -> ResponsesAsk:
             request,
             sampling_params(given, "max_tokens", caller),
             single_call=not flag(given, "parallel_tool_calls", True),
+            tool_choice=_choice(given),
         ),
         model_name(given),
         stream=flag(given, "stream"),
@@ -146,11 +147,15 @@ def _messages(own: Fields, past: Past, reader: ItemReader) -> tuple[Message, ...
     return tuple(messages)
 
 
-def _hides_tools(given: Fields) -> bool:
+def _choice(given: Fields) -> object:
+    """Which tool to call, as Chat Completions say it."""
     choice = given.get("tool_choice", "auto")
     if not isinstance(choice, dict) and choice not in ("auto", "none", "required"):
         raise MessageError("tool_choice", choice, "none, auto, required or an object")
-    return bool(choice == "none")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = {name: value for name, value in choice.items() if name != "type"}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return None if choice == "auto" else choice
 
 
 def _object(given: Fields, name: str, field_name: str = "") -> dict[str, Any]:
