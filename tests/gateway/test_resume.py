@@ -218,3 +218,31 @@ def test_a_call_that_goes_on_reserves_only_what_it_has_not_sampled_yet() -> None
             await asyncio.gather(going_on, return_exceptions=True)
 
     run(test)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_call_and_those_that_go_on_from_it_count_as_one_against_a_sessions_limit(times: int) -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(*[3] * times), limits={"calls": 2}) as a:
+            call = ""
+            for _ in range(times):
+                call = await _cancelled(a, call)
+            done = await a.ask("p", headers={"x-branchline-resume": call})
+            assert done.json()["choices"][0]["message"]["content"] == ANSWER
+            assert (await a.ask("another")).status_code == 200
+            refused = await a.ask("a third")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "out_of_calls")
+
+    run(test)
+
+
+def test_a_cancelled_call_that_nobody_goes_on_from_counts() -> None:
+    async def test() -> None:
+        async with agent(engine=_engine(3), limits={"calls": 1}) as a:
+            call = await _cancelled(a)
+            while a.session.live.running:
+                await next(iter(a.session.live.running.values())).wait()
+            assert (await a.ask("p")).status_code == 409
+            assert (await a.ask("p", headers={"x-branchline-resume": call})).status_code == 200
+
+    run(test)

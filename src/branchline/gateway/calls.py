@@ -145,7 +145,7 @@ def under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[N
     """A call until its answer is sampled. It counts at once, for others may come beside it."""
     live.require_open()
     limits, resumes = live.options.limits, asked.request.resumes
-    if limits.calls is not None and len(live.session.tree.calls) + live.in_flight >= limits.calls:
+    if limits.calls is not None and _calls_beside(live, resumes) >= limits.calls:
         raise SessionError(
             "out_of_calls", f"session {live.id} may make {limits.calls} calls and has made them"
         )
@@ -164,6 +164,13 @@ def under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[N
         live.resuming.discard(resumes)
         del live.running[record.call_id]
         over.set()
+
+
+def _calls_beside(live: LiveSession, resumes: str) -> int:
+    """Calls that were made or are under way beside one that resumes another: the two count as one."""
+    tree, continued = live.session.tree, {*live.resuming, resumes}
+    made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
+    return len(made) + live.in_flight - (resumes in live.running)
 
 
 @contextmanager
