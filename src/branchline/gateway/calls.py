@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.errors import ContextLengthError, JournalError, SessionError
+from branchline.core.errors import ContextLengthError, JournalError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Engine, SamplingParams, Tokens
+from branchline.engines.base import Engine, SamplingParams, Tokens
 from branchline.gateway.answers import Answer, Choice, Said
-from branchline.gateway.config import UNKNOWN_ROOM
+from branchline.gateway.config import ROOM_LEFT, UNKNOWN_ROOM
+from branchline.gateway.limits import reserved, under_way
 from branchline.gateway.live import LiveSession
 from branchline.gateway.record import CallRecord
 from branchline.gateway.resume import left_by, take_up
@@ -29,8 +30,6 @@ from branchline.tree.tree import Turn
 
 log = logging.getLogger("branchline.gateway")
 
-ROOM_LEFT = 2**62
-"""As a limit of an answer: nobody has said one, so it is the room that the prompt leaves."""
 _THREAD_LETTERS = 50_000
 """Prompts with more text to be looked at than this are prepared in a thread, for the event loop's sake."""
 
@@ -138,86 +137,6 @@ async def run_call(
     record.done = Done(call, answers, len(turn.prompt_ids), turn.prompt_ids)
     with delivery(live, call):
         yield record.done
-
-
-@contextmanager
-def under_way(live: LiveSession, asked: Asked, record: CallRecord) -> Iterator[None]:
-    """A call until its answer is sampled. It counts at once, for others may come beside it."""
-    live.require_open()
-    limits, resumes = live.options.limits, asked.request.resumes
-    if limits.calls is not None and _calls_beside(live, resumes) >= limits.calls:
-        raise SessionError(
-            "out_of_calls", f"session {live.id} may make {limits.calls} calls and has made them"
-        )
-    if resumes in live.resuming:
-        raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
-    if resumes:
-        live.resuming.add(resumes)
-    over = live.running[record.call_id] = asyncio.Event()
-    live.in_flight += 1
-    live.last_used = time.monotonic()
-    try:
-        yield
-    finally:
-        live.in_flight -= 1
-        live.last_used = time.monotonic()
-        live.resuming.discard(resumes)
-        del live.running[record.call_id]
-        over.set()
-
-
-def _calls_beside(live: LiveSession, resumes: str) -> int:
-    """Calls that were made or are under way beside one that resumes another: the two count as one."""
-    tree, continued = live.session.tree, {*live.resuming, resumes}
-    made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
-    return len(made) + live.in_flight - (resumes in live.running)
-
-
-@contextmanager
-def reserved(live: LiveSession, asked: Asked, room: int, before: Sequence[Chunk] = ()) -> Iterator[int]:
-    """A call while it may sample: nobody else gets the tokens that a session with a limit has left for it.
-
-    `room` is what an answer could have, were there no limit. Gives how many tokens each of them may have,
-    with those that were there `before`: the session has counted these, so only the rest is reserved.
-    """
-    most, begun, rest = live.options.limits.tokens, sum([len(chunk.ids) for chunk in before]), 0
-    if most is not None:
-        is_over = bool(before) and before[-1].finish is not None
-        rest = 0 if is_over else _rest(live, asked, most, room - begun, is_begun=begun > 0)
-        room = min(room, begun + rest)
-    live.reserved_tokens += rest * asked.choices
-    try:
-        yield room
-    finally:
-        live.reserved_tokens -= rest * asked.choices
-
-
-def _rest(live: LiveSession, asked: Asked, most: int, wanted: int, *, is_begun: bool) -> int:
-    """How many more tokens each answer may have in a session that may sample so many."""
-    left = most - live.sampled_tokens
-    if left <= 0:
-        if is_begun:
-            # It ends where it stands, as it would have had nobody cut it off.
-            return 0
-        raise SessionError(
-            "out_of_tokens", f"session {live.id} may sample {most} tokens and has sampled them"
-        )
-    free = (left - live.reserved_tokens) // asked.choices
-    if free <= 0 < wanted:
-        if live.reserved_tokens:
-            raise SessionError(
-                "busy",
-                f"session {live.id} may sample {most} tokens, and calls under way have what is left of them;"
-                " try again in a moment",
-            )
-        raise SessionError(
-            "out_of_tokens",
-            f"session {live.id} may sample {most} tokens; {left} are left, too few for n={asked.choices}",
-        )
-    if asked.params.max_tokens == ROOM_LEFT:
-        # Who does not say how much must not take all of it from those that come beside it.
-        wanted = min(wanted, max(UNKNOWN_ROOM, free // 2))
-    return max(0, min(free, wanted))
 
 
 async def begin(live: LiveSession, asked: Asked, record: CallRecord, max_prompt_tokens: int | None) -> Turn:

@@ -21,18 +21,9 @@ from branchline.core.reader import write_message
 from branchline.engines.openai import ChatDelta, ToolDelta, UpstreamChat, Usage
 from branchline.gateway.answers import Answer, Said, new_call_id
 from branchline.gateway.bodies import decode_json
-from branchline.gateway.calls import (
-    ROOM_LEFT,
-    Asked,
-    Done,
-    Event,
-    begin,
-    commit,
-    delivery,
-    reserved,
-    under_way,
-)
-from branchline.gateway.config import UNKNOWN_ROOM
+from branchline.gateway.calls import Asked, Done, Event, begin, commit, delivery
+from branchline.gateway.config import ROOM_LEFT, UNKNOWN_ROOM
+from branchline.gateway.limits import reserved, under_way
 from branchline.gateway.live import LiveSession, SessionOptions
 from branchline.gateway.protocols.tools import is_offered, offered_choice
 from branchline.gateway.record import CallRecord

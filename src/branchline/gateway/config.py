@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from branchline.core.errors import InputError
 
+ROOM_LEFT = 2**62
+"""As a limit of an answer: nobody has said one, so it is the room that the prompt leaves."""
 UNKNOWN_ROOM = 4096
 """How long an answer may be where nobody says, and the engine does not say how much it can hold."""
 

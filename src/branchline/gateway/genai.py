@@ -13,7 +13,8 @@ from typing import Any
 from branchline.core.call import Request
 from branchline.core.message import Message
 from branchline.engines.base import SamplingParams
-from branchline.gateway.calls import ROOM_LEFT, Done
+from branchline.gateway.calls import Done
+from branchline.gateway.config import ROOM_LEFT
 from branchline.gateway.live import LiveSession
 from branchline.gateway.record import CallRecord
 

@@ -22,7 +22,8 @@ from branchline.core.fields import clean, inside
 from branchline.engines.base import SamplingParams
 from branchline.gateway.answers import Said
 from branchline.gateway.bodies import decode_json
-from branchline.gateway.calls import ROOM_LEFT, Asked, Done
+from branchline.gateway.calls import Asked, Done
+from branchline.gateway.config import ROOM_LEFT
 from branchline.gateway.live import LiveSession
 
 SAMPLING = (
