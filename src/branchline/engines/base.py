@@ -7,11 +7,10 @@ last, has a finish reason.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-import numpy as np
 from msgspec import Struct
 
 from branchline.core.runs import NO_IDS, Floats, Ids
@@ -45,15 +44,9 @@ class SamplingParams:
     whole: bool = False
     """Nobody reads this as it arrives: an engine may hand out larger chunks, later. Ids stay the same."""
 
-    hear: Callable[[Tokens], bool] | None = None
-    """May be told tokens, but never the last, the moment they arrive, while the next chunk is waited for.
-
-    True: they were taken, and are not handed out. False: not now. What it raises ends the generation. No
-    engine has to tell: whoever gives this takes both. It spares a task its waking for each token. An engine
-    around another that wants to see every token puts its own ear before this one.
-    """
-    left: Callable[[Chunk], object] | None = None
-    """Gets what had arrived and was not handed out yet when a generation is left; nothing sampled is lost."""
+    flush_s: float = 0.0
+    """The least time between two chunks, so that tokens are coalesced: the first chunk and the last are
+    yielded at once, the others carry all that has arrived. 0: every chunk as it arrives."""
 
     def continued(self, produced: int) -> SamplingParams:
         """What is left to ask for behind ids that were produced already."""
@@ -68,18 +61,6 @@ class Chunk(Struct, frozen=True):
     """One for each id; None where the engine gives none."""
     version: int = 0
     finish: Finish | None = None
-
-
-class Tokens(Struct):
-    """A few ids that have just arrived, as plain numbers: for one of them, two arrays would cost more."""
-
-    ids: list[int]
-    logprobs: list[float]
-    version: int
-
-    def chunk(self, finish: Finish | None = None) -> Chunk:
-        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
-        return Chunk(ids, logprobs, self.version, finish)
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ import os
 import re
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -119,24 +119,15 @@ class HttpClient:
             return False
         return True
 
-    def post(self, path: str, body: bytes, *, whole: bool = False) -> Reply:
-        """A reply that streams; it is asked for when it is first read.
-
-        Of a whole one nothing is looked at before its end.
-        """
-        return self.request("POST", path, body, whole=whole)
+    def post(self, path: str, body: bytes) -> Reply:
+        """A response that can be streamed; the request is sent when it is first read."""
+        return self.request("POST", path, body)
 
     def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        headers: Mapping[str, str] | None = None,
-        whole: bool = False,
+        self, method: str, path: str, body: bytes = b"", *, headers: Mapping[str, str] | None = None
     ) -> Reply:
         """Any request, with headers of its own."""
-        return Reply(self, self._request(method, path, body, headers or {}), whole=whole)
+        return Reply(self, self._request(method, path, body, headers or {}))
 
     async def close(self) -> None:
         """Closes every connection; what still runs ends with an error."""
@@ -193,7 +184,7 @@ class HttpClient:
         return "\r\n".join(lines).encode() + body
 
     async def _ask(self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None) -> bytes:
-        reply = self.request(method, path, body, whole=True)
+        reply = self.request(method, path, body)
         try:
             async with asyncio.timeout(timeout_s):
                 status, content = await reply.content()
@@ -211,13 +202,14 @@ class HttpClient:
 class Reply:
     """The answer to one request, as it arrives. What has arrived can be read even after a cut or a break."""
 
-    def __init__(self, client: HttpClient, request: bytes, *, whole: bool) -> None:
+    def __init__(self, client: HttpClient, request: bytes) -> None:
         self._client = client
         self._request = request
-        self._inbox = Inbox(whole=whole)
+        self._inbox = Inbox()
         self._connection: Connection | None = None
         self._reader = EventReader()
-        self._hear: Callable[[list[bytes]], bool] | None = None
+        self._events_at = float("-inf")
+        """When events were last returned."""
         self.was_cut = False
 
     @property
@@ -235,32 +227,19 @@ class Reply:
         await self._arrival()
         return self._inbox.status
 
-    def listen(self, hear: Callable[[list[bytes]], bool] | None) -> None:
-        """Has events told the moment they arrive, while somebody waits for them in `events`; None: no more.
-
-        `hear` says whether that wait goes on; where it does not, `events` gives none, and is not at the end.
-        It must not raise.
-        """
-        self._hear, self._inbox.hear = hear, None if hear is None else self._heard
-
-    def _heard(self, piece: bytes) -> bool:
-        assert self._hear is not None
-        events = self._reader.feed(piece)
-        return not events or self._hear(events)
-
-    async def events(self) -> list[bytes]:
-        """The data of all events that have arrived since, one at least; none at the end or behind a cut.
+    async def events(self, interval_s: float = 0.0) -> list[bytes]:
+        """The data of all events that arrived since the last call, at least one; [] at the end or after a
+        close. Returns no sooner than `interval_s` after the last call returned, unless the response ends.
 
         Raises EngineError where the answer is a refusal, and behind the last event of one that broke.
         """
         while True:
-            await self._arrival()
+            await self._arrival(self._events_at + interval_s)
             if events := self.arrived():
+                self._events_at = asyncio.get_running_loop().time()
                 return events
             if self._inbox.is_over:
                 return [] if self.was_cut else self._last()
-            if self._hear is not None:
-                return []
 
     def arrived(self) -> list[bytes]:
         """The events that can be had without waiting."""
@@ -269,6 +248,7 @@ class Reply:
     async def content(self) -> tuple[int, bytes]:
         """The status, and all that was said."""
         await self._arrival()
+        await self._inbox.wait_end()
         if self._inbox.error:
             raise self._broken()
         return self._inbox.status, self._inbox.take()
@@ -292,14 +272,13 @@ class Reply:
     def _broken(self) -> EngineError:
         return EngineError(f"{self._client.place}: {self._inbox.error}")
 
-    async def _arrival(self) -> None:
+    async def _arrival(self, not_before: float = 0.0) -> None:
         if self._connection is None and not self._inbox.is_over:
             await self._send(fresh=False)
-        await self._inbox.wait()
+        await self._inbox.wait(not_before)
         if self._inbox.is_stale:
             # Its server closed a kept connection while the request was on its way: it saw nothing of it.
-            stale, self._inbox, self._connection = self._inbox, Inbox(whole=self._inbox.whole), None
-            self._inbox.hear = stale.hear
+            self._inbox, self._connection = Inbox(), None
             await self._send(fresh=True)
             await self._inbox.wait()
 

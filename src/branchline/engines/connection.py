@@ -16,9 +16,7 @@ import httptools
 class Inbox:
     """What has arrived of one answer and was not taken yet."""
 
-    def __init__(self, *, whole: bool) -> None:
-        self.whole = whole
-        """Whoever waits is woken by the end alone."""
+    def __init__(self) -> None:
         self.status = 0
         """0: not known yet."""
         self.retry_after = ""
@@ -29,24 +27,18 @@ class Inbox:
         """Why an answer that is over is not all of it."""
         self.is_stale = False
         """The connection was kept from an earlier exchange, and its server closed it without a word."""
-        self.hear: Callable[[bytes], bool] | None = None
-        """Gets a piece the moment it comes, while somebody waits; says whether the wait goes on."""
         self._pieces: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._is_throttled = False
+        """The reader is waiting for its interval to pass: only the end of the response wakes it."""
 
     @property
     def is_good(self) -> bool:
         return self.status // 100 == 2
 
     def put(self, piece: bytes) -> None:
-        waiter = self._waiter
-        if self.hear is not None and waiter is not None and not (self.whole or waiter.done()):
-            # Who waits has taken all that came before: waking nobody is the cheapest way to be told.
-            if not self.hear(piece):
-                self._wake()  # Whoever heard may have ended the wait itself.
-            return
         self._pieces.append(piece)
-        if not self.whole:
+        if not self._is_throttled:
             self._wake()
 
     def end(self, error: str = "") -> None:
@@ -60,13 +52,29 @@ class Inbox:
         pieces.clear()
         return piece
 
-    async def wait(self) -> None:
-        """Returns when there is something to take or to look at, or nothing to wait for."""
-        while not self.is_over and (self.whole or not self._pieces):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            if self.hear is not None:
-                return
+    async def wait(self, not_before: float = 0.0) -> None:
+        """Returns when data of a successful response has arrived and the loop's clock has reached
+        `not_before`, or when the response has ended."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < not_before and not self.is_over:
+            timer = loop.call_at(not_before, self._wake)
+            self._is_throttled = True
+            try:
+                await self._woken()
+            finally:
+                timer.cancel()
+                self._is_throttled = False
+        while not self.is_over and not (self._pieces and self.is_good):
+            await self._woken()
+
+    async def wait_end(self) -> None:
+        """Returns when the response has ended."""
+        while not self.is_over:
+            await self._woken()
+
+    async def _woken(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -151,7 +159,6 @@ class Connection(asyncio.Protocol):
         inbox, status = self._inbox, self._parser.get_status_code()
         if inbox is not None and status >= 200:
             inbox.status = status
-            inbox.whole |= not inbox.is_good  # A refusal is read when it has been said.
 
     def on_body(self, body: bytes) -> None:
         if self._inbox is not None:

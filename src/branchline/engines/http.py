@@ -5,20 +5,23 @@ running request: after it, each goes on behind the ids it has emitted, in a new 
 weights. So no server has to know how to pause, and no key-value cache of old weights survives: requests name
 their version where the server keys its cache by it.
 
-All events that have arrived when a consumer looks become one chunk; an id that arrives alone leaves alone.
-Where nobody reads along (`SamplingParams.whole`), nothing is looked at before the end or a cut.
+All events that have arrived when the consumer reads become one chunk, and it reads at most once per
+`SamplingParams.flush_s`, so the cost of a token does not grow with the number of events. Tokens that had
+arrived when a generation is closed and were not yielded yet are dropped: a continuation samples them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams, Tokens
+from branchline.engines.base import Chunk, Finish, LogprobKind, SamplingParams
 from branchline.engines.client import HttpClient, Reply
 from branchline.engines.client import Server as Server
 from branchline.engines.prompts import PromptWriter
@@ -27,6 +30,8 @@ from branchline.engines.relay import Progress
 # How many ids a server may gather before it says them, where nobody reads along. A cut loses those it has
 # gathered: they are sampled again.
 GATHERED = 32
+BUFFERED_FLUSH_S = 0.25
+"""The least time between two chunks where nobody reads along."""
 
 
 class Reader:
@@ -41,10 +46,11 @@ class Reader:
         """Appends what events say. Raises EngineError at the first wrong one, behind all that was right."""
         raise NotImplementedError
 
-    def take(self, version: int) -> Tokens:
-        tokens = Tokens(self.ids, self.logprobs, version)
+    def take(self, version: int) -> Chunk:
+        """What was read since the last call, as one chunk."""
+        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
         self.ids, self.logprobs = [], []
-        return tokens
+        return Chunk(ids, logprobs, version, self.finish)
 
 
 @dataclass(frozen=True)
@@ -61,25 +67,15 @@ class Ask:
 class Run:
     """A request that was made, from its first chunk to its finish or its cut."""
 
-    def __init__(
-        self,
-        engine: str,
-        ask: Ask,
-        reply: Reply,
-        version: int,
-        hear: Callable[[Tokens], bool] | None = None,
-    ) -> None:
-        """`hear` may be told tokens while `next` is awaited, in place of their being given out."""
+    def __init__(self, engine: str, ask: Ask, reply: Reply, version: int, interval_s: float) -> None:
         self.ask = ask
         self.reply = reply
         self._engine = engine
         self._version = version
+        self._interval_s = interval_s
         self._ready: deque[Chunk] = deque()
         self._error: Exception | None = None
         """What comes behind all that is ready."""
-        self._hear = hear
-        if hear is not None:
-            reply.listen(self._heard)
 
     async def next(self) -> Chunk | None:
         """The next chunk; None behind a cut."""
@@ -88,7 +84,7 @@ class Run:
             if self._error is not None:
                 raise self._error
             try:
-                events = await reply.events()
+                events = await reply.events(self._interval_s)
             except EngineError as error:
                 self._error, events = self._error or error, []
             self._read(events)
@@ -96,7 +92,7 @@ class Run:
             if reader.finish is not None and self._error is None and not reply.is_over:
                 continue
             if reader.ids or reader.finish is not None:
-                self._ready.append(reader.take(self._version).chunk(reader.finish))
+                self._ready.append(reader.take(self._version))
             elif not events and reply.is_over and not self._ready and self._error is None:
                 if reply.was_cut:
                     return None
@@ -107,30 +103,8 @@ class Run:
         """From now on ids are sampled under another version; those that have arrived were not."""
         self._read(self.reply.arrived())
         if self.ask.reader.ids:
-            self._ready.append(self.ask.reader.take(self._version).chunk(self.ask.reader.finish))
+            self._ready.append(self.ask.reader.take(self._version))
         self._version = version
-
-    def left(self) -> list[Chunk]:
-        """What has arrived and nobody took."""
-        self.turn(self._version)
-        return list(self._ready)
-
-    def _heard(self, events: list[bytes]) -> bool:
-        """Whether nobody has to be woken for these events."""
-        reader, hear = self.ask.reader, self._hear
-        assert hear is not None
-        try:
-            reader.read(events)
-            if reader.finish is not None or not reader.ids:
-                return True
-            tokens = reader.take(self._version)
-            if not self._ready and hear(tokens):
-                return True
-            # They go with whatever comes before somebody wakes.
-            reader.ids, reader.logprobs = tokens.ids.copy(), tokens.logprobs.copy()
-        except Exception as error:  # Whoever waits is told; the connection has nothing to do with it.
-            self._error = error
-        return False
 
     def _read(self, events: Sequence[bytes]) -> None:
         if self._error is not None:
@@ -178,8 +152,9 @@ class HttpEngine:
             if self._closed:
                 raise EngineError(f"{self.name}: closed")
             ask = self.ask(progress.prompt_ids, progress.params, session)
-            reply = self.client.post(ask.path, ask.body, whole=params.whole)
-            run = Run(self.name, ask, reply, self.version, progress.hear)
+            reply = self.client.post(ask.path, ask.body)
+            interval_s = BUFFERED_FLUSH_S if params.whole else params.flush_s
+            run = Run(self.name, ask, reply, self.version, interval_s)
             self._running.add(run)
             try:
                 while (chunk := await run.next()) is not None:
@@ -187,14 +162,8 @@ class HttpEngine:
                     yield chunk
                     if chunk.finish is not None:
                         return
-            except (GeneratorExit, asyncio.CancelledError):
-                if params.left is not None:
-                    for chunk in run.left():
-                        params.left(chunk)
-                raise
             finally:
                 self._running.discard(run)
-                reply.listen(None)  # Who told each other would be garbage only a collector finds.
                 await self._leave(run)
         yield progress.end(finish, self.version)
 

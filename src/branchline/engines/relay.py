@@ -8,14 +8,14 @@ a stream between any two chunks, without a task or a queue between it and its co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 
 from branchline.core.errors import EngineError
 from branchline.core.runs import Ids
-from branchline.engines.base import Chunk, Finish, SamplingParams, Tokens
+from branchline.engines.base import Chunk, Finish, SamplingParams
 
 
 class Progress:
@@ -30,46 +30,16 @@ class Progress:
         self._params = params
         self.produced = 0
         self.version: int | None = None
-        self._heard: list[int] = []
-        """Behind all parts."""
-        self.fault: Exception | None = None
-        """What the consumer's `hear` raised: the consumer's own failure, and no engine's."""
-
-    @property
-    def hear(self) -> Callable[[Tokens], bool] | None:
-        """The consumer's `hear`; what that took is kept here too."""
-        return None if self._params.hear is None else self._hear
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.ids):
-            self._gather()
             self._parts.append(chunk.ids)
             self.produced += len(chunk.ids)
         self.version = chunk.version
 
-    def _hear(self, tokens: Tokens) -> bool:
-        hear = self._params.hear
-        assert hear is not None
-        try:
-            if not hear(tokens):
-                return False
-        except Exception as error:
-            self.fault = error
-            raise
-        self._heard += tokens.ids
-        self.produced += len(tokens.ids)
-        self.version = tokens.version
-        return True
-
-    def _gather(self) -> None:
-        if self._heard:
-            self._parts.append(np.array(self._heard, np.int32))
-            self._heard = []
-
     @property
     def prompt_ids(self) -> Ids:
         """What to go on behind."""
-        self._gather()
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
@@ -92,7 +62,6 @@ class Progress:
     @property
     def finish(self) -> Finish | None:
         """Why nothing is left to ask for, where an engine was cut before it could say so."""
-        self._gather()
         if self.produced and int(self._parts[-1][-1]) in self._params.stop_ids:
             return "stop"
         return "length" if self.produced >= self._params.max_tokens else None

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.core.errors import EngineError, EngineInputError, InputError
@@ -114,48 +114,32 @@ class Replicas:
     ) -> AsyncGenerator[Chunk, None]:
         progress = Progress(prompt_ids, params)
         failed: dict[Replica, Exception] = {}
-        # What had arrived at a replica when it was left. It stands here, not in the consumer's `left`: where
-        # the call goes on elsewhere, it does so behind these ids.
-        left: deque[Chunk] = deque()
-        try:
-            while (finish := progress.finish) is None:
-                rest = replace(progress.params, left=left.append, hear=progress.hear)
-                replica = self._place(session, failed)
-                before, failure = progress.produced, None
-                stream = Cuttable(replica.engine.generate(progress.prompt_ids, rest, session=session))
-                replica.running.add(stream)
-                try:
-                    async for chunk in stream:
-                        progress.add(chunk)
-                        yield chunk
-                        if chunk.finish is not None:
-                            replica.avoid_until = 0.0
-                            return
-                except EngineInputError:
-                    raise
-                except (EngineError, OSError) as error:
-                    if error is progress.fault:
-                        raise
-                    failure = error
-                    replica.avoid_until = self._clock() + self.retry_after_s
-                finally:
-                    replica.running.discard(stream)
-                    await stream.close()
-                if progress.produced > before:
-                    failed.clear()
-                if failure is not None:
-                    failed[replica] = failure
-                while left:
-                    chunk = left.popleft()
+        while (finish := progress.finish) is None:
+            replica = self._place(session, failed)
+            before, failure = progress.produced, None
+            stream = Cuttable(
+                replica.engine.generate(progress.prompt_ids, progress.params, session=session)
+            )
+            replica.running.add(stream)
+            try:
+                async for chunk in stream:
                     progress.add(chunk)
                     yield chunk
                     if chunk.finish is not None:
+                        replica.avoid_until = 0.0
                         return
-        except (GeneratorExit, asyncio.CancelledError):
-            if params.left is not None:
-                for chunk in left:
-                    params.left(chunk)
-            raise
+            except EngineInputError:
+                raise
+            except (EngineError, OSError) as error:
+                failure = error
+                replica.avoid_until = self._clock() + self.retry_after_s
+            finally:
+                replica.running.discard(stream)
+                await stream.close()
+            if progress.produced > before:
+                failed.clear()
+            if failure is not None:
+                failed[replica] = failure
         yield progress.end(finish, self.version)
 
     async def add(self, engine: Engine) -> None:

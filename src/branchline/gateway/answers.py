@@ -21,7 +21,7 @@ from branchline.chat.parsing.base import Delta
 from branchline.core.call import Generation
 from branchline.core.message import Message, ToolCall
 from branchline.core.runs import NO_IDS, Floats, Ids, as_ids
-from branchline.engines.base import Chunk, Tokens
+from branchline.engines.base import Chunk
 
 
 class Said(Struct, frozen=True):
@@ -29,19 +29,8 @@ class Said(Struct, frozen=True):
 
     choice: int
     deltas: Sequence[Delta]
-    tokens: Chunk | Tokens = Chunk()
-
-    @property
-    def ids(self) -> Ids:
-        return self._chunk.ids
-
-    @property
-    def logprobs(self) -> Floats | None:
-        return self._chunk.logprobs
-
-    @property
-    def _chunk(self) -> Chunk:
-        return self.tokens.chunk() if isinstance(self.tokens, Tokens) else self.tokens
+    ids: Ids = NO_IDS
+    logprobs: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -125,16 +114,9 @@ class Choice:
 
     def __post_init__(self) -> None:
         self._made: Generation | None = None
-        self._heard: Tokens | None = None
-        """Behind all chunks."""
         self._watch = StopTexts(self.stops) if self.stops else None
         self._texts: list[str] = []
         self._has_called = False
-
-    @property
-    def may_end(self) -> bool:
-        """Whether its client asked for an end that the engine does not know of."""
-        return self._watch is not None or self.single_call
 
     def take(self, chunk: Chunk) -> Said:
         """The deltas a chunk makes; none of what lies behind an end the client asked for."""
@@ -145,7 +127,6 @@ class Choice:
             if used < len(chunk.ids) or self.ended:
                 logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
                 chunk = Chunk(chunk.ids[:used], logprobs, chunk.version, "stop")
-        self._gather()
         self.chunks.append(chunk)
         self._made = None
         if chunk.finish is not None:
@@ -154,34 +135,9 @@ class Choice:
                 deltas = [*deltas, *self._watched(self.parser.finish(chunk.finish)), *self._flushed()]
         for delta in deltas:
             if delta.call is not None:
-                return Said(self.index, [self._named(one) for one in deltas], chunk)
-        return Said(self.index, deltas, chunk)
-
-    def hear(self, tokens: Tokens) -> Said:
-        """The same for a few tokens of an answer that only its engine ends."""
-        deltas = self.parser.feed(tokens.ids)
-        heard = self._heard
-        if heard is not None and heard.version == tokens.version:
-            heard.ids += tokens.ids
-            heard.logprobs += tokens.logprobs
-        else:
-            self._gather()
-            self._heard = Tokens(tokens.ids.copy(), tokens.logprobs.copy(), tokens.version)
-        self._made = None
-        for delta in deltas:
-            if delta.call is not None:
-                return Said(self.index, [self._named(one) for one in deltas], tokens)
-        return Said(self.index, deltas, tokens)
-
-    def _gather(self) -> None:
-        if self._heard is not None:
-            self.chunks.append(self._heard.chunk())
-            self._heard = None
-
-    def keep(self, chunk: Chunk) -> None:
-        """Takes what arrived behind the client's back; behind an end that it asked for there is nothing."""
-        if not self.ended:
-            self.take(chunk)
+                deltas = [self._named(one) for one in deltas]
+                break
+        return Said(self.index, deltas, chunk.ids, chunk.logprobs)
 
     def _feed_one_by_one(self, ids: Ids) -> tuple[list[Delta], int]:
         """Token by token, so that the one behind which it ends is known."""
@@ -240,7 +196,6 @@ class Choice:
     def _whole(self) -> Generation:
         """All chunks as one, made when it is asked for and kept until another comes."""
         if self._made is None:
-            self._gather()
             said = self.parser.message
             text = said.text if self._watch is None else "".join(self._texts)
             message = Message(

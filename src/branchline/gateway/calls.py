@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import ContextLengthError, JournalError
 from branchline.core.runs import Ids
-from branchline.engines.base import Engine, SamplingParams, Tokens
+from branchline.engines.base import Engine, SamplingParams
 from branchline.gateway.answers import Answer, Choice, Said
 from branchline.gateway.config import ROOM_LEFT, UNKNOWN_ROOM
 from branchline.gateway.limits import reserved, under_way
@@ -83,38 +83,22 @@ class Done:
 Event = Said | Done
 
 
-class Ear(Protocol):
-    """Somebody who can be told the next bit of an answer at once, without a task being woken for it."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can be told now: nothing that was said before is still on its way."""
-        ...
-
-    def hear(self, said: Said) -> None: ...
-
-
 async def run_call(
     live: LiveSession,
     engine: Engine,
     asked: Asked,
     record: CallRecord,
     max_prompt_tokens: int | None = None,
-    ear: Ear | None = None,
+    flush_s: float = 0.0,
 ) -> AsyncGenerator[Event, None]:
-    """Runs one call to its end. Closing the iterator early is the client going away.
-
-    What an ear has heard is not given out; what it could not hear is, and so is the end.
-    """
+    """Runs one call to its end. Closing the iterator early is the client going away."""
     asked = replace(asked, request=replace(asked.request, sampling=_sampling(engine, asked.params)))
     with under_way(live, asked, record):
         turn = await begin(live, asked, record, max_prompt_tokens)
         before = await left_by(live, turn, asked.choices, record.call_id)
         with reserved(live, asked, _room(engine, turn, asked), before) as allowed:
             choices = _choices(live, asked, record.call_id)
-            params = _params(asked, live, allowed, choices[0], streamed=record.streamed)
-            if ear is not None and len(choices) == 1 and not choices[0].may_end:
-                params = replace(params, hear=_hearing(ear, choices[0], record))
+            params = _params(asked, live, allowed, flush_s, streamed=record.streamed)
             prompt_ids = turn.prompt_ids
             try:
                 if before:
@@ -215,16 +199,16 @@ def _room(engine: Engine, turn: Turn, asked: Asked) -> int:
 
 
 def _params(
-    asked: Asked, live: LiveSession, allowed: int, first: Choice, *, streamed: bool
+    asked: Asked, live: LiveSession, allowed: int, flush_s: float, *, streamed: bool
 ) -> SamplingParams:
-    """What the engine is asked for, for the first choice."""
+    """What the engine is asked for."""
     return replace(
         asked.params,
         max_tokens=allowed,
         stop=(),
         stop_ids=tuple(sorted(live.session.codec.stop_ids)),
         whole=not (streamed or asked.params.stop or asked.single_call),
-        left=first.keep,
+        flush_s=flush_s,
     )
 
 
@@ -246,17 +230,6 @@ async def _prepare(live: LiveSession, asked: Asked) -> Turn:
     return await asyncio.to_thread(live.session.prepare, request)
 
 
-def _hearing(ear: Ear, choice: Choice, record: CallRecord) -> Callable[[Tokens], bool]:
-    def hear(tokens: Tokens) -> bool:
-        if not ear.is_open:
-            return False
-        record.close_phase("queue")
-        ear.hear(choice.hear(tokens))
-        return True
-
-    return hear
-
-
 async def _several(
     engine: Engine, prompt_ids: Ids, params: SamplingParams, choices: Sequence[Choice], session: str
 ) -> AsyncGenerator[Said, None]:
@@ -266,7 +239,7 @@ async def _several(
     async def one(choice: Choice) -> None:
         seed = None if params.seed is None else params.seed + choice.index
         try:
-            own = replace(params, seed=seed, left=choice.keep)
+            own = replace(params, seed=seed)
             async with aclosing(_one(engine, prompt_ids, own, [choice], session)) as said:
                 async for event in said:
                     queue.put_nowait(event)

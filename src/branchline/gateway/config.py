@@ -30,6 +30,9 @@ class GatewayConfig:
     room, or UNKNOWN_ROOM where the engine does not say how much it can hold."""
     silence_s: float = 10.0
     """The longest that a stream says nothing; then it says that it is still there."""
+    stream_flush_s: float = 0.02
+    """Tokens of a stream are coalesced: after the first, at most one event in this time; 0: one event for
+    every chunk that an engine yields."""
     public_url: str = ""
     """Where clients reach the gateway, if it is not where it listens; empty: the address each came by."""
     drain_s: float = 30.0
@@ -46,5 +49,7 @@ class GatewayConfig:
             raise InputError(
                 f"default_max_tokens: got {self.default_max_tokens}, expected 1 or more, or None"
             )
+        if not 0 <= self.stream_flush_s <= 10:
+            raise InputError(f"stream_flush_s: got {self.stream_flush_s:g}, expected 0 to 10")
         if self.silence_s <= 0:
             raise InputError(f"silence_s: got {self.silence_s:g}, expected more than 0")

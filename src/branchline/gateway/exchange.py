@@ -11,7 +11,6 @@ import msgspec
 
 from branchline.core.errors import MessageError
 from branchline.gateway.bodies import decode_json
-from branchline.gateway.listening import Direct
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -51,8 +50,6 @@ class Exchange:
         """What every answer says in its headers, whatever becomes of the request."""
         self.body = b""
         """The body as it came, once it has been read."""
-        self.direct: Direct | None = None
-        """A short way for a stream that has begun, where there is one. `sent` counts what takes it, too."""
 
     @cached_property
     def headers(self) -> Mapping[str, str]:
@@ -107,7 +104,6 @@ class Exchange:
             await self._send({"type": "http.response.start", "status": 200, "headers": start})
             # Not before: who is cancelled while the start waits has told its client nothing.
             self.is_streaming = True
-            self.direct = Direct.behind(self._send)
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         self.is_sending = False
         self.sent += 1

@@ -126,36 +126,6 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
 
-class Direct:
-    """The way from an answer that has begun to its client, for bytes that nobody has to wait for.
-
-    ASGI's `send` is awaited, so only a task can call it. Where the server is ours, what it would write can
-    be written by whoever has it.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._write = cycle.transport.write
-
-    @classmethod
-    def behind(cls, send: object) -> Direct | None:
-        """None where `send` is another server's."""
-        cycle = getattr(send, "__self__", None)
-        if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
-            return None
-        return cls(cycle)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the client is there and takes what it is sent."""
-        return not (self._flow.write_paused or self._cycle.disconnected)
-
-    def write(self, data: bytes) -> None:
-        """One chunk of the answer's body; never an empty one, which would end it."""
-        self._write(b"%x\r\n%b\r\n" % (len(data), data))
-
-
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens on one address, or on all of both kinds for `::`."""
     both = host == "::" and socket.has_dualstack_ipv6()

@@ -29,7 +29,7 @@ log = logging.getLogger("branchline.sessions")
 
 SAMPLING_NAMES = frozenset(
     {field.name for field in fields(SamplingParams)}
-    - {"stop_ids", "grammar", "extra", "whole", "hear", "left"}
+    - {"stop_ids", "grammar", "extra", "whole", "flush_s"}
     | {"n", "response_format"}
 )
 """What a session may say about how it is sampled."""

@@ -23,7 +23,7 @@ from branchline.core.fields import clean
 from branchline.engines.openai import UpstreamChat
 from branchline.gateway.access import Access
 from branchline.gateway.agents import named_by
-from branchline.gateway.calls import Done, Ear, Event, begin, run_call
+from branchline.gateway.calls import Done, Event, begin, run_call
 from branchline.gateway.capture import run_capture
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.exchange import ClientGoneError, Exchange
@@ -37,7 +37,7 @@ from branchline.gateway.protocols.messages import COUNT_TOKENS, MESSAGES
 from branchline.gateway.protocols.responses import INPUT_TOKENS, RESPONSES
 from branchline.gateway.record import CallRecord, Failure, Observer
 from branchline.gateway.resume import CALL_HEADER, earlier_attempt, next_attempt
-from branchline.gateway.telling import Telling
+from branchline.gateway.telling import StreamWriter
 from branchline.gateway.wire import code_of, error_of
 
 log = logging.getLogger("branchline.gateway")
@@ -220,7 +220,6 @@ class ModelApi:
         ask: Ask,
         record: CallRecord,
         exchange: Exchange,
-        ear: Ear | None = None,
     ) -> AsyncGenerator[Event, None]:
         """What will happen, once the engine is chosen."""
         resumes = exchange.headers.get(RESUME_HEADER, "")
@@ -238,7 +237,14 @@ class ModelApi:
             # Only an upstream of the same protocol knows what the fields mean that nobody here reads.
             body = exchange.body if wire is CHAT else b""
             return run_capture(live, route.engine, asked, record, body)
-        return run_call(live, route.engine, asked, record, self._config.max_prompt_tokens, ear)
+        return run_call(
+            live,
+            route.engine,
+            asked,
+            record,
+            self._config.max_prompt_tokens,
+            self._config.stream_flush_s,
+        )
 
     async def _whole(
         self,
@@ -266,14 +272,14 @@ class ModelApi:
         exchange: Exchange,
     ) -> None:
         stream = wire.stream(ask, record.call_id, live.session.codec)
-        with Telling(exchange, stream, self._config.silence_s) as client:
+        with StreamWriter(exchange, stream, self._config.silence_s) as writer:
             try:
                 async with (
                     _stopped_with(live),
-                    aclosing(await self._events(wire, live, ask, record, exchange, client)) as events,
+                    aclosing(await self._events(wire, live, ask, record, exchange)) as events,
                 ):
                     async for event in events:
-                        await client.tell(event)
+                        await writer.write(event)
             except BranchlineError as error:
                 # Before the first event an error has a status of its own; after it, it is an event.
                 code = code_of(error)
@@ -282,7 +288,7 @@ class ModelApi:
                 status, message, field, _ = error_of(error)
                 record.outcome = "failed" if exchange.is_streaming else "refused"
                 record.status, record.failure = status, Failure.of(error)
-                await client.end(stream.failed(status, message, field, code))
+                await writer.finish(stream.failed(status, message, field, code))
 
 
 def _limit(given: str) -> int | None:

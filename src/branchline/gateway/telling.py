@@ -1,82 +1,85 @@
-"""An answer on its way to its client, event by event, while it is sampled.
+"""Writes a streamed answer to its client, event by event, with keepalives while nothing else is sent.
 
-There are two ways, and both give the client the same bytes. Mostly a token arrives alone and is heard: read,
-written and sent in one go by whoever received it, without a task being woken. Where that cannot be, because
-the answer has not begun, the client does not keep up, or somebody else is sending, it is told: by the call's
-own task, which waits. An ear is open only while nothing is on its way, so the two never overtake each other.
-
-A task that is woken finds all that has come meanwhile, and tells it in one event. So where tokens come faster
-than anybody reads them, that is the cheaper way, and the ear stays closed.
+Clients hang up on a silent stream. A tool call is sent when it is complete, and a prompt may wait in a queue;
+meanwhile no bytes would leave. One timer per stream checks now and then whether anything was sent since its
+last check, so that tokens pay nothing for it. A keepalive and an event never overlap: none is sent while an
+event is being sent, and an event waits for a keepalive that is.
 """
 
 from __future__ import annotations
 
-from time import monotonic
+import asyncio
 from types import TracebackType
 from typing import Self
 
-from branchline.gateway.answers import Said
 from branchline.gateway.calls import Done, Event
 from branchline.gateway.exchange import Exchange
 from branchline.gateway.protocols.base import Stream
-from branchline.gateway.pulse import Pulse
-
-_APART_S = 0.0005
-"""Tokens of one answer that come closer together than this are gathered."""
 
 
-class Telling:
-    """The client of one streamed answer.
+class StreamWriter:
+    """Sends one streamed answer; at most `keepalive_s` pass without a byte.
 
-    with Telling(exchange, stream, 10.0) as client:
-        async for event in run_call(..., ear=client):
-            await client.tell(event)
+    with StreamWriter(exchange, stream, 10.0) as writer:
+        async for event in run_call(...):
+            await writer.write(event)
     """
 
-    def __init__(self, exchange: Exchange, stream: Stream, silence_s: float) -> None:
+    def __init__(self, exchange: Exchange, stream: Stream, keepalive_s: float) -> None:
         self._exchange = exchange
         self._stream = stream
-        self._pulse = Pulse(exchange, stream.beat, silence_s)
-        self._told_at = 0.0
+        # Something sent right after a check is noticed by the next check but one.
+        self._check_every_s = keepalive_s / 2
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent_at_last_check = 0
+        self._ping: asyncio.Task[None] | None = None
+        """A keepalive that is being sent."""
 
     def __enter__(self) -> Self:
-        self._pulse.__enter__()
+        self._timer = self._loop.call_later(self._check_every_s, self._check)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pulse.__exit__(kind, error, trace)
+        self._stop_timer()
+        if self._ping is not None:
+            self._ping.cancel()
 
-    @property
-    def is_open(self) -> bool:
-        exchange = self._exchange
-        direct = exchange.direct
-        if direct is None or exchange.is_sending or self._pulse.beating is not None:
-            return False
-        return direct.is_open and monotonic() - self._told_at > _APART_S
-
-    def hear(self, said: Said) -> None:
-        exchange = self._exchange
-        assert exchange.direct is not None
-        if data := self._stream.said(said):
-            exchange.direct.write(data)
-            exchange.sent += 1
-        self._told_at = monotonic()
-
-    async def tell(self, event: Event) -> None:
-        """Sends an event; the last one ends the answer."""
-        if self._pulse.beating is not None:
-            await self._pulse.settle()
+    async def write(self, event: Event) -> None:
+        """Sends an event; the result of the call ends the stream."""
         if isinstance(event, Done):
-            await self.end(self._stream.end(event))
+            await self.finish(self._stream.end(event))
         elif data := self._stream.said(event):
+            await self._flush_ping()
             await self._exchange.stream(data)
-            self._told_at = monotonic()
 
-    async def end(self, data: bytes) -> None:
+    async def finish(self, data: bytes) -> None:
         """Sends the last bytes."""
-        self._pulse.stop()
-        if self._pulse.beating is not None:
-            await self._pulse.settle()
+        self._stop_timer()
+        await self._flush_ping()
         await self._exchange.stream(data, last=True)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _flush_ping(self) -> None:
+        """Waits for the keepalive that is being sent, if there is one."""
+        while (ping := self._ping) is not None:
+            # The caller may be cancelled; the keepalive, half sent, must not be.
+            await asyncio.wait({ping})
+            if not ping.cancelled():
+                ping.result()
+            if self._ping is ping:
+                self._ping = None
+
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(self._check_every_s, self._check)
+        exchange = self._exchange
+        is_silent = exchange.sent == self._sent_at_last_check and not exchange.is_sending
+        self._sent_at_last_check = exchange.sent
+        if is_silent and (self._ping is None or self._ping.done()):
+            self._ping = self._loop.create_task(exchange.stream(self._stream.beat()))

@@ -80,7 +80,7 @@ class HttpModel:
         http, body = _client(gateway.rstrip("/"), admin_key), msgspec.json.encode(options)
         try:
             session = await _told(
-                lambda: http.request("POST", "/sessions", body, whole=True), Opened, patience_s
+                lambda: http.request("POST", "/sessions", body), Opened, patience_s
             )
         finally:
             await http.close()
@@ -116,7 +116,7 @@ class HttpModel:
     ) -> int:
         body, path = self._body(messages, tools, params or {}), "/chat/completions/count_tokens"
         counted = await _told(
-            lambda: self._http.request("POST", path, body, headers=self._headers, whole=True),
+            lambda: self._http.request("POST", path, body, headers=self._headers),
             Counted,
             self._patience_s,
         )
@@ -127,7 +127,7 @@ class HttpModel:
             raise InputError("control_key: got none, expected the session's, which opens its samples")
         http = _client(self._url.removesuffix("/v1"), self._control_key)
         try:
-            told = await _told(lambda: http.request("GET", "/samples", whole=True), Samples, self._patience_s)
+            told = await _told(lambda: http.request("GET", "/samples"), Samples, self._patience_s)
         finally:
             await http.close()
         return told.read()
