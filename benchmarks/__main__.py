@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from benchmarks import building, journaling, judging, memory, merging, preparing
-from benchmarks.measure import Report
+from benchmarks import fork_causes, journal, memory, merge, prepare, trajectory_building
+from benchmarks.measure import BenchmarkTable
 
-TABLES: dict[str, Callable[[], Report]] = {
-    "building": building.table,
-    "merging": merging.against_pairs,
-    "growth": merging.growth,
-    "preparing": preparing.table,
+TABLES: dict[str, Callable[[], BenchmarkTable]] = {
+    "building": trajectory_building.table,
+    "merging": merge.pairwise_table,
+    "growth": merge.growth_table,
+    "preparing": prepare.table,
     "memory": memory.table,
-    "journal": journaling.writing,
-    "replay": journaling.replaying,
-    "causes": judging.table,
+    "journal": journal.write_table,
+    "replay": journal.replay_table,
+    "causes": fork_causes.table,
 }
 
 
@@ -36,7 +36,7 @@ def main(names: Sequence[str]) -> int:
     for name in names or TABLES:
         report = TABLES[name]()
         report.print(console)
-        verdicts += report.verdicts
+        verdicts += report.targets_met
     took_s = time.perf_counter() - start
     console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
     return 0

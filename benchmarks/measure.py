@@ -19,22 +19,22 @@ from rich.text import Text
 
 
 @dataclass
-class Report:
+class BenchmarkTable:
     """One table, the targets in it, and what a reader must know to believe it."""
 
     title: str
     columns: Sequence[str]
     notes: Sequence[str] = ()
     rows: list[tuple[str, ...]] = field(default_factory=list)
-    verdicts: list[bool] = field(default_factory=list)
+    targets_met: list[bool] = field(default_factory=list)
 
-    def row(self, *cells: object) -> None:
+    def add_row(self, *cells: object) -> None:
         self.rows.append(tuple(str(cell) for cell in cells))
 
-    def target(self, wanted: str, is_met: bool) -> str:
+    def target_cell(self, description: str, is_met: bool) -> str:
         """The cell of a target."""
-        self.verdicts.append(is_met)
-        return f"{'✓' if is_met else '✗'} {wanted}"
+        self.targets_met.append(is_met)
+        return f"{'✓' if is_met else '✗'} {description}"
 
     def print(self, console: Console) -> None:
         table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold")
@@ -42,19 +42,19 @@ class Report:
             is_text = place == 0 or column == "target"
             table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
         for cells in self.rows:
-            table.add_row(*(_coloured(cell) for cell in cells))
+            table.add_row(*(_styled_cell(cell) for cell in cells))
         console.print(table)
         for note in self.notes:
             console.print(f"  {note}", style="dim", highlight=False, markup=False)
         console.print()
 
 
-def _coloured(cell: str) -> Text:
+def _styled_cell(cell: str) -> Text:
     return Text(cell, style={"✓": "green", "✗": "red"}.get(cell[:1], ""))
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Without garbage collection, as timeit does: its cost depends on what else is alive."""
     gc.collect()
     gc.disable()
@@ -66,7 +66,7 @@ def _undisturbed() -> Iterator[None]:
 
 def cpu_s(run: Callable[[], object]) -> float:
     """CPU seconds of one run; what it returns is let go only after the clock has stopped."""
-    with _undisturbed():
+    with _gc_disabled():
         start = time.process_time()
         result = run()
         spent = time.process_time() - start
@@ -85,7 +85,7 @@ def best_cpu_s(*sides: Callable[[], object], repeats: int = 5) -> list[float]:
 
 def wall_s(run: Callable[[], object]) -> tuple[float, float]:
     """Seconds on the wall and on the CPU, for work that waits for a disk."""
-    with _undisturbed():
+    with _gc_disabled():
         wall, cpu = time.perf_counter(), time.process_time()
         run()
         return time.perf_counter() - wall, time.process_time() - cpu
@@ -101,5 +101,5 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import tracemalloc
 
-from benchmarks.measure import Report
-from benchmarks.workloads import Workload, long_talk, with_sub_agents
+from benchmarks.measure import BenchmarkTable
+from benchmarks.workloads import Workload, long_conversation, with_sub_agents
 from branchline import Generation, Request, Tree
 from branchline.core.call import Delivery
 from branchline.core.message import Message
-from branchline.tree.delta import Delivered, Record, decode_record, encode_record
+from branchline.tree.delta import Delivered, TreeRecord, decode_record, encode_record
 
 _TARGET_BYTES = 16
 
 
-def table() -> Report:
-    report = Report(
+def table() -> BenchmarkTable:
+    report = BenchmarkTable(
         "Memory of a tree",
         ["workload", "tokens", "nodes", "MB in all", "MB text", "bytes a token", "target"],
         [
@@ -24,20 +24,20 @@ def table() -> Report:
             "each once. Of the rest, 4 bytes are a token's id and 4 a sampled token's logprob.",
         ],
     )
-    for workload in (long_talk(200), with_sub_agents()):
+    for workload in (long_conversation(200), with_sub_agents()):
         records = _records(workload)
-        tree, in_all = _grown(records)
+        tree, in_all = _build_tree(records)
         tokens = tree.token_count
         text = sum(_text_bytes(node.message) for node in tree.nodes)
         per_token = (in_all - text) / tokens
-        report.row(
+        report.add_row(
             workload.name,
             f"{tokens:,}",
             f"{len(tree.nodes):,}",
             f"{in_all / 1e6:.2f}",
             f"{text / 1e6:.2f}",
             f"{per_token:.1f}",
-            report.target(f"≤ {_TARGET_BYTES}", per_token <= _TARGET_BYTES),
+            report.target_cell(f"≤ {_TARGET_BYTES}", per_token <= _TARGET_BYTES),
         )
     return report
 
@@ -54,14 +54,14 @@ def _records(workload: Workload) -> list[bytes]:
     return records
 
 
-def _grown(records: list[bytes]) -> tuple[Tree, int]:
+def _build_tree(records: list[bytes]) -> tuple[Tree, int]:
     """A tree that shares nothing with anybody, and the bytes it holds."""
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     tree = Tree()
     for data in records:
-        record: Record = decode_record(data)
+        record: TreeRecord = decode_record(data)
         tree.apply(record)
     del record, data
     gc.collect()
@@ -71,5 +71,5 @@ def _grown(records: list[bytes]) -> tuple[Tree, int]:
 
 
 def _text_bytes(message: Message) -> int:
-    texts = [message.text, message.reasoning, *(call.arguments for call in message.calls)]
+    texts = [message.content, message.reasoning_content, *(call.arguments for call in message.tool_calls)]
     return sum(len(text.encode()) for text in texts)

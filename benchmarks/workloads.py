@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.replay import ReplayCodec
+from benchmarks.replay_codec import ReplayCodec
 from branchline import Generation, Message, Request, Session, read_message, read_messages
-from branchline.chat.base import Piece
-from branchline.core.runs import Floats, Ids, Origin, as_ids
-from branchline.tree.session import Committed
+from branchline.chat.base import MessageTokens
+from branchline.core.token_arrays import Floats, Ids, Origin, as_ids
+from branchline.tree.session import CommitResult
 
 Raw = dict[str, Any]
 
-SAMPLED, OBSERVED, OPENING = 250, 400, 4
-_SYSTEM, _TASK = 700, 300
+SAMPLED_TOKENS, OBSERVED_TOKENS, GENERATION_PROMPT_TOKENS = 250, 400, 4
+_SYSTEM_TOKENS, _TASK_TOKENS = 700, 300
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Workload:
 
     name: str
     steps: list[Step] = field(default_factory=list)
-    pieces: dict[bytes, Piece] = field(default_factory=dict)
-    opening: Ids = field(default_factory=lambda: as_ids(np.arange(OPENING)))
+    message_tokens: dict[bytes, MessageTokens] = field(default_factory=dict)
+    generation_prompt_ids: Ids = field(default_factory=lambda: as_ids(np.arange(GENERATION_PROMPT_TOKENS)))
 
     @property
     def codec(self) -> ReplayCodec:
-        return ReplayCodec(self.pieces, self.opening)
+        return ReplayCodec(self.message_tokens, self.generation_prompt_ids)
 
     @property
     def sampled_tokens(self) -> int:
         return sum(len(step.ids) for step in self.steps)
 
 
-def play(workload: Workload, session: Session | None = None, *, from_raw: bool = False) -> Session:
+def run_workload(workload: Workload, session: Session | None = None, *, from_raw: bool = False) -> Session:
     """Drives a session through every call; `from_raw` reads the messages as part of it."""
     session = session or Session(workload.name, workload.codec)
     for step in workload.steps:
@@ -69,42 +69,44 @@ def play(workload: Workload, session: Session | None = None, *, from_raw: bool =
     return session
 
 
-def commit_step(session: Session, step: Step, *, from_raw: bool = False) -> Committed:
+def commit_step(session: Session, step: Step, *, from_raw: bool = False) -> CommitResult:
     messages = read_messages(step.raw_messages) if from_raw else step.messages
     output = read_message(step.raw_output) if from_raw else step.output
     turn = session.prepare(Request(messages))
     committed = session.commit(turn, Generation(step.ids, step.logprobs, message=output))
-    session.deliver(committed.call)
+    session.record_delivery(committed.call)
     return committed
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """One agent's conversation so far, as wire messages and as ids."""
 
     raw: list[Raw]
     ids: list[int]
 
 
-class _Maker:
+class _WorkloadBuilder:
     def __init__(self, name: str) -> None:
         self.workload = Workload(name)
         self._rng = Random(7)
-        self._next_id = OPENING
+        self._next_id = GENERATION_PROMPT_TOKENS
         self._calls = 0
 
-    def talk(self, system: str, task: str) -> _Talk:
-        talk = _Talk([], [])
-        self._observe(talk, {"role": "system", "content": self._words(system, _SYSTEM)}, _SYSTEM)
-        self._observe(talk, {"role": "user", "content": task}, _TASK)
+    def start_conversation(self, system: str, task: str) -> _Conversation:
+        talk = _Conversation([], [])
+        self._append_message(
+            talk, {"role": "system", "content": self._text(system, _SYSTEM_TOKENS)}, _SYSTEM_TOKENS
+        )
+        self._append_message(talk, {"role": "user", "content": task}, _TASK_TOKENS)
         return talk
 
-    def task(self) -> str:
-        return self._words("Look into this:", _TASK)
+    def new_task(self) -> str:
+        return self._text("Look into this:", _TASK_TOKENS)
 
-    def turn(self, talk: _Talk, *, candidates: int = 1, spawn: str | None = None) -> None:
+    def add_turn(self, talk: _Conversation, *, candidates: int = 1, spawn: str | None = None) -> None:
         """One call for each candidate; the last one is continued."""
-        asked, prompt_ids = talk.raw, [*talk.ids, *range(OPENING)]
+        asked, prompt_ids = talk.raw, [*talk.ids, *range(GENERATION_PROMPT_TOKENS)]
         for _ in range(candidates):
             said = self._reply(spawn)
             step = self._step(asked, prompt_ids, said)
@@ -113,31 +115,31 @@ class _Maker:
         talk.ids = [*prompt_ids, *step.id_list]
         result: Raw = {
             "role": "tool",
-            "content": self._words("It says:", OBSERVED),
+            "content": self._text("It says:", OBSERVED_TOKENS),
             "tool_call_id": said["tool_calls"][0]["id"],
         }
-        self._observe(talk, result, OBSERVED - OPENING)
+        self._append_message(talk, result, OBSERVED_TOKENS - GENERATION_PROMPT_TOKENS)
 
-    def _observe(self, talk: _Talk, raw: Raw, count: int) -> None:
+    def _append_message(self, talk: _Conversation, raw: Raw, count: int) -> None:
         ids = self._ids(count)
         talk.raw = [*talk.raw, raw]
         talk.ids = [*talk.ids, *ids.tolist()]
-        self.workload.pieces[read_message(raw).key] = Piece(ids, ((count, Origin.CONTEXT),))
+        self.workload.message_tokens[read_message(raw).key] = MessageTokens(ids, ((count, Origin.CONTEXT),))
 
     def _reply(self, spawn: str | None) -> Raw:
         self._calls += 1
-        arguments = json.dumps({"path": f"src/{self._calls}.py", "task": spawn or self._words("", 80)})
+        arguments = json.dumps({"path": f"src/{self._calls}.py", "task": spawn or self._text("", 80)})
         call = {
             "id": f"call_{self._calls}",
             "type": "function",
             "function": {"name": "work", "arguments": arguments},
         }
-        return {"role": "assistant", "content": self._words("I will", 150), "tool_calls": [call]}
+        return {"role": "assistant", "content": self._text("I will", 150), "tool_calls": [call]}
 
     def _step(self, asked: list[Raw], prompt_ids: list[int], said: Raw) -> Step:
-        ids = self._ids(SAMPLED)
-        logprobs = -np.random.default_rng(self._calls).random(SAMPLED, np.float32)
-        raw, raw_output = _fresh(asked), _fresh(said)
+        ids = self._ids(SAMPLED_TOKENS)
+        logprobs = -np.random.default_rng(self._calls).random(SAMPLED_TOKENS, np.float32)
+        raw, raw_output = _json_copy(asked), _json_copy(said)
         return Step(
             raw,
             read_messages(raw),
@@ -156,48 +158,48 @@ class _Maker:
         self._next_id += count
         return ids
 
-    def _words(self, start: str, tokens: int) -> str:
+    def _text(self, start: str, tokens: int) -> str:
         """Text of about as many tokens, at four letters each."""
         return f"{start} " + " ".join(f"{self._rng.randrange(1000):03d}" for _ in range(tokens))
 
 
-def _fresh(value: Any) -> Any:
+def _json_copy(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def long_talk(turns: int) -> Workload:
-    maker = _Maker(f"{turns} turns")
-    talk = maker.talk("You are an agent.", maker.task())
+def long_conversation(turns: int) -> Workload:
+    maker = _WorkloadBuilder(f"{turns} turns")
+    talk = maker.start_conversation("You are an agent.", maker.new_task())
     for _ in range(turns):
-        maker.turn(talk)
+        maker.add_turn(talk)
     return maker.workload
 
 
 def with_sub_agents(turns: int = 60, sub_agents: int = 3, sub_turns: int = 15) -> Workload:
-    maker = _Maker(f"{turns} turns + {sub_agents} sub-agents")
-    talk = maker.talk("You are an agent.", maker.task())
+    maker = _WorkloadBuilder(f"{turns} turns + {sub_agents} sub-agents")
+    talk = maker.start_conversation("You are an agent.", maker.new_task())
     for turn in range(turns):
         spawns = turn % (turns // (sub_agents + 1)) == 1 and turn > sub_agents
-        task = maker.task() if spawns else None
-        maker.turn(talk, spawn=task)
+        task = maker.new_task() if spawns else None
+        maker.add_turn(talk, spawn=task)
         if task is not None:
-            helper = maker.talk(f"You are helper {turn}.", task)
+            helper = maker.start_conversation(f"You are helper {turn}.", task)
             for _ in range(sub_turns):
-                maker.turn(helper)
+                maker.add_turn(helper)
     return maker.workload
 
 
 def best_of(candidates: int = 4, turns: int = 30) -> Workload:
-    maker = _Maker(f"best of {candidates} × {turns}")
-    talk = maker.talk("You are an agent.", maker.task())
+    maker = _WorkloadBuilder(f"best of {candidates} × {turns}")
+    talk = maker.start_conversation("You are an agent.", maker.new_task())
     for _ in range(turns):
-        maker.turn(talk, candidates=candidates)
+        maker.add_turn(talk, candidates=candidates)
     return maker.workload
 
 
-FOUR: tuple[Callable[[], Workload], ...] = (
-    lambda: long_talk(60),
+ALL_WORKLOADS: tuple[Callable[[], Workload], ...] = (
+    lambda: long_conversation(60),
     with_sub_agents,
     best_of,
-    lambda: long_talk(200),
+    lambda: long_conversation(200),
 )

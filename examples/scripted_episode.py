@@ -18,12 +18,12 @@ from branchline import (
     Session,
     ToolCall,
     ToyCodec,
+    classify_forks,
     diagnose,
     export_samples,
-    judge,
     timelines_of,
 )
-from branchline.cli.show import tree_view
+from branchline.cli.render import render_tree
 
 CODEC = ToyCodec.chatml()
 TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("run", "agent"))
@@ -40,9 +40,9 @@ class Episode:
         said = [Message("assistant", answer) if isinstance(answer, str) else answer for answer in answers]
         generations = []
         for message in said:
-            ids = CODEC.spell(message)
+            ids = CODEC.encode_reply(message)
             generations.append(Generation(ids, np.full(len(ids), -0.7, np.float32), 1, message=message))
-        self.session.deliver(self.session.commit(turn, *generations).call)
+        self.session.record_delivery(self.session.commit(turn, *generations).call)
         return said[0]
 
 
@@ -50,7 +50,7 @@ def user(text: str) -> Message:
     return Message("user", text)
 
 
-def play(episode: Episode) -> None:
+def run_episode(episode: Episode) -> None:
     """The episode; every comment names what the tree will show."""
     talk = [Message("system", "You mend programs."), user("The test suite fails. Find out why.")]
 
@@ -61,21 +61,25 @@ def play(episode: Episode) -> None:
 
     # A sub-agent: a tool call hands over a task, another agent works on it, its answer comes back.
     task = "Read tests/test_parse.py and say what it expects."
-    spawn = Message("assistant", "", calls=(ToolCall("agent", f'{{"task": "{task}"}}', "call_1"),))
+    spawn = Message("assistant", "", tool_calls=(ToolCall("agent", f'{{"task": "{task}"}}', "call_1"),))
     talk.append(episode.ask(talk, spawn))
     helper = [Message("system", "You read files and report."), user(task)]
-    look = Message("assistant", "", calls=(ToolCall("run", '{"cmd": "cat tests/test_parse.py"}', "call_2"),))
+    look = Message(
+        "assistant", "", tool_calls=(ToolCall("run", '{"cmd": "cat tests/test_parse.py"}', "call_2"),)
+    )
     helper.append(episode.ask(helper, look, agent="reader"))
-    helper.append(Message("tool", "assert parse('1,5') == 1.5", answers="call_2"))
+    helper.append(Message("tool", "assert parse('1,5') == 1.5", tool_call_id="call_2"))
     found = episode.ask(helper, "It expects a comma as decimal point.", agent="reader")
-    talk.append(Message("tool", found.text, answers="call_1"))
+    talk.append(Message("tool", found.content, tool_call_id="call_1"))
 
     # A repair loop: a bad call and its error are temporary context, then removed by the framework.
     bad = episode.ask(talk, Message("assistant", "run sed on parse.py"))
     error = user("That was no tool call. Call a tool.")
-    good = Message("assistant", "", calls=(ToolCall("run", '{"cmd": "sed -i s/,/./ parse.py"}', "call_3"),))
+    good = Message(
+        "assistant", "", tool_calls=(ToolCall("run", '{"cmd": "sed -i s/,/./ parse.py"}', "call_3"),)
+    )
     episode.ask([*talk, bad, error], good)
-    talk += [good, Message("tool", "ok", answers="call_3")]
+    talk += [good, Message("tool", "ok", tool_call_id="call_3")]
     talk.append(episode.ask(talk, "Mended: commas are read as points now."))
 
     # An edit: the person rewrites an earlier message and the agent goes on from there.
@@ -85,21 +89,25 @@ def play(episode: Episode) -> None:
     # A compaction: a summary is sampled, and a new conversation starts from it.
     talk.append(user("Summarise what you did."))
     summary = episode.ask(talk, "The test wants decimal commas; parse.py now turns them into points.")
-    episode.ask([talk[0], user(f"Earlier: {summary.text} Now write the changelog.")], "Parse decimal commas.")
+    episode.ask(
+        [talk[0], user(f"Earlier: {summary.content} Now write the changelog.")], "Parse decimal commas."
+    )
 
 
 def main() -> None:
     episode = Episode()
-    play(episode)
+    run_episode(episode)
     tree = episode.session.tree
-    judgement = judge(tree)
+    judgement = classify_forks(tree)
     console = Console()
     console.rule("the tree")
-    console.print(tree_view(tree, judgement))
+    console.print(render_tree(tree, judgement))
     console.rule("timelines")
     table = Table("agent", "messages", "tokens", "sampled", "says")
     for line in timelines_of(tree):
-        said = " → ".join(node.message.text or node.message.calls[0].name for node in line.sampled_nodes)
+        said = " → ".join(
+            node.message.content or node.message.tool_calls[0].name for node in line.sampled_nodes
+        )
         table.add_row(line.agent, str(len(line.nodes)), str(len(line)), str(line.mask.sum()), said[:70])
     console.print(table)
     console.rule("why it forked")

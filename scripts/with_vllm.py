@@ -24,17 +24,17 @@ from pathlib import Path
 
 from branchline.engines.smollm2 import smollm2_folder
 
-CONTEXT = 512
+MAX_MODEL_LEN = 512
 START_S = 300.0
 STOP_S = 30.0
 
-_REFUSED = re.compile(r'HTTP/1\.1" 4\d\d')
-_NOTE_OF_REFUSAL = "Exception caught. Request id"
+_REJECTED_REQUEST = re.compile(r'HTTP/1\.1" 4\d\d')
+_REJECTED_REQUEST_NOTE = "Exception caught. Request id"
 _ERROR = re.compile(r"\bERROR\b|\bCRITICAL\b|Traceback")
 
 
 @dataclass(frozen=True)
-class Server:
+class VllmServer:
     """A server that was started."""
 
     name: str
@@ -63,12 +63,12 @@ class Server:
     def errors(self) -> list[str]:
         """Errors in the log; a refused request writes one line that says so, which is none."""
         lines = self.log.read_text(errors="replace").splitlines()
-        refused = sum(bool(_REFUSED.search(line)) for line in lines)
-        notes = [line for line in lines if _NOTE_OF_REFUSAL in line]
+        refused = sum(bool(_REJECTED_REQUEST.search(line)) for line in lines)
+        notes = [line for line in lines if _REJECTED_REQUEST_NOTE in line]
         return [line for line in lines if _ERROR.search(line) and line not in notes[:refused]]
 
 
-def start(name: str, vllm: Path, folder: Path, *, dev: bool) -> Server:
+def start_server(name: str, vllm: Path, folder: Path, *, dev: bool) -> VllmServer:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     log = vllm.parent / f"vllm-{name}.log"
@@ -83,7 +83,7 @@ def start(name: str, vllm: Path, folder: Path, *, dev: bool) -> Server:
     }
     # By its name alone, from beside it: the server tells what it was called, and nobody's path with it.
     command = [vllm / "bin" / "vllm", "serve", folder.name, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(CONTEXT)]
+    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -94,10 +94,10 @@ def start(name: str, vllm: Path, folder: Path, *, dev: bool) -> Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(name, f"http://127.0.0.1:{port}", log, process)
+    return VllmServer(name, f"http://127.0.0.1:{port}", log, process)
 
 
-def wait(servers: list[Server]) -> None:
+def wait_until_healthy(servers: list[VllmServer]) -> None:
     """Until all of them answer."""
     began = time.monotonic()
     while not all(server.is_healthy() for server in servers):
@@ -113,11 +113,11 @@ def main(arguments: list[str]) -> int:
         return 2
     vllm, command = Path(arguments[0]).absolute(), arguments[1:]
     folder = smollm2_folder()
-    servers: list[Server] = []
+    servers: list[VllmServer] = []
     try:
         for name, dev in (("dev", True), ("plain", False)):
-            servers.append(start(name, vllm, folder, dev=dev))
-        wait(servers)
+            servers.append(start_server(name, vllm, folder, dev=dev))
+        wait_until_healthy(servers)
         found = {
             "BRANCHLINE_VLLM_URLS": " ".join(server.url for server in servers),
             "BRANCHLINE_VLLM_MODEL": str(folder),

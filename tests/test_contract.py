@@ -15,36 +15,38 @@ from hypothesis import strategies as st
 
 from branchline import ExportPolicy, Session, ToyCodec, export_samples, merge, timelines_of
 from branchline.core.call import Delivery
-from branchline.core.runs import Origin
-from branchline.testing.behaviours import Behaviour, Manners, PlannedCall
-from branchline.testing.player import Player, causal_order
+from branchline.core.token_arrays import Origin
+from branchline.testing.plan_runner import PlanRunner, causal_order
+from branchline.testing.plans import PlanGenerator, PlannedCall, ReplyStyle
 from branchline.timelines.causes import Cause
 from branchline.timelines.links import MergePolicy
 from branchline.tree.delta import decode_record, encode_record
 from branchline.tree.tree import Tree
 
-NOT_BEHAVIOUR = (Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE)
-KINDS = [cause for cause in Cause if cause not in NOT_BEHAVIOUR]
+NOT_AGENT_CAUSES = (Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE_REWRITE)
+PLANNED_CAUSES = [cause for cause in Cause if cause not in NOT_AGENT_CAUSES]
 
 seeds = st.integers(0, 2**32)
 steps = st.integers(0, 8)
-kinds = st.lists(st.sampled_from(KINDS), max_size=4, unique=True)
+cause_lists = st.lists(st.sampled_from(PLANNED_CAUSES), max_size=4, unique=True)
 codecs = st.sampled_from([ToyCodec(), ToyCodec.chatml(), ToyCodec.chatml(strip_thinking=True)])
 thinking = st.booleans()
 
-behaviours = settings(max_examples=120, deadline=None)
+property_settings = settings(max_examples=120, deadline=None)
 
 
 def draw_plan(
     seed: int, count: int, only: list[Cause], think: bool, mangle: bool = True
 ) -> list[PlannedCall]:
-    return Behaviour(Random(seed), reasoning=think, manners=Manners(mangle=mangle)).plan(count, only=only)
+    return PlanGenerator(Random(seed), reasoning=think, style=ReplyStyle(reserialize_echoes=mangle)).generate(
+        count, only=only
+    )
 
 
-def play(plan: list[PlannedCall], codec: ToyCodec, seed: int, history: str = "template") -> Player:
+def run_plan(plan: list[PlannedCall], codec: ToyCodec, seed: int, history: str = "template") -> PlanRunner:
     rng = Random(seed)
-    player = Player(Session("s", codec, history=history), codec)  # type: ignore[arg-type]
-    player.play(plan, causal_order(plan, rng), overlap=rng)
+    player = PlanRunner(Session("s", codec, history=history), codec)  # type: ignore[arg-type]
+    player.run(plan, causal_order(plan, rng), overlap=rng)
     return player
 
 
@@ -52,14 +54,14 @@ def timeline_set(tree: Tree) -> list[tuple[bytes, bytes]]:
     return sorted((line.ids.tobytes(), line.mask.tobytes()) for line in timelines_of(tree))
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking, st.sampled_from(["template", "verbatim"]))
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking, st.sampled_from(["template", "verbatim"]))
 def test_c1_every_call_is_a_path_of_exactly_its_prompt_and_output(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool, history: str
 ) -> None:
-    player = play(draw_plan(seed, count, only, think), codec, seed, history)
+    player = run_plan(draw_plan(seed, count, only, think), codec, seed, history)
     tree = player.session.tree
-    for one in player.played:
+    for one in player.executed:
         for node_id, ids in zip(one.call.outputs, one.outputs, strict=True):
             node = tree.nodes[node_id]
             assert tree.path_ids(node).tolist() == [*one.prompt_ids.tolist(), *ids.tolist()]
@@ -67,12 +69,12 @@ def test_c1_every_call_is_a_path_of_exactly_its_prompt_and_output(
             assert node.sampled_ids.tolist() == ids.tolist()
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking, st.sampled_from(["split", "first"]))
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking, st.sampled_from(["split", "first"]))
 def test_c2_every_sampled_token_is_trained_once_or_accounted_for(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool, shares: str
 ) -> None:
-    player = play(draw_plan(seed, count, only, think), codec, seed)
+    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
     tree = player.session.tree
     export = export_samples(tree, ExportPolicy(shares=shares))  # type: ignore[arg-type]
     weights: dict[tuple[bytes, int], float] = {}
@@ -85,7 +87,7 @@ def test_c2_every_sampled_token_is_trained_once_or_accounted_for(
     # The same ids sampled twice behind the same ids (twins) are two tokens at one key.
     expected: dict[tuple[bytes, int], int] = {}
     dropped = {entry.call for entry in export.report.dropped}
-    for one in player.played:
+    for one in player.executed:
         if one.call.id in dropped:
             continue
         for ids in one.outputs:
@@ -96,30 +98,30 @@ def test_c2_every_sampled_token_is_trained_once_or_accounted_for(
     assert weights.keys() == expected.keys()
     assert all(abs(weights[key] - expected[key]) < 1e-4 for key in expected)
     assert export.report.is_balanced
-    assert export.report.sampled_tokens == sum(len(ids) for one in player.played for ids in one.outputs)
+    assert export.report.sampled_tokens == sum(len(ids) for one in player.executed for ids in one.outputs)
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking)
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking)
 def test_c2_only_what_never_reached_a_client_is_dropped(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    player = play(draw_plan(seed, count, only, think), codec, seed)
+    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
     dropped = {entry.call for entry in export_samples(player.session.tree).report.dropped}
-    for one in player.played:
+    for one in player.executed:
         lost = one.planned.delivery != Delivery.DELIVERED
         assert (one.call.id in dropped) == (lost and any(len(ids) for ids in one.outputs))
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking)
-def test_c3_a_trained_token_stands_behind_the_ids_it_was_sampled_behind(
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking)
+def test_c3_a_trained_token_follows_the_ids_it_was_sampled_after(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    player = play(draw_plan(seed, count, only, think), codec, seed)
+    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
     sampled_behind = {
         np.concatenate((one.prompt_ids, ids))[:end].tobytes()
-        for one in player.played
+        for one in player.executed
         for ids in one.outputs
         for end in range(len(one.prompt_ids) + 1, len(one.prompt_ids) + len(ids) + 1)
     }
@@ -128,7 +130,7 @@ def test_c3_a_trained_token_stands_behind_the_ids_it_was_sampled_behind(
             assert line.ids[: place + 1].tobytes() in sampled_behind
 
 
-def snapshot(tree: Tree) -> Iterator[tuple[object, ...]]:
+def node_fields(tree: Tree) -> Iterator[tuple[object, ...]]:
     for node in tree.nodes:
         yield (
             node.id,
@@ -140,41 +142,41 @@ def snapshot(tree: Tree) -> Iterator[tuple[object, ...]]:
         )
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking)
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking)
 def test_c4_a_commit_only_adds_and_a_failed_call_changes_nothing(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
     plan = draw_plan(seed, count, only, think)
-    player = Player(Session("s", codec), codec)
+    player = PlanRunner(Session("s", codec), codec)
     tree = player.session.tree
     for planned in plan:
-        before = list(snapshot(tree))
+        before = list(node_fields(tree))
         player.prepare(planned)
-        assert list(snapshot(tree)) == before
+        assert list(node_fields(tree)) == before
         player.commit(planned)
-        assert list(snapshot(tree))[: len(before)] == before
+        assert list(node_fields(tree))[: len(before)] == before
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking, seeds)
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking, seeds)
 def test_c5_every_causally_possible_order_gives_the_same_timelines(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool, other: int
 ) -> None:
     plan = draw_plan(seed, count, only, think)
-    in_order = Player(Session("s", codec), codec)
-    in_order.play(plan)
-    assert timeline_set(play(plan, codec, other).session.tree) == timeline_set(in_order.session.tree)
+    in_order = PlanRunner(Session("s", codec), codec)
+    in_order.run(plan)
+    assert timeline_set(run_plan(plan, codec, other).session.tree) == timeline_set(in_order.session.tree)
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking)
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking)
 def test_c6_all_arrays_of_a_timeline_and_a_sample_are_aligned(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    tree = play(draw_plan(seed, count, only, think), codec, seed).session.tree
+    tree = run_plan(draw_plan(seed, count, only, think), codec, seed).session.tree
     for line in timelines_of(tree):
-        arrays = (line.ids, line.origins, line.mask, line.logprobs, line.versions, line.nodes_of_tokens)
+        arrays = (line.ids, line.origins, line.mask, line.logprobs, line.versions, line.token_node_ids)
         assert {len(array) for array in arrays} == {len(line)}
         assert ((line.origins == Origin.SAMPLED) == (line.versions >= 0)).all()
         assert len(line.messages) == len(line.authors)
@@ -191,13 +193,13 @@ def test_c6_all_arrays_of_a_timeline_and_a_sample_are_aligned(
         assert sample.response_mask[0] == 1
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking)
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking)
 def test_a_replayed_journal_is_the_tree_that_was(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
     written: list[bytes] = []
-    player = Player(Session("s", codec), codec)
+    player = PlanRunner(Session("s", codec), codec)
     apply = player.session.tree.apply
 
     def recording(record):  # type: ignore[no-untyped-def]
@@ -205,46 +207,46 @@ def test_a_replayed_journal_is_the_tree_that_was(
         return apply(record)
 
     player.session.tree.apply = recording  # type: ignore[method-assign]
-    player.play(draw_plan(seed, count, only, think))
+    player.run(draw_plan(seed, count, only, think))
     again = Tree()
     for data in written:
         again.apply(decode_record(data))
-    whole = list(snapshot(player.session.tree))
-    for one, other in zip(whole, snapshot(again), strict=True):
+    whole = list(node_fields(player.session.tree))
+    for one, other in zip(whole, node_fields(again), strict=True):
         assert one[:5] == other[:5]
     assert again.calls == player.session.tree.calls
     assert timeline_set(again) == timeline_set(player.session.tree)
 
 
-@behaviours
-@given(seeds, steps, kinds, codecs, thinking)
+@property_settings
+@given(seeds, steps, cause_lists, codecs, thinking)
 def test_merging_the_same_calls_as_a_foreign_log_by_ids_gives_the_same_timelines(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    player = play(draw_plan(seed, count, only, think), codec, seed)
-    log = player.log()
+    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    log = player.to_log()
     Random(seed).shuffle(log)
     merged = merge(log, MergePolicy(compare="token", ignore_tools=False))
     assert timeline_set(merged.tree) == timeline_set(player.session.tree)
     assert all(line.exact for line in timelines_of(merged.tree))
 
 
-@behaviours
-@given(seeds, steps, kinds, thinking)
+@property_settings
+@given(seeds, steps, cause_lists, thinking)
 def test_merging_by_text_delivers_every_sampled_token_and_marks_what_is_not_exact(
     seed: int, count: int, only: list[Cause], think: bool
 ) -> None:
     codec = ToyCodec.chatml()
-    player = play(draw_plan(seed, count, only, think), codec, seed)
-    log = player.log()
+    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    log = player.to_log()
     Random(seed).shuffle(log)
     merged = merge(log, MergePolicy(ignore_tools=False))
-    report = export_samples(merged.tree, ExportPolicy(inexact=True)).report
+    report = export_samples(merged.tree, ExportPolicy(include_inexact=True)).report
     assert report.trained_tokens == report.sampled_tokens
-    assert report.sampled_tokens == sum(len(ids) for one in player.played for ids in one.outputs)
+    assert report.sampled_tokens == sum(len(ids) for one in player.executed for ids in one.outputs)
     prompts = {
-        np.concatenate((one.prompt_ids, ids)).tobytes() for one in player.played for ids in one.outputs
+        np.concatenate((one.prompt_ids, ids)).tobytes() for one in player.executed for ids in one.outputs
     }
     for node in merged.tree.nodes:
-        if node.output is not None and not node.output.behind_other_ids:
+        if node.output is not None and not node.output.inexact:
             assert merged.tree.path_ids(node).tobytes() in prompts

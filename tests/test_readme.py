@@ -35,7 +35,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_answer(
+def test_commands_succeed(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -43,7 +43,7 @@ def test_commands_answer(
     assert capsys.readouterr().out
 
 
-def test_every_room_is_in_the_annotated_tree() -> None:
+def test_every_package_is_in_the_annotated_tree() -> None:
     rooms = {path.name for path in (ROOT / "src" / "branchline").iterdir() if path.is_dir()} - {"__pycache__"}
     missing = {room for room in rooms if f"  {room}/" not in README}
     assert not missing

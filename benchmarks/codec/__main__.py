@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from benchmarks.codec import firsts, parts, templates, turns
-from benchmarks.codec.talks import CACHE
-from benchmarks.measure import Report
+from benchmarks.codec import breakdown, first_prompts, templates, turns
+from benchmarks.codec.conversations import CACHE
+from benchmarks.measure import BenchmarkTable
 
-TABLES: dict[str, Callable[[], Report]] = {
+TABLES: dict[str, Callable[[], BenchmarkTable]] = {
     "turns": turns.table,
-    "forks": firsts.forks,
-    "sessions": firsts.sessions,
-    "parts": parts.table,
+    "forks": first_prompts.forks,
+    "sessions": first_prompts.sessions,
+    "parts": breakdown.table,
     "templates": templates.table,
 }
 
@@ -37,7 +37,7 @@ def main(names: Sequence[str]) -> int:
     for name in names or TABLES:
         report = TABLES[name]()
         report.print(console)
-        verdicts += report.verdicts
+        verdicts += report.targets_met
     took_s = time.perf_counter() - start
     console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
     return 0

@@ -9,22 +9,31 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from benchmarks.codec.talks import AGENT, CACHE, FOREIGN, SHORT, THINKING, TOOLS, Mix, Writer
-from benchmarks.measure import Report, best_cpu_s, ms
+from benchmarks.codec.conversations import (
+    AGENT,
+    CACHE,
+    NON_ASCII,
+    SHORT,
+    THINKING,
+    TOOLS,
+    ConversationMix,
+    MessageWriter,
+)
+from benchmarks.measure import BenchmarkTable, best_cpu_s, format_ms
 from branchline import Message
-from branchline.chat.generic.dialect import Dialect, probe_dialect
-from branchline.chat.generic.template import ChatTemplate
+from branchline.chat.generic.chat_template import ChatTemplate
+from branchline.chat.generic.template_traits import TemplateTraits, probe_template_traits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.errors import TemplateError
 
 _MESSAGES = 91
-_MIXES = (AGENT, SHORT, FOREIGN, THINKING)
+_MIXES = (AGENT, SHORT, NON_ASCII, THINKING)
 _NOW = datetime(2025, 1, 2, 3, 4)
 _REFUSED = "refused"
 
 
-def table() -> Report:
-    report = Report(
+def table() -> BenchmarkTable:
+    report = BenchmarkTable(
         f"minijinja beside jinja2: a conversation of {_MESSAGES} messages, about 30k tokens",
         ["template", "calls", "letters", "minijinja ms", "jinja2 ms", "ratio", "refused", "equal", "used"],
         [
@@ -38,37 +47,39 @@ def table() -> Report:
     return report
 
 
-def _row(report: Report, tokenizer: TokenizerDir) -> None:
-    source = tokenizer.template(tools=True).source
-    fast = ChatTemplate(source, tokenizer.named_tokens)
-    exact = ChatTemplate(source, tokenizer.named_tokens, fast=False)
-    dialect = probe_dialect(exact)
+def _row(report: BenchmarkTable, tokenizer: TokenizerDir) -> None:
+    source = tokenizer.chat_template(tools=True).source
+    fast = ChatTemplate(source, tokenizer.special_tokens)
+    exact = ChatTemplate(source, tokenizer.special_tokens, use_minijinja=False)
+    dialect = probe_template_traits(exact)
     tools = TOOLS if dialect.shows_tools else ()
-    whole = _written(AGENT, dialect, _MESSAGES)
+    whole = _template_messages(AGENT, dialect, _MESSAGES)
     text = _render(fast, whole, tools)
     sides = (partial(_render, fast, whole, tools), partial(_render, exact, whole, tools))
     fast_s, exact_s = best_cpu_s(*sides)
-    talks = [_written(mix, dialect, count) for mix in _MIXES for count in (*range(1, 25), _MESSAGES)]
+    talks = [
+        _template_messages(mix, dialect, count) for mix in _MIXES for count in (*range(1, 25), _MESSAGES)
+    ]
     texts = [_render(exact, talk, tools) for talk in talks]
     equal = [_render(fast, talk, tools) == exactly for talk, exactly in zip(talks, texts, strict=True)]
-    report.row(
+    report.add_row(
         tokenizer.path.name,
-        "yes" if dialect.shows_calls else "no",
+        "yes" if dialect.shows_tool_calls else "no",
         f"{len(text):,}" if text != _REFUSED else _REFUSED,
-        ms(fast_s),
-        ms(exact_s),
+        format_ms(fast_s),
+        format_ms(exact_s),
         f"{exact_s / fast_s:.1f}×",
         texts.count(_REFUSED),
-        report.target(f"{sum(equal)}/{len(equal)}", all(equal)),
-        "minijinja" if fast.is_fast else f"jinja2: {fast.mismatch or 'no minijinja'}",
+        report.target_cell(f"{sum(equal)}/{len(equal)}", all(equal)),
+        "minijinja" if fast.uses_minijinja else f"jinja2: {fast.fallback_reason or 'no minijinja'}",
     )
 
 
-def _written(mix: Mix, dialect: Dialect, count: int) -> list[dict[str, Any]]:
+def _template_messages(mix: ConversationMix, dialect: TemplateTraits, count: int) -> list[dict[str, Any]]:
     """The first messages of a conversation, without calls where the template shows none."""
-    plain = mix if dialect.shows_calls else replace(mix, user_every=1)
-    messages: list[Message] = list(islice(Writer(plain).history(), count))
-    return dialect.write(messages)
+    plain = mix if dialect.shows_tool_calls else replace(mix, user_every=1)
+    messages: list[Message] = list(islice(MessageWriter(plain).messages(), count))
+    return dialect.to_template_messages(messages)
 
 
 def _render(

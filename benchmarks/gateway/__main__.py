@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from benchmarks.codec.talks import CACHE
-from benchmarks.gateway import beside, embedded, engines, load, turns
+from benchmarks.codec.conversations import CACHE
+from benchmarks.gateway import embedded, engine_clients, load, long_conversation, rllm_comparison
 from benchmarks.gateway.load import Load
-from benchmarks.measure import Report
+from benchmarks.measure import BenchmarkTable
 
 _FULL = Load()
 
@@ -25,10 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--in-flight", type=int, default=_FULL.in_flight, help="of load")
     given = parser.parse_args(arguments)
     wanted = Load(given.sessions, given.turns, given.in_flight)
-    tables: dict[str, Callable[[], list[Report]]] = {
-        "beside": lambda: [beside.table()],
-        "engines": lambda: [engines.table()],
-        "turns": turns.tables,
+    tables: dict[str, Callable[[], list[BenchmarkTable]]] = {
+        "beside": lambda: [rllm_comparison.table()],
+        "engines": lambda: [engine_clients.table()],
+        "turns": long_conversation.tables,
         "load": lambda: [load.table(wanted)],
         "embedded": embedded.tables,
     }
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in given.tables or tables:
         for report in tables[name]():
             report.print(console)
-            verdicts += report.verdicts
+            verdicts += report.targets_met
     took_s = time.perf_counter() - start
     console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
     return 0

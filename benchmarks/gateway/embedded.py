@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.measure import Report, best_cpu_s, ms
-from branchline.core.runs import Ids, as_ids
+from benchmarks.measure import BenchmarkTable, best_cpu_s, format_ms
+from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 _VOCAB, _LAYERS, _KEY_HEADS, _HEAD = 8192, 4, 2, 32
 _TOKEN_BYTES = _LAYERS * 2 * _KEY_HEADS * _HEAD * 4
-_SESSIONS, _TOKENS, _ROUNDS = 8, 128, 5
-_PROMPT = 64
-_PROMPTS = tuple(16 + 16 * place for place in range(_SESSIONS))
-_TARGET_TOGETHER, _TARGET_PLAIN = 4.0, 1.0
-_TURNS, _FIRST, _REPLY, _NEW = 10, 512, 32, 96
-_KEPT_SESSIONS, _KEPT_PROMPT = 16, 256
+_SESSIONS, _OUTPUT_TOKENS, _ROUNDS = 8, 128, 5
+_PROMPT_TOKENS = 64
+_MIXED_PROMPT_TOKENS = tuple(16 + 16 * place for place in range(_SESSIONS))
+_TARGET_BATCH_SPEEDUP, _TARGET_GENERATE_RATIO = 4.0, 1.0
+_TURNS, _FIRST_PROMPT_TOKENS, _REPLY_TOKENS, _NEW_TOKENS = 10, 512, 32, 96
+_CACHED_SESSIONS, _CACHED_PROMPT_TOKENS = 16, 256
 _MIB = 2**20
 
 
-def tables() -> list[Report]:
+def tables() -> list[BenchmarkTable]:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
-        report = Report("The embedded engine", ["not measured"])
-        report.row(f"{' and '.join(missing)} not installed: pip install 'branchline[hf]'")
+        report = BenchmarkTable("The embedded engine", ["not measured"])
+        report.add_row(f"{' and '.join(missing)} not installed: pip install 'branchline[hf]'")
         return [report]
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_together(), _turns(), _memory()]
+        return [_throughput_table(), _turns_table(), _memory_table()]
     finally:
         torch.set_num_threads(threads)
 
@@ -86,31 +86,31 @@ def _prompt(seed: int, size: int) -> Ids:
 
 
 @dataclass(frozen=True)
-class Said:
+class ServedReply:
     """What a session got, and the CPU seconds until the first of it was there."""
 
     ids: list[int]
     first_s: float
 
 
-def _served(engine: HfEngine, prompts: Sequence[Ids], tokens: int) -> list[Said]:
+def _serve_all(engine: HfEngine, prompts: Sequence[Ids], tokens: int) -> list[ServedReply]:
     """All prompts at once, each in a session of its own."""
 
-    async def one(prompt_ids: Ids) -> Said:
+    async def one(prompt_ids: Ids) -> ServedReply:
         ids: list[int] = []
         start, first_s = time.process_time(), 0.0
         async for chunk in engine.generate(prompt_ids, SamplingParams(max_tokens=tokens, temperature=0)):
             first_s = first_s or time.process_time() - start
             ids += chunk.ids.tolist()
-        return Said(ids, first_s)
+        return ServedReply(ids, first_s)
 
-    async def all_of_them() -> list[Said]:
+    async def all_of_them() -> list[ServedReply]:
         return await asyncio.gather(*map(one, prompts))
 
     return asyncio.run(all_of_them())
 
 
-def _plain(model: Any, prompts: Sequence[Ids], tokens: int) -> list[list[int]]:
+def _generate_batch(model: Any, prompts: Sequence[Ids], tokens: int) -> list[list[int]]:
     """What transformers' own `generate` gives for all prompts as one batch, padded in front."""
     import torch
 
@@ -131,11 +131,11 @@ def _plain(model: Any, prompts: Sequence[Ids], tokens: int) -> list[list[int]]:
     return [list(row) for row in output[:, width:].tolist()]
 
 
-def _together() -> Report:
+def _throughput_table() -> BenchmarkTable:
     model = _model()
     size_m = sum(weight.numel() for weight in model.parameters()) / 1e6
-    report = Report(
-        f"Embedded engine: {_TOKENS} tokens for each of {_SESSIONS} sessions, a Qwen3 of {size_m:.1f} M "
+    report = BenchmarkTable(
+        f"Embedded engine: {_OUTPUT_TOKENS} tokens for each of {_SESSIONS} sessions, a Qwen3 of {size_m:.1f} M "
         "weights",
         ["prompts", "one, tok/s", "eight, tok/s", "generate, tok/s", "eight to one", "target",
          "to generate", "target", "ids equal"],
@@ -149,8 +149,8 @@ def _together() -> Report:
     )  # fmt: skip
     engine = _engine()
     for name, sizes in (
-        (f"of {_PROMPT} ids", (_PROMPT,) * _SESSIONS),
-        (f"of {_PROMPTS[0]} to {_PROMPTS[-1]} ids", _PROMPTS),
+        (f"of {_PROMPT_TOKENS} ids", (_PROMPT_TOKENS,) * _SESSIONS),
+        (f"of {_MIXED_PROMPT_TOKENS[0]} to {_MIXED_PROMPT_TOKENS[-1]} ids", _MIXED_PROMPT_TOKENS),
     ):
         prompts = [_prompt(seed, size) for seed, size in enumerate(sizes)]
         middle = prompts[_SESSIONS // 2]
@@ -158,66 +158,66 @@ def _together() -> Report:
         plain: list[list[int]] = []
 
         def eight(prompts: Sequence[Ids] = prompts, said: list[list[int]] = said) -> None:
-            said[:] = [one.ids for one in _served(engine, prompts, _TOKENS)]
+            said[:] = [one.ids for one in _serve_all(engine, prompts, _OUTPUT_TOKENS)]
 
         def batch(prompts: Sequence[Ids] = prompts, plain: list[list[int]] = plain) -> None:
-            plain[:] = _plain(model, prompts, _TOKENS)
+            plain[:] = _generate_batch(model, prompts, _OUTPUT_TOKENS)
 
         def alone(prompt_ids: Ids = middle) -> None:
-            _served(engine, [prompt_ids], _TOKENS)
+            _serve_all(engine, [prompt_ids], _OUTPUT_TOKENS)
 
         for rehearsal in (alone, eight, batch):
             rehearsal()
         one_s, eight_s, plain_s = best_cpu_s(alone, eight, batch, repeats=_ROUNDS)
         together, beside = _SESSIONS * one_s / eight_s, plain_s / eight_s
         equal = sum(ours == theirs for ours, theirs in zip(said, plain, strict=True))
-        report.row(
+        report.add_row(
             name,
-            f"{_TOKENS / one_s:,.0f}",
-            f"{_SESSIONS * _TOKENS / eight_s:,.0f}",
-            f"{_SESSIONS * _TOKENS / plain_s:,.0f}",
+            f"{_OUTPUT_TOKENS / one_s:,.0f}",
+            f"{_SESSIONS * _OUTPUT_TOKENS / eight_s:,.0f}",
+            f"{_SESSIONS * _OUTPUT_TOKENS / plain_s:,.0f}",
             f"{together:.1f}×",
-            report.target(f"≥ {_TARGET_TOGETHER:.0f}×", together >= _TARGET_TOGETHER),
+            report.target_cell(f"≥ {_TARGET_BATCH_SPEEDUP:.0f}×", together >= _TARGET_BATCH_SPEEDUP),
             f"{beside:.2f}×",
-            report.target(f"≥ {_TARGET_PLAIN:.1f}×", beside >= _TARGET_PLAIN),
-            report.target(f"{equal} of {_SESSIONS}", equal == _SESSIONS),
+            report.target_cell(f"≥ {_TARGET_GENERATE_RATIO:.1f}×", beside >= _TARGET_GENERATE_RATIO),
+            report.target_cell(f"{equal} of {_SESSIONS}", equal == _SESSIONS),
         )
     asyncio.run(engine.close())
     return report
 
 
 @dataclass(frozen=True)
-class Turn:
+class MeasuredTurn:
     """One turn of a conversation."""
 
-    prompt: int
-    computed: int
+    prompt_tokens: int
+    computed_tokens: int
     first_s: float
     ids: list[int]
 
 
-def _conversation(engine: HfEngine, seed: int) -> list[Turn]:
-    ids = _prompt(1000 * seed, _FIRST).tolist()
-    turns: list[Turn] = []
+def _conversation(engine: HfEngine, seed: int) -> list[MeasuredTurn]:
+    ids = _prompt(1000 * seed, _FIRST_PROMPT_TOKENS).tolist()
+    turns: list[MeasuredTurn] = []
     for turn in range(_TURNS):
         before = engine.stats
-        (said,) = _served(engine, [as_ids(ids)], _REPLY)
-        turns.append(Turn(len(ids), _computed(before, engine.stats), said.first_s, said.ids))
-        ids = [*ids, *said.ids, *_prompt(1000 * seed + turn + 1, _NEW).tolist()]
+        (said,) = _serve_all(engine, [as_ids(ids)], _REPLY_TOKENS)
+        turns.append(MeasuredTurn(len(ids), _computed_tokens(before, engine.stats), said.first_s, said.ids))
+        ids = [*ids, *said.ids, *_prompt(1000 * seed + turn + 1, _NEW_TOKENS).tolist()]
     return turns
 
 
-def _computed(before: HfStats, after: HfStats) -> int:
+def _computed_tokens(before: HfStats, after: HfStats) -> int:
     return after.computed_tokens - before.computed_tokens
 
 
-def _turns() -> Report:
-    report = Report(
+def _turns_table() -> BenchmarkTable:
+    report = BenchmarkTable(
         f"Embedded engine: a conversation of {_TURNS} turns, the prompt of each",
         ["turn", "prompt ids", "computed", "first id, ms", "without reuse", "first id, ms", "target",
          "ids equal"],
         [
-            f"A prompt of {_FIRST} ids, replies of {_REPLY}, {_NEW} new ids a turn. First id: CPU time from "
+            f"A prompt of {_FIRST_PROMPT_TOKENS} ids, replies of {_REPLY_TOKENS}, {_NEW_TOKENS} new ids a turn. First id: CPU time from "
             f"asking to the first id, the best of {_ROUNDS} conversations.",
             "Computed: ids of the prompt that went through the model. The last id of a reply was sampled and "
             "never an input, so it is among the new ones.",
@@ -225,7 +225,7 @@ def _turns() -> Report:
         ],
     )  # fmt: skip
     keeping, forgetting = (_engine(cache_tokens=size) for size in (100_000, 0))
-    sides: list[list[list[Turn]]] = [[], []]
+    sides: list[list[list[MeasuredTurn]]] = [[], []]
     for seed in range(_ROUNDS + 1):
         for side, engine in zip(sides, (keeping, forgetting), strict=True):
             side.append(_conversation(engine, seed))
@@ -235,27 +235,33 @@ def _turns() -> Report:
     for place in (0, 1, _TURNS // 2 - 1, _TURNS - 1):
         ours, theirs = kept[place], forgot[place]
         equal = sum(one.ids == other.ids for one, other in zip(ours, theirs, strict=True))
-        report.row(
+        report.add_row(
             place + 1,
             f"{ours[0].prompt:,}",
             ours[0].computed,
-            ms(min(turn.first_s for turn in ours)),
+            format_ms(min(turn.first_s for turn in ours)),
             f"{theirs[0].computed:,}",
-            ms(min(turn.first_s for turn in theirs)),
-            report.target(f"≤ {_NEW + 1} computed", ours[0].computed <= _NEW + 1) if place else "",
-            report.target(f"{equal} of {_ROUNDS}", equal == _ROUNDS),
+            format_ms(min(turn.first_s for turn in theirs)),
+            report.target_cell(f"≤ {_NEW_TOKENS + 1} computed", ours[0].computed <= _NEW_TOKENS + 1)
+            if place
+            else "",
+            report.target_cell(f"{equal} of {_ROUNDS}", equal == _ROUNDS),
         )
     totals = [sum(turns[0].computed for turns in side) for side in (kept, forgot)]
     first_s = [sum(min(turn.first_s for turn in turns) for turns in side) for side in (kept, forgot)]
-    report.row("all", "", f"{totals[0]:,}", ms(first_s[0]), f"{totals[1]:,}", ms(first_s[1]), "", "")
+    report.add_row(
+        "all", "", f"{totals[0]:,}", format_ms(first_s[0]), f"{totals[1]:,}", format_ms(first_s[1]), "", ""
+    )
     return report
 
 
-def _memory() -> Report:
-    sizes = [_KEPT_PROMPT + _REPLY - 1 + turn * (_REPLY + _NEW) for turn in (0, 1)]
-    room = _KEPT_SESSIONS * sizes[1]
-    report = Report(
-        f"Embedded engine: {_KEPT_SESSIONS} sessions of two turns share what may be kept",
+def _memory_table() -> BenchmarkTable:
+    sizes = [
+        _CACHED_PROMPT_TOKENS + _REPLY_TOKENS - 1 + turn * (_REPLY_TOKENS + _NEW_TOKENS) for turn in (0, 1)
+    ]
+    room = _CACHED_SESSIONS * sizes[1]
+    report = BenchmarkTable(
+        f"Embedded engine: {_CACHED_SESSIONS} sessions of two turns share what may be kept",
         ["room for", "limit, MiB", "most kept, MiB", "evictions", "second turns that found the first",
          "prompt ids computed", "target"],
         [
@@ -266,26 +272,26 @@ def _memory() -> Report:
     for name, limit in (("all", room), ("half of them", room // 2), ("none", 0)):
         engine = _engine(cache_tokens=limit)
         seen = [engine.stats]
-        talks = [_prompt(seed, _KEPT_PROMPT) for seed in range(_KEPT_SESSIONS)]
-        for place in range(_KEPT_SESSIONS):
-            (said,) = _served(engine, [talks[place]], _REPLY)
-            new = _prompt(100 + place, _NEW)
+        talks = [_prompt(seed, _CACHED_PROMPT_TOKENS) for seed in range(_CACHED_SESSIONS)]
+        for place in range(_CACHED_SESSIONS):
+            (said,) = _serve_all(engine, [talks[place]], _REPLY_TOKENS)
+            new = _prompt(100 + place, _NEW_TOKENS)
             talks[place] = as_ids([*talks[place].tolist(), *said.ids, *new.tolist()])
             seen.append(engine.stats)
         for talk in reversed(talks):
-            _served(engine, [talk], _REPLY)
+            _serve_all(engine, [talk], _REPLY_TOKENS)
             seen.append(engine.stats)
         asyncio.run(engine.close())
-        second = seen[_KEPT_SESSIONS:]
+        second = seen[_CACHED_SESSIONS:]
         found = sum(after.reused_tokens > before.reused_tokens for before, after in pairwise(second))
         most = max(stats.cached_tokens for stats in seen)
-        report.row(
+        report.add_row(
             name,
             f"{limit * _TOKEN_BYTES / _MIB:.1f}",
             f"{most * _TOKEN_BYTES / _MIB:.1f}",
             seen[-1].evictions,
-            f"{found} of {_KEPT_SESSIONS}",
+            f"{found} of {_CACHED_SESSIONS}",
             f"{seen[-1].computed_tokens:,}",
-            report.target("within the limit", most <= limit),
+            report.target_cell("within the limit", most <= limit),
         )
     return report

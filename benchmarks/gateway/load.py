@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gateway.processes import Served, served
+from benchmarks.gateway.http_client import Connection, HttpAnswer
 from benchmarks.gateway.scratch import scratch
-from benchmarks.gateway.wire import Answer, Connection
-from benchmarks.measure import Report, percentile
+from benchmarks.gateway.server_process import ServerProcess, server_process
+from benchmarks.measure import BenchmarkTable, percentile
 from branchline.chat.toy import ToyCodec
-from branchline.gateway.sessions import Sessions
+from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Journal
 
 _MODEL = "scripted"
@@ -31,7 +31,7 @@ _MODEL = "scripted"
 class Outcome:
     """What the clients saw."""
 
-    told: int = 0
+    reported_tokens: int = 0
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     took_s: list[float] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Load:
     in_flight: int = 64
 
 
-def table(load: Load) -> Report:
-    report = Report(
+def table(load: Load) -> BenchmarkTable:
+    report = BenchmarkTable(
         f"{load.sessions:,} sessions × {load.turns} turns, {load.in_flight} in flight, scripted engine",
         ["what", "found", "target"],
         [
@@ -58,27 +58,29 @@ def table(load: Load) -> Report:
     )
     outcome, found = asyncio.run(_run(load))
     requests, errors = load.sessions * load.turns, sum(outcome.errors.values())
-    report.row(
+    report.add_row(
         "requests answered",
         f"{outcome.requests:,}",
-        report.target(f"{requests:,}", outcome.requests == requests),
+        report.target_cell(f"{requests:,}", outcome.requests == requests),
     )
-    report.row("errors", errors, report.target("0", errors == 0))
+    report.add_row("errors", errors, report.target_cell("0", errors == 0))
     for words, count in outcome.errors.most_common(3):
-        report.row(f"    {words}", count, "")
-    told = outcome.told
-    report.row("sampled tokens told", f"{told:,}", "")
+        report.add_row(f"    {words}", count, "")
+    told = outcome.reported_tokens
+    report.add_row("sampled tokens told", f"{told:,}", "")
     for place in ("trees", "journal"):
         sampled = found[place]["sampled"]
-        report.row(f"sampled tokens in {place}", f"{sampled:,}", report.target("lost: 0", sampled == told))
-    report.row("requests/s", f"{outcome.requests / found['wall_s']:,.0f}", "")
-    report.row("gateway CPU ms a request", f"{found['cpu_s'] / max(1, outcome.requests) * 1e3:.2f}", "")
+        report.add_row(
+            f"sampled tokens in {place}", f"{sampled:,}", report.target_cell("lost: 0", sampled == told)
+        )
+    report.add_row("requests/s", f"{outcome.requests / found['wall_s']:,.0f}", "")
+    report.add_row("gateway CPU ms a request", f"{found['cpu_s'] / max(1, outcome.requests) * 1e3:.2f}", "")
     for share in (0.5, 0.99):
-        report.row(f"latency p{share * 100:.0f} ms", f"{percentile(outcome.took_s, share) * 1e3:.1f}", "")
+        report.add_row(f"latency p{share * 100:.0f} ms", f"{percentile(outcome.took_s, share) * 1e3:.1f}", "")
     per_session = found["bytes"] / load.sessions
-    report.row("tokens a session", f"{found['trees']['tokens'] / load.sessions:,.0f}", "")
-    report.row("memory a session, KB", f"{per_session / 1e3:,.1f}", "")
-    report.row("memory a stored token, bytes", f"{found['bytes'] / found['trees']['tokens']:,.1f}", "")
+    report.add_row("tokens a session", f"{found['trees']['tokens'] / load.sessions:,.0f}", "")
+    report.add_row("memory a session, KB", f"{per_session / 1e3:,.1f}", "")
+    report.add_row("memory a stored token, bytes", f"{found['bytes'] / found['trees']['tokens']:,.1f}", "")
     return report
 
 
@@ -86,21 +88,21 @@ async def _run(load: Load) -> tuple[Outcome, dict[str, Any]]:
     outcome = Outcome()
     with tempfile.TemporaryDirectory(dir=scratch()) as folder:
         path = Path(folder) / "load"
-        async with served("ours", {"engine": "scripted", "journal": str(path)}) as server:
-            empty = (await server.ask("memory"))["bytes"]
+        async with server_process("ours", {"engine": "scripted", "journal": str(path)}) as server:
+            empty = (await server.command("memory"))["bytes"]
             cpu_s, start = await server.cpu_s(), time.perf_counter()
             await _clients(server, load, outcome)
             wall_s = time.perf_counter() - start
             cpu_s = await server.cpu_s() - cpu_s
-            trees = await server.ask("tally")
-            used = (await server.ask("memory"))["bytes"] - empty
+            trees = await server.command("tally")
+            used = (await server.command("memory"))["bytes"] - empty
         with Journal(path) as journal:
-            again = Sessions(ToyCodec.chatml(), journal=journal)
+            again = SessionStore(ToyCodec.chatml(), journal=journal)
             replayed = {"sampled": sum(live.sampled_tokens for live in again)}
     return outcome, {"trees": trees, "journal": replayed, "bytes": used, "wall_s": wall_s, "cpu_s": cpu_s}
 
 
-async def _clients(server: Served, load: Load, outcome: Outcome) -> None:
+async def _clients(server: ServerProcess, load: Load, outcome: Outcome) -> None:
     numbers = iter(range(load.sessions))
 
     async def work() -> None:
@@ -111,7 +113,9 @@ async def _clients(server: Served, load: Load, outcome: Outcome) -> None:
     await asyncio.gather(*(work() for _ in range(load.in_flight)))
 
 
-async def _session(server: Served, connection: Connection, number: int, turns: int, outcome: Outcome) -> None:
+async def _session(
+    server: ServerProcess, connection: Connection, number: int, turns: int, outcome: Outcome
+) -> None:
     opened = (await connection.post("/sessions", {"group": "load"}, server.key)).json()
     path, key = f"/sessions/{opened['id']}/v1/chat/completions", opened["api_key"]
     stream = number % 2 == 1
@@ -131,16 +135,16 @@ async def _session(server: Served, connection: Connection, number: int, turns: i
         message, sampled = _read_stream(answer) if stream else _read_whole(answer)
         outcome.took_s.append(answer.took_s)
         outcome.requests += 1
-        outcome.told += sampled
+        outcome.reported_tokens += sampled
         messages.append(message)
 
 
-def _read_whole(answer: Answer) -> tuple[dict[str, Any], int]:
+def _read_whole(answer: HttpAnswer) -> tuple[dict[str, Any], int]:
     told = answer.json()
     return told["choices"][0]["message"], told["usage"]["completion_tokens"]
 
 
-def _read_stream(answer: Answer) -> tuple[dict[str, Any], int]:
+def _read_stream(answer: HttpAnswer) -> tuple[dict[str, Any], int]:
     events = answer.events()
     text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
     return {"role": "assistant", "content": text}, events[-1]["usage"]["completion_tokens"]

@@ -9,26 +9,26 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from benchmarks.loop.crowd import Crowd, table
+from benchmarks.loop.concurrent_loops import LoadConfig, build_report
 
-_FULL = Crowd()
+_DEFAULTS = LoadConfig()
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.loop", description=__doc__)
-    parser.add_argument("--loops", type=int, default=_FULL.loops, help="at once")
-    parser.add_argument("--turns", type=int, default=_FULL.turns, help="of each loop")
-    parser.add_argument("--answer-s", type=float, default=_FULL.answer_s, help="of the slow engine")
-    parser.add_argument("--repeats", type=int, default=_FULL.repeats)
+    parser.add_argument("--loops", type=int, default=_DEFAULTS.loops, help="at once")
+    parser.add_argument("--turns", type=int, default=_DEFAULTS.turns, help="of each loop")
+    parser.add_argument("--answer-s", type=float, default=_DEFAULTS.answer_s, help="of the slow engine")
+    parser.add_argument("--repeats", type=int, default=_DEFAULTS.repeats)
     given = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
     start = time.perf_counter()
-    report = table(Crowd(given.loops, given.turns, given.answer_s, given.repeats))
+    report = build_report(LoadConfig(given.loops, given.turns, given.answer_s, given.repeats))
     report.print(console)
     took_s = time.perf_counter() - start
-    met, wanted = sum(report.verdicts), len(report.verdicts)
+    met, wanted = sum(report.targets_met), len(report.targets_met)
     console.print(f"{met} of {wanted} targets met, in {took_s:.0f} s.", highlight=False)
     return 0
 

@@ -40,7 +40,7 @@ class Problem:
     answer: int
 
     @property
-    def sample(self) -> dict[str, Any]:
+    def task_row(self) -> dict[str, Any]:
         """A row for the loop: a prompt, the tools it may use, what their instances are created with."""
         return {
             "agent_name": "tool",
@@ -68,7 +68,7 @@ def problems(count: int, seed: int = 0) -> list[Problem]:
 
 
 @dataclass
-class Slate:
+class CalculatorState:
     """What one trajectory calculated."""
 
     answer: int | None
@@ -90,23 +90,27 @@ class Calculator(BaseTool):
         },
     )
 
-    async def create(self, trajectory: str, *, answer: int | None = None, **arguments: Any) -> Slate:
+    async def create(
+        self, trajectory: str, *, answer: int | None = None, **arguments: Any
+    ) -> CalculatorState:
         if arguments:
             raise TypeError(f"got {sorted(arguments)}, expected only answer")
-        return Slate(answer)
+        return CalculatorState(answer)
 
-    async def execute(self, instance: Slate, arguments: Mapping[str, Any]) -> ToolResult:
+    async def execute(self, instance: CalculatorState, arguments: Mapping[str, Any]) -> ToolResult:
         value = evaluate(arguments["expression"])
         instance.results.append(value)
-        return ToolResult(spell(value), extras={"value": float(value)})
+        return ToolResult(format_number(value), extras={"value": float(value)})
 
-    def save(self, instance: Slate) -> list[str]:
+    def save(self, instance: CalculatorState) -> list[str]:
         return [str(result) for result in instance.results]
 
-    async def restore(self, trajectory: str, saved: list[str], *, answer: int | None = None) -> Slate:
-        return Slate(answer, [Fraction(result) for result in saved])
+    async def restore(
+        self, trajectory: str, saved: list[str], *, answer: int | None = None
+    ) -> CalculatorState:
+        return CalculatorState(answer, [Fraction(result) for result in saved])
 
-    async def calc_reward(self, instance: Slate) -> float | None:
+    async def calc_reward(self, instance: CalculatorState) -> float | None:
         if instance.answer is None:
             return None
         return float(bool(instance.results) and instance.results[-1] == instance.answer)
@@ -115,7 +119,7 @@ class Calculator(BaseTool):
 # -- expressions -------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])")
-_LONGEST = 200
+_MAX_EXPRESSION_CHARS = 200
 
 
 def evaluate(expression: str) -> Fraction:
@@ -124,58 +128,58 @@ def evaluate(expression: str) -> Fraction:
     >>> evaluate("2 * (3 + 4) / 4")
     Fraction(7, 2)
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"got {len(expression)} characters, expected at most {_LONGEST}")
-    reader = _Reader(expression)
-    value = reader.sum()
+    if len(expression) > _MAX_EXPRESSION_CHARS:
+        raise ValueError(f"got {len(expression)} characters, expected at most {_MAX_EXPRESSION_CHARS}")
+    reader = _ExpressionParser(expression)
+    value = reader.parse_sum()
     if reader.next:
         raise ValueError(f"got {reader.next!r} behind {value}, expected + - * / or the end")
     return value
 
 
-def spell(value: Fraction) -> str:
+def format_number(value: Fraction) -> str:
     """A number as people write it."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
-class _Reader:
+class _ExpressionParser:
     def __init__(self, expression: str) -> None:
         self._rest = expression.rstrip()
         self.next = ""
-        self._step()
+        self._advance()
 
-    def sum(self) -> Fraction:
-        value = self._product()
+    def parse_sum(self) -> Fraction:
+        value = self._parse_product()
         while self.next in ("+", "-"):
-            value = value + self._product() if self._step() == "+" else value - self._product()
+            value = value + self._parse_product() if self._advance() == "+" else value - self._parse_product()
         return value
 
-    def _product(self) -> Fraction:
-        value = self._number()
+    def _parse_product(self) -> Fraction:
+        value = self._parse_number()
         while self.next in ("*", "/"):
-            if self._step() == "*":
-                value *= self._number()
+            if self._advance() == "*":
+                value *= self._parse_number()
             else:
-                divisor = self._number()
+                divisor = self._parse_number()
                 if not divisor:
                     raise ValueError("division by zero")
                 value /= divisor
         return value
 
-    def _number(self) -> Fraction:
-        token = self._step()
+    def _parse_number(self) -> Fraction:
+        token = self._advance()
         if token == "-":
-            return -self._number()
+            return -self._parse_number()
         if token == "(":
-            value = self.sum()
-            if self._step() != ")":
+            value = self.parse_sum()
+            if self._advance() != ")":
                 raise ValueError("expected a closing parenthesis")
             return value
         if not token[:1].isdigit():
             raise ValueError(f"got {token or 'the end'!r}, expected a number")
         return Fraction(token)
 
-    def _step(self) -> str:
+    def _advance(self) -> str:
         """The token that was next; reads the one behind it."""
         token, self.next = self.next, ""
         if self._rest:

@@ -26,6 +26,7 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from branchline import (
+    AgentContext,
     CancelToken,
     HttpModel,
     InteractionRegistry,
@@ -34,41 +35,44 @@ from branchline import (
     LoopState,
     Message,
     SessionModel,
-    Setting,
     Task,
     ToolCall,
     ToolRegistry,
     ToyCodec,
+    build_output,
     check_tasks,
-    output_of,
     run_agent,
 )
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
-from branchline.engines.scripted import Ask, ScriptedEngine
-from branchline.gateway.live import SessionOptions
+from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
 from branchline.gateway.server import Gateway
-from branchline.gateway.sessions import Sessions
 from branchline.loop.model import Model
+from branchline.runtime.managed_session import SessionOptions
+from branchline.runtime.session_store import SessionStore
 from examples.loop.arithmetic import Calculator, Problem, problems
 from examples.loop.search import Question, questions, search_tool, towns
-from examples.loop.tutor import ArithmeticTutor, sample
+from examples.loop.tutor import ArithmeticTutor, task_row
 
 CODEC = ToyCodec.chatml()
-OPENING = CODEC.encode("\nassistant:")
+GENERATION_PROMPT = CODEC.encode("\nassistant:")
 CORPUS = towns()
 LIMITS = LoopLimits(
     max_assistant_turns=6, tool_response_length=300, tool_response_side="right", tool_timeout_s=10
 )
 
 
-class Continuing(ScriptedEngine):
+class ContinuingEngine(ScriptedEngine):
     """Goes on behind half an answer with the other half, as every model does and a script does not."""
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        begun = len(prompt_ids) - prompt_ids.tobytes().rfind(OPENING.tobytes()) // 4 - len(OPENING)
+        begun = (
+            len(prompt_ids)
+            - prompt_ids.tobytes().rfind(GENERATION_PROMPT.tobytes()) // 4
+            - len(GENERATION_PROMPT)
+        )
         params = replace(params, max_tokens=params.max_tokens + begun)
         prompt_ids = prompt_ids[: len(prompt_ids) - begun]
         async for chunk in super().generate(prompt_ids, params, session=session):
@@ -78,60 +82,66 @@ class Continuing(ScriptedEngine):
                 yield chunk
 
 
-class Scripted:
+class ScriptedModel:
     """What the model says: it looks for a question it knows, and does the next thing."""
 
     def __init__(self, sums: Sequence[Problem], facts: Sequence[Question]) -> None:
         self._sums = {one.question: one for one in sums}
         self._facts = {one.text: one for one in facts}
-        self.on_ask: CancelToken | None = None
+        self.cancel_token: CancelToken | None = None
         """Cancelled when the model has been asked often enough: the trainer has new weights."""
 
-    def say(self, ask: Ask) -> Message:
-        if ask.number == 9 and self.on_ask is not None:
-            self.on_ask.cancel()
-        problem = next((one for text, one in self._sums.items() if text in ask.text), None)
-        if problem is not None and "Answer with a number." in ask.text:
-            tries = ask.text.count("Try again")
+    def reply(self, ask: ScriptedRequest) -> Message:
+        if ask.call_index == 9 and self.cancel_token is not None:
+            self.cancel_token.cancel()
+        problem = next((one for text, one in self._sums.items() if text in ask.prompt_text), None)
+        if problem is not None and "Answer with a number." in ask.prompt_text:
+            tries = ask.prompt_text.count("Try again")
             return Message("assistant", f"I think it is {problem.answer if tries else problem.answer + 10}.")
         if problem is not None:
-            return self._look_up(ask, "calculator", {"expression": problem.expression}, str(problem.answer))
-        fact = next(one for text, one in self._facts.items() if text in ask.text)
-        return self._look_up(ask, "search", {"query": fact.text, "limit": 2}, fact.answer)
+            return self._call_tool_or_answer(
+                ask, "calculator", {"expression": problem.expression}, str(problem.answer)
+            )
+        fact = next(one for text, one in self._facts.items() if text in ask.prompt_text)
+        return self._call_tool_or_answer(ask, "search", {"query": fact.text, "limit": 2}, fact.answer)
 
     @staticmethod
-    def _look_up(ask: Ask, tool: str, arguments: dict[str, object], answer: str) -> Message:
-        _, found, result = ask.text.rpartition("tool:")
+    def _call_tool_or_answer(
+        ask: ScriptedRequest, tool: str, arguments: dict[str, object], answer: str
+    ) -> Message:
+        _, found, result = ask.prompt_text.rpartition("tool:")
         if not found:
-            return Message("assistant", "Let me see.", calls=(ToolCall(tool, json.dumps(arguments)),))
+            return Message("assistant", "Let me see.", tool_calls=(ToolCall(tool, json.dumps(arguments)),))
         return Message("assistant", f"It is {answer}." if answer in result else "I could not find out.")
 
 
-async def play(*, over_http: bool) -> list[LoopOutput]:
+async def run_tasks(*, over_http: bool) -> list[LoopOutput]:
     """All tasks at once, cancelled once, resumed, and read back."""
     sums, facts = problems(6, seed=1), questions(CORPUS, 3, seed=1)
     rows = (
-        [one.sample for one in sums[:3]] + [one.sample for one in facts] + [sample(one) for one in sums[3:]]
+        [one.task_row for one in sums[:3]]
+        + [one.task_row for one in facts]
+        + [task_row(one) for one in sums[3:]]
     )
     tasks = [Task.read({**row, "id": f"task-{place}"}) for place, row in enumerate(rows)]
     tools = ToolRegistry([Calculator(), search_tool(CORPUS)])
     interactions = InteractionRegistry([ArithmeticTutor()])
     check_tasks(tasks, tools, interactions)
-    script = Scripted(sums, facts)
-    engine = Continuing(CODEC, script.say, chunk_size=1)
+    script = ScriptedModel(sums, facts)
+    engine = ContinuingEngine(CODEC, script.reply, chunk_size=1)
     async with AsyncExitStack() as stack:
         models = await _models(stack, engine, len(tasks), over_http=over_http)
 
         async def run(states: Sequence[LoopState], cancel: CancelToken | None) -> list[LoopState]:
-            settings = [Setting(model, tools, interactions, LIMITS, cancel) for model in models]
+            settings = [AgentContext(model, tools, interactions, LIMITS, cancel) for model in models]
             return await asyncio.gather(*map(run_agent, states, settings))
 
-        script.on_ask = CancelToken()
-        halves = await run([LoopState.begin(task) for task in tasks], script.on_ask)
+        script.cancel_token = CancelToken()
+        halves = await run([LoopState.begin(task) for task in tasks], script.cancel_token)
         engine.version += 1
         # A state is a value: this could as well be another process.
         states = await run([LoopState.decode(state.encode()) for state in halves], None)
-        return [await output_of(state, model) for state, model in zip(states, models, strict=True)]
+        return [await build_output(state, model) for state, model in zip(states, models, strict=True)]
 
 
 async def _models(
@@ -139,7 +149,7 @@ async def _models(
 ) -> Sequence[Model]:
     """A session for each task."""
     if not over_http:
-        sessions = Sessions(CODEC)
+        sessions = SessionStore(CODEC)
         return [SessionModel(sessions.open(SessionOptions())[0], engine) for _ in range(count)]
     gateway = await stack.enter_async_context(Gateway(engine=engine, codec=CODEC))
     opened = [await gateway.session() for _ in range(count)]
@@ -149,7 +159,7 @@ async def _models(
     ]
 
 
-def show(outputs: Sequence[LoopOutput], console: Console) -> None:
+def print_outputs(outputs: Sequence[LoopOutput], console: Console) -> None:
     table = Table("task", "ended by", "turns", "sampled", "told", "versions", "cut", "reward")
     for output in outputs:
         state: LoopState = output.extra_fields["state"]
@@ -168,10 +178,10 @@ def show(outputs: Sequence[LoopOutput], console: Console) -> None:
     console.print(table)
     for place in (0, -1):
         console.print("\nWhat is trained is bold:\n")
-        console.print(_masked(outputs[place]))
+        console.print(_highlight_sampled(outputs[place]))
 
 
-def _masked(output: LoopOutput) -> Text:
+def _highlight_sampled(output: LoopOutput) -> Text:
     text = Text(CODEC.decode(output.prompt_ids), style="dim")
     edges = [0, *(output.response_mask[1:] != output.response_mask[:-1]).nonzero()[0] + 1, None]
     for start, end in pairwise(edges):
@@ -184,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--over-http", action="store_true", help="through a gateway on loopback")
     given = parser.parse_args(arguments)
-    show(asyncio.run(play(over_http=given.over_http)), Console())
+    print_outputs(asyncio.run(run_tasks(over_http=given.over_http)), Console())
     return 0
 
 

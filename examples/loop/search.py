@@ -47,7 +47,7 @@ class Question:
     answer: str
 
     @property
-    def sample(self) -> dict[str, Any]:
+    def task_row(self) -> dict[str, Any]:
         """A row for the loop."""
         prompt = [{"role": "user", "content": self.text}]
         return {"agent_name": "tool", "prompt": prompt, "tools": ["search"], "answer": self.answer}
@@ -99,7 +99,7 @@ class Index:
         spread = Counter(word for words in self._words for word in words)
         self._weight = {word: math.log(1 + len(pages) / count) for word, count in spread.items()}
 
-    def find(self, query: str, limit: int) -> list[str]:
+    def search(self, query: str, limit: int) -> list[str]:
         """The best pages, best first; pages that share no word are not among them."""
         wanted = set(_words(query))
         scores = [sum(self._weight[word] for word in wanted if word in words) for words in self._words]
@@ -119,7 +119,7 @@ def search_tool(corpus: list[Town]) -> FunctionTool:
             query: Words to look for.
             limit: How many pages to show at most.
         """
-        return "\n\n".join(index.find(query, limit)) or "Nothing found."
+        return "\n\n".join(index.search(query, limit)) or "Nothing found."
 
     return search
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from branchline.core.message import Message
-from branchline.loop.interactions.base import BaseInteraction, Response
+from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
 from examples.loop.arithmetic import Problem
 
 HINT_COST = 0.25
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass
-class Lesson:
+class TutorState:
     """One conversation."""
 
     question: str
@@ -34,32 +34,32 @@ class ArithmeticTutor(BaseInteraction):
 
     name = "tutor"
 
-    def __init__(self, patience: int = 3) -> None:
-        self._patience = patience
+    def __init__(self, max_attempts: int = 3) -> None:
+        self._max_attempts = max_attempts
 
-    async def start(self, trajectory: str, **arguments: Any) -> tuple[Lesson, str]:
-        lesson = Lesson(**arguments)
+    async def start(self, trajectory: str, **arguments: Any) -> tuple[TutorState, str]:
+        lesson = TutorState(**arguments)
         return lesson, lesson.question
 
-    async def respond(self, state: Lesson, messages: Sequence[Message]) -> Response:
-        said = last_number(messages[-1].text)
+    async def respond(self, state: TutorState, messages: Sequence[Message]) -> InteractionResponse:
+        said = last_number(messages[-1].content)
         if said == state.answer:
             state.solved = True
-            return Response(True, "That is right.", score=1.0)
+            return InteractionResponse(True, "That is right.", score=1.0)
         state.wrong += 1
         extras = {"heard": said}
-        if state.wrong >= self._patience:
-            return Response(True, f"No, it is {state.answer}.", score=0.0, extras=extras)
+        if state.wrong >= self._max_attempts:
+            return InteractionResponse(True, f"No, it is {state.answer}.", score=0.0, extras=extras)
         heard = "I hear no number" if said is None else "That is not right"
-        return Response(False, f"{heard}. Try again: {state.question}", score=0.0, extras=extras)
+        return InteractionResponse(False, f"{heard}. Try again: {state.question}", score=0.0, extras=extras)
 
-    def save(self, state: Lesson) -> dict[str, Any]:
+    def save(self, state: TutorState) -> dict[str, Any]:
         return asdict(state)
 
-    async def restore(self, trajectory: str, saved: dict[str, Any], **arguments: Any) -> Lesson:
-        return Lesson(**saved)
+    async def restore(self, trajectory: str, saved: dict[str, Any], **arguments: Any) -> TutorState:
+        return TutorState(**saved)
 
-    async def score(self, state: Lesson) -> float | None:
+    async def score(self, state: TutorState) -> float | None:
         return max(0.0, 1.0 - HINT_COST * state.wrong) if state.solved else 0.0
 
 
@@ -73,7 +73,7 @@ def last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def sample(problem: Problem) -> dict[str, Any]:
+def task_row(problem: Problem) -> dict[str, Any]:
     """A row for the loop: the tutor asks, so the prompt holds no question."""
     return {
         "agent_name": "tool",

@@ -15,7 +15,7 @@ import typing
 
 from branchline.chat.toy import ToyCodec
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.echo import Equivalence, echo
+from branchline.core.echo import Equivalence, match_echo
 from branchline.core.errors import (
     BranchlineError,
     CodecError,
@@ -29,29 +29,29 @@ from branchline.core.errors import (
 )
 from branchline.core.message import Media, Message, ToolCall
 from branchline.core.reader import read_message, read_messages, write_message
-from branchline.core.sample import Report, Sample
+from branchline.core.sample import ExportReport, Sample
 from branchline.export.jsonl import read_jsonl, write_jsonl
 from branchline.export.samples import Export, ExportPolicy, export_samples
-from branchline.timelines.causes import Cause, Fork, Judgement, judge
+from branchline.timelines.causes import Cause, Fork, ForkReport, classify_forks
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LoggedOutput, read_log
-from branchline.timelines.merge import Merged, merge
+from branchline.timelines.merge import MergeResult, merge
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree, Turn
 
 if typing.TYPE_CHECKING:
-    from branchline.gateway.process import calm_gc
+    from branchline.gateway.process import tune_gc
     from branchline.gateway.server import Gateway
-    from branchline.loop.agents import Setting, agent, check_tasks, run_agent
+    from branchline.loop.agents import AgentContext, agent, check_tasks, run_agent
     from branchline.loop.cancel import CancelToken
+    from branchline.loop.http_model import HttpModel
     from branchline.loop.interactions.registry import InteractionRegistry
     from branchline.loop.limits import LoopLimits
     from branchline.loop.model import SessionModel
-    from branchline.loop.output import LoopOutput, output_of
-    from branchline.loop.remote import HttpModel
+    from branchline.loop.output import LoopOutput, build_output
     from branchline.loop.state import LoopState
     from branchline.loop.task import Task
     from branchline.loop.tools.base import BaseTool, ToolResult
@@ -62,20 +62,20 @@ else:
         "BaseTool": "loop.tools.base",
         "CancelToken": "loop.cancel",
         "Gateway": "gateway.server",
-        "HttpModel": "loop.remote",
+        "HttpModel": "loop.http_model",
         "InteractionRegistry": "loop.interactions.registry",
         "LoopLimits": "loop.limits",
         "LoopOutput": "loop.output",
         "LoopState": "loop.state",
         "SessionModel": "loop.model",
-        "Setting": "loop.agents",
+        "AgentContext": "loop.agents",
         "Task": "loop.task",
         "ToolRegistry": "loop.tools.registry",
         "ToolResult": "loop.tools.base",
         "agent": "loop.agents",
-        "calm_gc": "gateway.process",
+        "tune_gc": "gateway.process",
         "check_tasks": "loop.agents",
-        "output_of": "loop.output",
+        "build_output": "loop.output",
         "run_agent": "loop.agents",
         "tool": "loop.tools.functions",
     }
@@ -94,6 +94,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgentContext",
     "BaseTool",
     "BranchlineError",
     "Call",
@@ -106,7 +107,9 @@ __all__ = [
     "Export",
     "ExportError",
     "ExportPolicy",
+    "ExportReport",
     "Fork",
+    "ForkReport",
     "Gateway",
     "Generation",
     "HttpModel",
@@ -114,7 +117,6 @@ __all__ = [
     "InteractionRegistry",
     "Journal",
     "JournalError",
-    "Judgement",
     "LogError",
     "LoggedCall",
     "LoggedOutput",
@@ -123,16 +125,14 @@ __all__ = [
     "LoopState",
     "Media",
     "MergePolicy",
-    "Merged",
+    "MergeResult",
     "Message",
     "MessageError",
     "MissingLogprobsError",
-    "Report",
     "Request",
     "Sample",
     "Session",
     "SessionModel",
-    "Setting",
     "Task",
     "Timeline",
     "ToolCall",
@@ -144,14 +144,13 @@ __all__ = [
     "Turn",
     "__version__",
     "agent",
-    "calm_gc",
+    "build_output",
     "check_tasks",
+    "classify_forks",
     "diagnose",
-    "echo",
     "export_samples",
-    "judge",
+    "match_echo",
     "merge",
-    "output_of",
     "read_jsonl",
     "read_log",
     "read_message",
@@ -159,6 +158,7 @@ __all__ = [
     "run_agent",
     "timelines_of",
     "tool",
+    "tune_gc",
     "write_jsonl",
     "write_message",
 ]

@@ -12,23 +12,23 @@ import pytest
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
-from branchline.testing.behaviours import Manners
+from branchline.testing.plans import ReplyStyle
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
 
 FAMILIES = {
-    "qwen3": Manners(),
-    "qwen2_5": Manners(),
+    "qwen3": ReplyStyle(),
+    "qwen2_5": ReplyStyle(),
     # One call at a time, and its template prints a call without the text beside it.
-    "llama3_2": Manners(most_calls=1, text_beside_calls=False),
-    "mistral_nemo": Manners(most_calls=1, text_beside_calls=False),
+    "llama3_2": ReplyStyle(max_tool_calls=1, text_with_tool_calls=False),
+    "mistral_nemo": ReplyStyle(max_tool_calls=1, text_with_tool_calls=False),
     # Its template loses the end of a single call, so its calls are left to the renderers codec.
-    "deepseek_v3": Manners(most_calls=0),
-    "gemma3": Manners(most_calls=0),
+    "deepseek_v3": ReplyStyle(max_tool_calls=0),
+    "gemma3": ReplyStyle(max_tool_calls=0),
 }
 
 
-def tokenizer_of(name: str) -> TokenizerDir:
+def load_tokenizer(name: str) -> TokenizerDir:
     """The tokenizer of a family, read once; skips with a reason where it could not be fetched."""
     if not (CACHE / name / "tokenizer.json").exists():
         why = "npm is missing" if shutil.which("npm") is None else "run scripts/fetch_tokenizers.py"
@@ -37,15 +37,19 @@ def tokenizer_of(name: str) -> TokenizerDir:
 
 
 @cache
-def codec_of(name: str) -> GenericCodec:
+def load_codec(name: str) -> GenericCodec:
     """The codec of a family; skips where `tokenizer_of` does."""
-    return GenericCodec(tokenizer_of(name))
+    return GenericCodec(load_tokenizer(name))
 
 
-def codec_speaking(template: str, family: str = "qwen3", **options: Any) -> GenericCodec:
+def load_codec_with_template(template: str, family: str = "qwen3", **options: Any) -> GenericCodec:
     """A family's tokenizer with another chat template."""
-    tokenizer = copy(tokenizer_of(family))
-    tokenizer._sources, tokenizer._templates, tokenizer._dialects = {"default": template}, {}, {}
+    tokenizer = copy(load_tokenizer(family))
+    tokenizer._template_sources, tokenizer._chat_templates, tokenizer._template_traits = (
+        {"default": template},
+        {},
+        {},
+    )
     return GenericCodec(tokenizer, **options)
 
 

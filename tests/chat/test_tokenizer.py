@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.errors import CodecError
 from branchline.core.message import Media, Message, ToolCall
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 
 CHATML = (
     "{%- if tools %}tools:{{ tools | tojson }}\n{% endif %}"
@@ -71,7 +71,7 @@ def tokenizer(directory: Path) -> TokenizerDir:
     return TokenizerDir.open(directory)
 
 
-def spelled(tokenizer: TokenizerDir, *ids: int) -> bytes:
+def token_bytes(tokenizer: TokenizerDir, *ids: int) -> bytes:
     return b"".join(map(tokenizer.token_bytes, ids))
 
 
@@ -81,7 +81,7 @@ def spelled(tokenizer: TokenizerDir, *ids: int) -> bytes:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.text())
 def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(tokenizer: TokenizerDir, text: str) -> None:
-    assert spelled(tokenizer, *tokenizer.encode(text).tolist()) == text.encode()
+    assert token_bytes(tokenizer, *tokenizer.encode(text).tolist()) == text.encode()
 
 
 def test_all_256_bytes_can_be_spelled(tokenizer: TokenizerDir) -> None:
@@ -93,13 +93,13 @@ def test_one_text_has_several_spellings_and_they_are_the_same_bytes(tokenizer: T
     parts = [*tokenizer.encode("h").tolist(), *tokenizer.encode("ello").tolist()]
     assert len(whole) == 1
     assert len(parts) == 2
-    assert spelled(tokenizer, *parts) == spelled(tokenizer, *whole.tolist()) == b"hello"
+    assert token_bytes(tokenizer, *parts) == token_bytes(tokenizer, *whole.tolist()) == b"hello"
 
 
 def test_added_tokens_spell_their_content_whatever_letters_it_has(tokenizer: TokenizerDir) -> None:
     ids = tokenizer.encode("<|start|><|end▁é|><tool>")
     assert len(ids) == 3
-    assert spelled(tokenizer, *ids.tolist()) == "<|start|><|end▁é|><tool>".encode()
+    assert token_bytes(tokenizer, *ids.tolist()) == "<|start|><|end▁é|><tool>".encode()
 
 
 def test_nothing_is_added_and_nothing_cut_whatever_the_file_asks_for(tokenizer: TokenizerDir) -> None:
@@ -124,13 +124,13 @@ def test_sentencepiece_tokens_spell_spaces_and_single_bytes(tmp_path: Path) -> N
 
 
 def test_ids_that_decode_pass_the_check(tokenizer: TokenizerDir) -> None:
-    assert tokenizer.check(as_ids(range(tokenizer.vocab_size))) is None
-    assert tokenizer.check(as_ids([])) is None
+    assert tokenizer.invalid_id_error(as_ids(range(tokenizer.vocab_size))) is None
+    assert tokenizer.invalid_id_error(as_ids([])) is None
 
 
 @pytest.mark.parametrize("bad", [100_000, -3])
 def test_the_check_names_the_first_bad_id_its_place_and_the_range(tokenizer: TokenizerDir, bad: int) -> None:
-    problem = tokenizer.check(as_ids([1, 2, bad, 200_000])) or ""
+    problem = tokenizer.invalid_id_error(as_ids([1, 2, bad, 200_000])) or ""
     assert f"id {bad} at place 2 does not decode" in problem
     assert f"0 to {tokenizer.vocab_size - 1}" in problem
 
@@ -145,8 +145,8 @@ def test_the_bytes_of_an_unknown_id_are_refused(tokenizer: TokenizerDir) -> None
 
 def test_a_template_writes_the_prompt_and_json_keeps_its_letters(tokenizer: TokenizerDir) -> None:
     call = ToolCall("f", '{"z": "<é>", "a": 1}')
-    messages = [Message("user", "hi"), Message("assistant", "", calls=(call,))]
-    assert tokenizer.render(messages, [{"name": "<f>"}]) == (
+    messages = [Message("user", "hi"), Message("assistant", "", tool_calls=(call,))]
+    assert tokenizer.render_prompt(messages, [{"name": "<f>"}]) == (
         'tools:[{"name": "<f>"}]\n<|start|>user\nhi<|end|>\n'
         '<|start|>assistant\n{"z": "<é>", "a": 1}<|end|>\n<|start|>assistant\n'
     )
@@ -161,8 +161,8 @@ def test_a_rendered_prompt_encodes_its_markers_as_single_tokens(tokenizer: Token
 def test_tools_choose_the_template_that_is_made_for_them(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     tokenizer = TokenizerDir.open(save_byte_level(tmp_path, chat_template=named))
-    assert tokenizer.render([Message("user", "hi")]) == "plain"
-    assert tokenizer.render([Message("user", "hi")], [{"name": "f"}]) == "with tools"
+    assert tokenizer.render_prompt([Message("user", "hi")]) == "plain"
+    assert tokenizer.render_prompt([Message("user", "hi")], [{"name": "f"}]) == "with tools"
 
 
 def test_a_template_file_goes_before_the_config(tmp_path: Path) -> None:
@@ -172,16 +172,16 @@ def test_a_template_file_goes_before_the_config(tmp_path: Path) -> None:
         "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
     tokenizer = TokenizerDir.open(tmp_path)
-    assert tokenizer.render([Message("user", "a"), Message("user", "b")]) == "<|start|>b4"
+    assert tokenizer.render_prompt([Message("user", "a"), Message("user", "b")]) == "<|start|>b4"
 
 
 def test_text_parts_reach_a_template_as_one_string_and_images_as_parts(tmp_path: Path) -> None:
     tokenizer = TokenizerDir.open(
         save_byte_level(tmp_path, chat_template="{{ messages[0].content | tojson }}")
     )
-    assert tokenizer.render([Message("user", "ab", parts=("a", "b"))]) == '"ab"'
+    assert tokenizer.render_prompt([Message("user", "ab", parts=("a", "b"))]) == '"ab"'
     image = Media("image", "d", url="http://x/y.png")
-    assert "http://x/y.png" in tokenizer.render([Message("user", "a", parts=("a", image))])
+    assert "http://x/y.png" in tokenizer.render_prompt([Message("user", "a", parts=("a", image))])
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ def test_without_a_template_a_prompt_is_lines_of_roles(tmp_path: Path) -> None:
     tokenizer = TokenizerDir.open(save_byte_level(tmp_path))
     assert tokenizer.decode(tokenizer.encode_prompt([Message("user", "hi")])) == "user: hi\nassistant: "
     with pytest.raises(CodecError, match="it has none"):
-        tokenizer.render([Message("user", "hi")])
+        tokenizer.render_prompt([Message("user", "hi")])
 
 
 def test_an_output_is_its_text_and_its_calls_as_lines_of_json(tokenizer: TokenizerDir) -> None:
     calls = (ToolCall("f", '{"a": 1}'), ToolCall("g", "not json"))
-    said = tokenizer.decode(tokenizer.encode_output(Message("assistant", "hello", calls=calls)))
+    said = tokenizer.decode(tokenizer.encode_reply(Message("assistant", "hello", tool_calls=calls)))
     assert said == 'hello\n{"name":"f","arguments":{"a":1}}\n{"name":"g","arguments":"not json"}'
 
 
@@ -249,7 +249,7 @@ def test_a_missing_package_is_named_with_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(CodecError, match=r"pip install 'branchline\[tokenizer\]'"):
-        TokenizerDir.open(directory).render([Message("user", "hi")])
+        TokenizerDir.open(directory).render_prompt([Message("user", "hi")])
 
 
 def test_ids_come_as_read_only_int32(tokenizer: TokenizerDir) -> None:

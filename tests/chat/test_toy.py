@@ -8,40 +8,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.chat.base import Shown
-from branchline.chat.parsing.base import Problem
+from branchline.chat.base import NewMessage
+from branchline.chat.parsing.base import ParseProblem
 from branchline.chat.toy import CALL, END_CALL, END_THINK, STOP, THINK
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 
 CODEC = ToyCodec.chatml()
 
 
 def test_a_message_renders_as_role_and_content_and_the_generation_prompt_follows() -> None:
     codec = ToyCodec()
-    whole = codec.extend((), [Shown(Message("user", "p"))])
-    assert codec.decode(whole.pieces[0].ids) == "user:p\n"
-    assert codec.decode(whole.opening) == "assistant:"
-    assert codec.count([Message("user", "p")]) == len("user:p\nassistant:")
+    whole = codec.extend((), [NewMessage(Message("user", "p"))])
+    assert codec.decode(whole.message_tokens[0].ids) == "user:p\n"
+    assert codec.decode(whole.generation_prompt_ids) == "assistant:"
+    assert codec.count_tokens([Message("user", "p")]) == len("user:p\nassistant:")
 
 
 def test_what_is_spelled_parses_back() -> None:
     message = Message(
-        "assistant", "so:", reasoning="hm", calls=(ToolCall("look", '{"at": 1}'), ToolCall("go", "{}"))
+        "assistant",
+        "so:",
+        reasoning_content="hm",
+        tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("go", "{}")),
     )
-    parsed = CODEC.parse(CODEC.spell(message))
-    assert (parsed.text, parsed.reasoning, parsed.calls) == (message.text, message.reasoning, message.calls)
+    parsed = CODEC.parse(CODEC.encode_reply(message))
+    assert (parsed.content, parsed.reasoning_content, parsed.tool_calls) == (
+        message.content,
+        message.reasoning_content,
+        message.tool_calls,
+    )
 
 
 def test_a_malformed_or_cut_call_stays_text() -> None:
     for ids, problem in (
-        ([CALL, *b"nospace", END_CALL], Problem.MALFORMED_CALL),
-        ([CALL, *b"look {"], Problem.CUT_CALL),
+        ([CALL, *b"nospace", END_CALL], ParseProblem.MALFORMED_CALL),
+        ([CALL, *b"look {"], ParseProblem.CUT_CALL),
     ):
         parser = CODEC.parser()
         parser.feed(ids)
         parser.finish("length")
-        assert not parser.message.calls
-        assert parser.message.text == CODEC.decode(as_ids(ids))
+        assert not parser.message.tool_calls
+        assert parser.message.content == CODEC.decode(as_ids(ids))
         assert parser.problems == (problem,)
 
 
@@ -61,9 +68,9 @@ def test_streamed_deltas_add_up_to_the_whole_parse(ids: list[int], cuts: list[in
     deltas += streamed.finish("stop")
     assert streamed.message == whole.message
     assert streamed.problems == whole.problems
-    assert "".join(delta.text for delta in deltas) == whole.message.text
-    assert "".join(delta.reasoning for delta in deltas) == whole.message.reasoning
-    assert tuple(delta.call for delta in deltas if delta.call is not None) == whole.message.calls
+    assert "".join(delta.text for delta in deltas) == whole.message.content
+    assert "".join(delta.reasoning for delta in deltas) == whole.message.reasoning_content
+    assert tuple(delta.call for delta in deltas if delta.call is not None) == whole.message.tool_calls
     assert [delta.index for delta in deltas if delta.call is not None] == list(
-        range(len(whole.message.calls))
+        range(len(whole.message.tool_calls))
     )

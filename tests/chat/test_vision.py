@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline import Session
-from branchline.chat.base import Shown
-from branchline.chat.handcoded.codec import RenderersCodec
-from branchline.chat.vision import ImageProcessor, VisionConfig, place_images, refuse_media
+from branchline.chat.base import NewMessage
+from branchline.chat.renderers_codec.codec import RenderersCodec
+from branchline.chat.vision import ImageProcessor, VisionConfig, find_image_spans, reject_media
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.media import read_media_part
 from branchline.core.message import Media, Message
-from branchline.core.runs import Ids, as_ids
+from branchline.core.token_arrays import Ids, as_ids
 from branchline.tree.delta import decode_record, encode_record
-from tests.chat.families import tokenizer_of
+from tests.chat.families import load_tokenizer
 
 pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'branchline[vision]'")
 
 
-def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
+def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
     """A small noisy PNG, as a client sends it."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, len(mode)), np.uint8)
     file = io.BytesIO()
@@ -38,19 +38,21 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
     )
 
 
-def looking(*parts: str | Media, role: Any = "user") -> Message:
+def image_message(*parts: str | Media, role: Any = "user") -> Message:
     return Message(role, "".join(part for part in parts if isinstance(part, str)), parts=parts)
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
 def codec(request: pytest.FixtureRequest) -> RenderersCodec:
     pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
-    return RenderersCodec(tokenizer_of("qwen3"), request.param)
+    return RenderersCodec(load_tokenizer("qwen3"), request.param)
 
 
-def prompt_of(codec: RenderersCodec, *messages: Message) -> Ids:
-    extension = codec.extend((), [Shown(message) for message in messages])
-    return as_ids(np.concatenate([*(piece.ids for piece in extension.pieces), extension.opening]))
+def prompt_ids(codec: RenderersCodec, *messages: Message) -> Ids:
+    extension = codec.extend((), [NewMessage(message) for message in messages])
+    return as_ids(
+        np.concatenate([*(piece.ids for piece in extension.message_tokens), extension.generation_prompt_ids])
+    )
 
 
 # -- sizes and pixels ----------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def test_an_image_takes_the_placeholders_its_size_asks_for(
 ) -> None:
     config = VisionConfig()
     assert config.grid(*size) == grid
-    assert config.placeholders(*size) == placeholders
+    assert config.placeholder_count(*size) == placeholders
 
 
 def test_too_long_an_image_is_refused() -> None:
@@ -79,25 +81,25 @@ def test_too_long_an_image_is_refused() -> None:
 
 
 def test_the_settings_of_a_model_are_read_from_its_directory(tmp_path: Path) -> None:
-    assert VisionConfig.read(tmp_path) == VisionConfig()
+    assert VisionConfig.from_directory(tmp_path) == VisionConfig()
     file = tmp_path / "preprocessor_config.json"
     file.write_text(
         '{"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 50176},'
         ' "image_mean": [0.1, 0.2, 0.3]}'
     )
-    config = VisionConfig.read(tmp_path)
+    config = VisionConfig.from_directory(tmp_path)
     assert (config.patch_size, config.min_pixels, config.max_pixels) == (14, 3136, 50176)
     assert config.mean == (0.1, 0.2, 0.3)
-    assert config.placeholders(2000, 2000) <= 50176 // 28**2
+    assert config.placeholder_count(2000, 2000) <= 50176 // 28**2
     file.write_text("[1]")
     with pytest.raises(CodecError, match=r"preprocessor_config\.json: not the settings"):
-        VisionConfig.read(tmp_path)
+        VisionConfig.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
 def test_pixels_come_one_row_per_patch(mode: str) -> None:
     config = VisionConfig(min_pixels=32 * 32)
-    image = picture(96, 64, mode=mode)
+    image = make_image(96, 64, mode=mode)
     pixels = ImageProcessor(config).pixels(image)
     assert pixels.grid == (1, 4, 6)
     assert pixels.values.shape == (24, 3 * 2 * 16 * 16)
@@ -123,7 +125,7 @@ def test_pixels_and_grid_are_those_of_the_transformers_class(width: int, height:
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )
-    media = picture(width, height, seed=width)
+    media = make_image(width, height, seed=width)
     with pillow.open(io.BytesIO(media.payload)) as image:
         expected = theirs(images=[image], return_tensors="np")
     ours = ImageProcessor(VisionConfig()).pixels(media)
@@ -133,8 +135,8 @@ def test_pixels_and_grid_are_those_of_the_transformers_class(width: int, height:
 
 def test_a_broken_image_is_refused() -> None:
     with pytest.raises(CodecError, match="image d: cannot be read"):
-        ImageProcessor(VisionConfig()).size(Media("image", "d", b"not a picture"))
-    whole = picture(64, 64)
+        ImageProcessor(VisionConfig()).image_size(Media("image", "d", b"not a picture"))
+    whole = make_image(64, 64)
     torn = Media("image", "torn", whole.payload[: len(whole.payload) // 2])
     with pytest.raises(CodecError, match="image torn: cannot be read"):
         ImageProcessor(VisionConfig()).pixels(torn)
@@ -144,16 +146,16 @@ def test_a_broken_image_is_refused() -> None:
 
 
 def test_placeholders_stand_where_the_image_does(codec: RenderersCodec) -> None:
-    image = picture(417, 300)
-    message = looking("What is ", image, " this?")
-    prompt = prompt_of(codec, message)
-    pads = "<|image_pad|>" * VisionConfig().placeholders(417, 300)
+    image = make_image(417, 300)
+    message = image_message("What is ", image, " this?")
+    prompt = prompt_ids(codec, message)
+    pads = "<|image_pad|>" * VisionConfig().placeholder_count(417, 300)
     image_text = f"<|vision_start|>{pads}<|vision_end|>"
     expected = f"<|im_start|>user\nWhat is {image_text} this?<|im_end|>\n<|im_start|>assistant\n"
     assert codec.decode(prompt).startswith(expected)
-    (place,) = codec.placed([message], prompt)
+    (place,) = codec.image_spans([message], prompt)
     assert (place.media, place.length) == (image, 117)
-    assert set(prompt[place.offset : place.offset + place.length].tolist()) == {codec._image_pad}
+    assert set(prompt[place.offset : place.offset + place.length].tolist()) == {codec._image_pad_id}
     assert codec.decode(prompt[place.offset - 1 : place.offset]) == "<|vision_start|>"
 
 
@@ -162,22 +164,26 @@ def test_placeholders_stand_where_the_image_does(codec: RenderersCodec) -> None:
 def test_every_image_has_as_many_placeholders_as_the_processor_says(
     codec: RenderersCodec, width: int, height: int, other: int
 ) -> None:
-    images = [picture(width, height, 1), picture(other, height, 2), picture(width, height, 1)]
-    messages = [looking("a", images[0], images[1]), Message("assistant", "b"), looking(images[2], "c")]
-    places = codec.placed(messages, prompt_of(codec, *messages))
+    images = [make_image(width, height, 1), make_image(other, height, 2), make_image(width, height, 1)]
+    messages = [
+        image_message("a", images[0], images[1]),
+        Message("assistant", "b"),
+        image_message(images[2], "c"),
+    ]
+    places = codec.image_spans(messages, prompt_ids(codec, *messages))
     assert [place.media for place in places] == images
-    assert codec.images is not None
+    assert codec.image_processor is not None
     for place in places:
-        grid = codec.images.pixels(place.media).grid
+        grid = codec.image_processor.pixels(place.media).grid
         assert place.length == np.prod(grid) // VisionConfig().merge_size ** 2
 
 
-def answer(session: Session, codec: RenderersCodec, talk: list[Message], text: str) -> tuple[Any, Ids]:
+def commit_reply(session: Session, codec: RenderersCodec, talk: list[Message], text: str) -> tuple[Any, Ids]:
     output = as_ids(np.concatenate([codec.tokenizer.encode(letter) for letter in text]))
     output = as_ids([*output.tolist(), *codec.tokenizer.encode("<|im_end|>").tolist()])
     turn = session.prepare(Request(tuple(talk)))
     call = session.commit(turn, Generation(output, None, 0, "stop", Message("assistant", text))).call
-    session.deliver(call, Delivery.DELIVERED)
+    session.record_delivery(call, Delivery.DELIVERED)
     return turn, output
 
 
@@ -185,33 +191,33 @@ def answer(session: Session, codec: RenderersCodec, talk: list[Message], text: s
 def test_a_path_with_images_in_earlier_turns_is_kept_as_it_is(codec: RenderersCodec, history: Any) -> None:
     codec = RenderersCodec(codec.tokenizer, "qwen3_vl")
     session = Session("s", codec, history=history)
-    talk = [Message("system", "s"), looking("look", picture(300, 200, 3))]
+    talk = [Message("system", "s"), image_message("look", make_image(300, 200, 3))]
     images = list(talk[1].media)
     before: list[int] = []
     for step in range(3):
-        turn, output = answer(session, codec, talk, f"answer {step}")
+        turn, output = commit_reply(session, codec, talk, f"answer {step}")
         assert turn.prompt_ids[: len(before)].tolist() == before
         assert turn.rewritten == ""
         assert turn.encoded <= len(turn.prompt_ids) - len(before)
-        assert [place.media for place in codec.placed(talk, turn.prompt_ids)] == images
+        assert [place.media for place in codec.image_spans(talk, turn.prompt_ids)] == images
         before = [*turn.prompt_ids.tolist(), *output.tolist()]
-        image = picture(200 + 50 * step, 90, step)
+        image = make_image(200 + 50 * step, 90, step)
         images.append(image)
-        talk += [Message("assistant", f"answer {step}"), looking("and ", image)]
+        talk += [Message("assistant", f"answer {step}"), image_message("and ", image)]
 
 
 def test_another_image_of_the_same_size_is_another_branch(codec: RenderersCodec) -> None:
     session = Session("s", codec)
-    first, _ = answer(session, codec, [looking("look", picture(64, 64, 1))], "a")
-    second, _ = answer(session, codec, [looking("look", picture(64, 64, 2))], "a")
+    first, _ = commit_reply(session, codec, [image_message("look", make_image(64, 64, 1))], "a")
+    second, _ = commit_reply(session, codec, [image_message("look", make_image(64, 64, 2))], "a")
     assert first.prompt_ids.tolist() == second.prompt_ids.tolist()
     assert len(session.tree.leaves()) == 2
 
 
 def test_payloads_travel_along_the_path_and_through_the_journal(codec: RenderersCodec) -> None:
-    image = picture(64, 64)
+    image = make_image(64, 64)
     session = Session("s", codec)
-    turn = session.prepare(Request((looking("look", image),)))
+    turn = session.prepare(Request((image_message("look", image),)))
     delta = session.tree.plan(turn, [Generation(as_ids([1]), None, 0, "stop", Message("assistant", "x"))])
     again = decode_record(encode_record(delta))
     (found,) = again.nodes[0].message.media  # type: ignore[union-attr]
@@ -220,8 +226,12 @@ def test_payloads_travel_along_the_path_and_through_the_journal(codec: Renderers
 
 
 def test_an_image_in_a_tool_result_is_shown(codec: RenderersCodec) -> None:
-    talk = [Message("user", "q"), Message("assistant", "a"), looking("seen: ", picture(64, 64), role="tool")]
-    (place,) = codec.placed(talk, prompt_of(codec, *talk))
+    talk = [
+        Message("user", "q"),
+        Message("assistant", "a"),
+        image_message("seen: ", make_image(64, 64), role="tool"),
+    ]
+    (place,) = codec.image_spans(talk, prompt_ids(codec, *talk))
     assert place.length == 64
 
 
@@ -229,35 +239,35 @@ def test_an_image_in_a_tool_result_is_shown(codec: RenderersCodec) -> None:
 
 
 def test_an_image_where_the_family_shows_none_is_refused(codec: RenderersCodec) -> None:
-    talk = [looking("s", picture(64, 64), role="system"), Message("user", "q")]
+    talk = [image_message("s", make_image(64, 64), role="system"), Message("user", "q")]
     with pytest.raises(TemplateError):
-        prompt_of(codec, *talk)
+        prompt_ids(codec, *talk)
 
 
 def test_text_that_pretends_to_be_an_image_is_refused(codec: RenderersCodec) -> None:
     with pytest.raises(TemplateError, match=r"messages\[0\], user: images: got 0 for a prompt with 1 places"):
-        prompt_of(codec, Message("user", "hi <|image_pad|>"))
+        prompt_ids(codec, Message("user", "hi <|image_pad|>"))
 
 
 def test_an_image_by_link_is_refused_and_not_fetched(codec: RenderersCodec) -> None:
     link = Media("image", "url:http://x/y.png", url="http://x/y.png")
     with pytest.raises(CodecError, match=r"messages\[0\]: got an image by link, 'http://x/y.png', expected"):
-        prompt_of(codec, looking("look", link))
+        prompt_ids(codec, image_message("look", link))
 
 
 def test_video_is_refused_because_renderers_shows_none(codec: RenderersCodec) -> None:
     with pytest.raises(CodecError, match=r"messages\[1\]: carries a video, but .* takes no videos"):
-        prompt_of(codec, Message("system", "s"), looking("look", Media("video", "v", b"x")))
+        prompt_ids(codec, Message("system", "s"), image_message("look", Media("video", "v", b"x")))
 
 
 def test_a_model_that_reads_text_only_names_the_message() -> None:
-    talk = [Message("user", "q"), looking("look", Media("image", "d", b"x"))]
+    talk = [Message("user", "q"), image_message("look", Media("image", "d", b"x"))]
     with pytest.raises(CodecError, match=r"messages\[1\]: carries an image, but generic:m takes no images"):
-        refuse_media(talk, "generic:m")
+        reject_media(talk, "generic:m")
     with pytest.raises(CodecError, match=r"messages\[7\]: carries an audio, but generic:m takes no audio"):
-        refuse_media([looking("hear", Media("audio", "d", b"x"))], "generic:m", first=7)
+        reject_media([image_message("hear", Media("audio", "d", b"x"))], "generic:m", first_index=7)
 
 
 def test_as_many_images_as_places() -> None:
     with pytest.raises(CodecError, match="got 0 for a prompt with 2 places"):
-        place_images([], as_ids([1, 9, 9, 2, 9]), pad=9)
+        find_image_spans([], as_ids([1, 9, 9, 2, 9]), pad=9)

@@ -13,11 +13,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from branchline.cli.main import main
 from tests.chat.families import CACHE
 
-TALK = (
+CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-SYSTEM_LAST = (
+SYSTEM_LAST_TEMPLATE = (
     "{% for m in messages if m.role != 'system' %}"
     "{% if loop.last and messages[0].role == 'system' %}"
     "<|start|>system\n{{ messages[0].content }}<|end|>\n{% endif %}"
@@ -27,7 +27,7 @@ SYSTEM_LAST = (
 Doctor = Callable[..., tuple[int, str]]
 
 
-def save(path: Path, template: str) -> Path:
+def save_tokenizer(path: Path, template: str) -> Path:
     vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,16 +40,16 @@ def save(path: Path, template: str) -> Path:
     return path
 
 
-def says(role: str, text: str) -> dict[str, Any]:
+def raw_message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def talk(turns: int = 4) -> list[dict[str, Any]]:
-    shown, lines = [says("system", "be brief"), says("user", "begin")], []
+def conversation_log(turns: int = 4) -> list[dict[str, Any]]:
+    shown, lines = [raw_message("system", "be brief"), raw_message("user", "begin")], []
     for turn in range(turns):
-        reply = says("assistant", f"answer {turn}")
+        reply = raw_message("assistant", f"answer {turn}")
         lines.append({"request": {"messages": shown}, "response": {"choices": [{"message": reply}]}})
-        shown = [*shown, reply, says("user", f"go on {turn}")]
+        shown = [*shown, reply, raw_message("user", f"go on {turn}")]
     return lines
 
 
@@ -58,7 +58,7 @@ def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
     """Runs the command on a template and lines of a log; returns its exit code and what it printed."""
 
     def run(template: str, *options: str, lines: Sequence[dict[str, Any] | str] = ()) -> tuple[int, str]:
-        arguments = ["doctor", "--tokenizer", str(save(tmp_path / "toy", template)), *options]
+        arguments = ["doctor", "--tokenizer", str(save_tokenizer(tmp_path / "toy", template)), *options]
         if lines:
             log = tmp_path / "calls.jsonl"
             log.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
@@ -71,14 +71,14 @@ def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
     return run
 
 
-def real(name: str) -> str:
+def real_tokenizer(name: str) -> str:
     if not (CACHE / name / "tokenizer.json").exists():
         pytest.skip(f"no {name} tokenizer in {CACHE}: run scripts/fetch_tokenizers.py")
     return str(CACHE / name)
 
 
 def test_a_safe_template_exits_with_0_and_its_last_line_says_so(doctor: Doctor) -> None:
-    code, told = doctor(TALK)
+    code, told = doctor(CHAT_TEMPLATE)
     assert code == 0
     assert told.splitlines()[-1].startswith("safe: Nothing to do")
     assert told.splitlines()[-2] == "14 checks: 13 fine, 1 note, 0 unsafe"
@@ -86,7 +86,7 @@ def test_a_safe_template_exits_with_0_and_its_last_line_says_so(doctor: Doctor) 
 
 
 def test_evidence_is_indented_below_what_is_not_fine_only(doctor: Doctor) -> None:
-    _, told = doctor(SYSTEM_LAST)
+    _, told = doctor(SYSTEM_LAST_TEMPLATE)
     lines = told.splitlines()
     (place,) = (index for index, line in enumerate(lines) if line.startswith("note   system_text "))
     assert lines[place + 1].startswith("         before  <|start|>system\\nzqsystem")
@@ -97,7 +97,7 @@ def test_evidence_is_indented_below_what_is_not_fine_only(doctor: Doctor) -> Non
 
 
 def test_an_unsafe_template_exits_with_1_and_one_sentence(doctor: Doctor) -> None:
-    code, told = doctor(TALK.replace("<|end|>", "").replace("<|start|>", "# "))
+    code, told = doctor(CHAT_TEMPLATE.replace("<|end|>", "").replace("<|start|>", "# "))
     assert code == 1
     verdict = told.splitlines()[-1]
     assert verdict.startswith("unsafe: toy's template puts no token behind a reply")
@@ -105,7 +105,7 @@ def test_an_unsafe_template_exits_with_1_and_one_sentence(doctor: Doctor) -> Non
 
 
 def test_json_is_one_object_with_everything(doctor: Doctor) -> None:
-    code, text = doctor(TALK, "--json")
+    code, text = doctor(CHAT_TEMPLATE, "--json")
     told = json.loads(text)
     assert (code, text.count("\n")) == (0, 1)
     assert told["verdict"] == "safe"
@@ -119,7 +119,7 @@ def test_json_is_one_object_with_everything(doctor: Doctor) -> None:
 
 
 def test_a_log_gets_figures_for_both_policies(doctor: Doctor) -> None:
-    code, text = doctor(SYSTEM_LAST, "--json", lines=talk())
+    code, text = doctor(SYSTEM_LAST_TEMPLATE, "--json", lines=conversation_log())
     told = json.loads(text)
     assert (code, told["verdict"]) == (1, "unsafe")
     template, verbatim = told["log"]["template"], told["log"]["verbatim"]
@@ -133,24 +133,24 @@ def test_a_log_gets_figures_for_both_policies(doctor: Doctor) -> None:
 
 
 def test_the_history_that_is_chosen_decides(doctor: Doctor) -> None:
-    code, told = doctor(SYSTEM_LAST, "--history", "template", lines=talk())
+    code, told = doctor(SYSTEM_LAST_TEMPLATE, "--history", "template", lines=conversation_log())
     assert code == 1
     assert "history=template forks 3 of 3 continuing calls" in told
     assert "100%; unsafe above 25%" in told
-    code, told = doctor(SYSTEM_LAST, "--history", "verbatim", lines=talk())
+    code, told = doctor(SYSTEM_LAST_TEMPLATE, "--history", "verbatim", lines=conversation_log())
     assert code == 0
     assert told.splitlines()[-1].startswith("safe: ")
 
 
 def test_drift_and_refusals_are_shown_with_their_lines(doctor: Doctor) -> None:
-    drifted = talk(1)[0]
+    drifted = conversation_log(1)[0]
     drifted["response"]["prompt_token_ids"] = [1, 2, 3]
-    strict = TALK.replace(
+    strict = CHAT_TEMPLATE.replace(
         "<|start|>{{",
         "{% if m.content == 'go on 0' %}{{ raise_exception('Stop!') }}{% endif %}<|start|>{{",
         1,
     )
-    code, told = doctor(strict, lines=[drifted, *talk(2)[1:]])
+    code, told = doctor(strict, lines=[drifted, *conversation_log(2)[1:]])
     assert code == 1
     assert (
         "template: 1 logged prompt not as we would have sent them, 0 in ids alone; line 1 from token 0"
@@ -162,13 +162,13 @@ def test_drift_and_refusals_are_shown_with_their_lines(doctor: Doctor) -> None:
 
 
 def test_bad_lines_are_an_error_or_counted(doctor: Doctor) -> None:
-    code, told = doctor(TALK, lines=[*talk(), "{"])
+    code, told = doctor(CHAT_TEMPLATE, lines=[*conversation_log(), "{"])
     assert code == 2
     assert "calls.jsonl:5: expected one JSON object a line" in told
-    code, told = doctor(TALK, "--skip-bad", lines=[*talk(), "{"])
+    code, told = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), "{"])
     assert code == 0
     assert "skipped 1 bad line" in told
-    code, told = doctor(TALK, "--skip-bad", lines=["{"])
+    code, told = doctor(CHAT_TEMPLATE, "--skip-bad", lines=["{"])
     assert code == 2
     assert "no calls in it" in told
 
@@ -176,7 +176,7 @@ def test_bad_lines_are_an_error_or_counted(doctor: Doctor) -> None:
 def test_bad_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--tokenizer", str(tmp_path / "nowhere")]) == 2
     assert "not a directory" in capsys.readouterr().err
-    path = save(tmp_path / "toy", TALK)
+    path = save_tokenizer(tmp_path / "toy", CHAT_TEMPLATE)
     assert main(["doctor", "--tokenizer", str(path), str(tmp_path / "no.jsonl")]) == 2
     assert "no.jsonl: cannot be read" in capsys.readouterr().err
     (path / "tokenizer_config.json").write_text("{}")
@@ -208,5 +208,5 @@ def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_real_verdicts(capsys: pytest.CaptureFixture[str], name: str, code: int, words: str) -> None:
-    assert main(["doctor", "--tokenizer", real(name)]) == code
+    assert main(["doctor", "--tokenizer", real_tokenizer(name)]) == code
     assert words in capsys.readouterr().out.splitlines()[-1]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import branchline
-from branchline.cli import calls, merge
+from branchline.cli import call_log, merge
 from branchline.cli.main import main
 
 
@@ -72,7 +72,7 @@ def test_help_of_a_command_teaches_the_format_and_the_compare_levels(
 
 
 def test_the_line_that_help_shows_can_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = calls.LINE_HELP.partition("{")[2].partition("  request and response")[0]
+    shown = call_log.LOG_FORMAT_HELP.partition("{")[2].partition("  request and response")[0]
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps(json.loads("{" + shown)))
     assert main(["merge", str(path), "--json"]) == 0
@@ -140,7 +140,7 @@ def test_an_output_that_knows_only_ascii_gets_escapes(tmp_path: Path) -> None:
 
 
 def test_no_progress_bar_where_nobody_watches(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_WORTH_A_BAR", 1)
+    monkeypatch.setattr(call_log, "_WORTH_A_BAR", 1)
     ended = run("merge", log, "--json")
     assert (ended.returncode, ended.stderr) == (0, "")
 
@@ -148,7 +148,7 @@ def test_no_progress_bar_where_nobody_watches(log: Path, monkeypatch: pytest.Mon
 def test_a_progress_bar_is_shown_to_a_terminal_for_a_large_log(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calls, "_WORTH_A_BAR", 1)
+    monkeypatch.setattr(call_log, "_WORTH_A_BAR", 1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["merge", str(log), "--json"]) == 0
     printed = capsys.readouterr()

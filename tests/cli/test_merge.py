@@ -18,11 +18,11 @@ Line = dict[str, Any]
 Merge = Callable[..., Any]
 
 
-def says(role: str, text: str) -> dict[str, Any]:
+def raw_message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def call(
+def log_line(
     messages: Sequence[dict[str, Any]],
     answer: str | dict[str, Any],
     prompt: Sequence[int] | None = None,
@@ -32,7 +32,9 @@ def call(
     tools: Sequence[dict[str, Any]] = (),
     **names: str,
 ) -> Line:
-    choice: dict[str, Any] = {"message": says("assistant", answer) if isinstance(answer, str) else answer}
+    choice: dict[str, Any] = {
+        "message": raw_message("assistant", answer) if isinstance(answer, str) else answer
+    }
     response: dict[str, Any] = {"choices": [choice]}
     if prompt is not None:
         response["prompt_token_ids"] = list(prompt)
@@ -43,21 +45,26 @@ def call(
     return {"request": {"messages": list(messages), "tools": list(tools)}, "response": response, **names}
 
 
-ASK = [says("system", "s"), says("user", "Three words.")]
-WORDS = [
-    call(ASK, "Luminous", [1, 2], [10, 11]),
-    call(ASK, "Serendipity", [1, 2], [12, 13, 14]),
-    call(ASK, "Ephemeral", [1, 2], [15]),
-    call(
-        [*ASK, says("assistant", "Serendipity"), says("user", "next")],
+ASK = [raw_message("system", "s"), raw_message("user", "Three words.")]
+THREE_WORDS = [
+    log_line(ASK, "Luminous", [1, 2], [10, 11]),
+    log_line(ASK, "Serendipity", [1, 2], [12, 13, 14]),
+    log_line(ASK, "Ephemeral", [1, 2], [15]),
+    log_line(
+        [*ASK, raw_message("assistant", "Serendipity"), raw_message("user", "next")],
         "Whimsical",
         [1, 2, 12, 13, 14, 3],
         [16, 17],
     ),
 ]
-DRIFT = [
-    call([says("user", "u")], "ab", [1], [20, 21, 9]),
-    call([says("user", "u"), says("assistant", "ab"), says("user", "v")], "c", [1, 22, 9, 2], [23]),
+DRIFTED_LOG = [
+    log_line([raw_message("user", "u")], "ab", [1], [20, 21, 9]),
+    log_line(
+        [raw_message("user", "u"), raw_message("assistant", "ab"), raw_message("user", "v")],
+        "c",
+        [1, 22, 9, 2],
+        [23],
+    ),
 ]
 
 
@@ -88,7 +95,7 @@ def merge(log: Callable[[Sequence[Line | str]], Path], capsys: pytest.CaptureFix
     return run
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def merge_error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The error of a command that must fail, with nothing on stdout."""
     assert main(["merge", *map(str, arguments)]) == 2
     printed = capsys.readouterr()
@@ -105,7 +112,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_three_words_one_continued_are_three_timelines_in_every_order(
     merge: Merge, order: tuple[int, ...]
 ) -> None:
-    told = merge([WORDS[index] for index in order])
+    told = merge([THREE_WORDS[index] for index in order])
     histories = {
         tuple((entry["text"], entry["author"]) for entry in line["history"]) for line in told["timelines"]
     }
@@ -122,7 +129,7 @@ def test_three_words_one_continued_are_three_timelines_in_every_order(
 
 
 def test_a_timeline_tells_its_size_its_calls_and_its_lines(merge: Merge) -> None:
-    told = merge(["", *WORDS])
+    told = merge(["", *THREE_WORDS])
     longest = max(told["timelines"], key=lambda line: line["messages"])
     longest.pop("history")
     assert longest == {
@@ -142,7 +149,7 @@ def test_a_timeline_tells_its_size_its_calls_and_its_lines(merge: Merge) -> None
 
 
 def test_every_fork_has_a_cause_a_place_a_line_and_a_sentence(merge: Merge) -> None:
-    told = merge(WORDS)
+    told = merge(THREE_WORDS)
     assert told["causes"] == {"best_of_n": 2}
     for fork in told["forks"]:
         assert fork["cause"] == "best_of_n"
@@ -154,9 +161,9 @@ def test_every_fork_has_a_cause_a_place_a_line_and_a_sentence(merge: Merge) -> N
 def test_forks_come_most_expensive_first(merge: Merge) -> None:
     long, short = "x" * 60, "y"
     lines = [
-        call([says("user", "u"), says("user", long)], "a", [1, *range(100, 160)], [9]),
-        call([says("user", "u"), says("user", short)], "b", [1, 2], [9]),
-        call([says("user", "w"), says("user", long)], "c", [5, *range(100, 160)], [9]),
+        log_line([raw_message("user", "u"), raw_message("user", long)], "a", [1, *range(100, 160)], [9]),
+        log_line([raw_message("user", "u"), raw_message("user", short)], "b", [1, 2], [9]),
+        log_line([raw_message("user", "w"), raw_message("user", long)], "c", [5, *range(100, 160)], [9]),
     ]
     costs = [fork["tokens_computed_again"] for fork in merge(lines)["forks"]]
     assert costs == sorted(costs, reverse=True)
@@ -165,18 +172,24 @@ def test_forks_come_most_expensive_first(merge: Merge) -> None:
 
 def test_sessions_and_named_agents_are_kept_apart(merge: Merge) -> None:
     lines = [
-        call(ASK, "a", [1], [2], session="one", agent="planner"),
-        call([*ASK, says("assistant", "a"), says("user", "go")], "b", [1, 2, 3], [4], session="two"),
-        call(
-            [*ASK, says("assistant", "a"), says("user", "go")],
+        log_line(ASK, "a", [1], [2], session="one", agent="planner"),
+        log_line(
+            [*ASK, raw_message("assistant", "a"), raw_message("user", "go")],
+            "b",
+            [1, 2, 3],
+            [4],
+            session="two",
+        ),
+        log_line(
+            [*ASK, raw_message("assistant", "a"), raw_message("user", "go")],
             "b",
             [1, 2, 3],
             [4],
             session="one",
             agent="coder",
         ),
-        call(
-            [*ASK, says("assistant", "a"), says("user", "go")],
+        log_line(
+            [*ASK, raw_message("assistant", "a"), raw_message("user", "go")],
             "b",
             [1, 2, 3],
             [4],
@@ -191,17 +204,17 @@ def test_sessions_and_named_agents_are_kept_apart(merge: Merge) -> None:
 
 
 def test_tool_lists_are_ignored_unless_they_are_kept(merge: Merge) -> None:
-    more = [*ASK, says("assistant", "a"), says("user", "go")]
+    more = [*ASK, raw_message("assistant", "a"), raw_message("user", "go")]
     lines = [
-        call(ASK, "a", [1], [2], tools=[{"type": "function", "function": {"name": "f"}}]),
-        call(more, "b", [1, 2, 3], [4]),
+        log_line(ASK, "a", [1], [2], tools=[{"type": "function", "function": {"name": "f"}}]),
+        log_line(more, "b", [1, 2, 3], [4]),
     ]
     assert len(merge(lines)["timelines"]) == 1
     assert len(merge(lines, "--keep-tools")["timelines"]) == 2
 
 
 def test_equal_answers_are_samples_each_unless_one_is_asked_for(merge: Merge) -> None:
-    lines = [WORDS[0], WORDS[0]]
+    lines = [THREE_WORDS[0], THREE_WORDS[0]]
     told = merge(lines)
     assert len(told["timelines"]) == 2
     told = merge(lines, "--dedupe")
@@ -214,7 +227,7 @@ def test_equal_answers_are_samples_each_unless_one_is_asked_for(merge: Merge) ->
 
 
 def test_drift_is_repaired_by_text_and_what_stood_behind_it_is_inexact(merge: Merge) -> None:
-    told = merge(DRIFT)
+    told = merge(DRIFTED_LOG)
     (line,) = told["timelines"]
     assert told["repairs"] == [{"line": 2, "method": "stop_token"}]
     assert (line["exact"], line["tokens_behind_other_ids"], line["trained_tokens"]) == (False, 1, 4)
@@ -225,7 +238,7 @@ def test_drift_is_repaired_by_text_and_what_stood_behind_it_is_inexact(merge: Me
 def test_drift_forks_by_token_or_without_repair_and_all_stays_exact(
     merge: Merge, options: tuple[str, ...]
 ) -> None:
-    told = merge(DRIFT, *options)
+    told = merge(DRIFTED_LOG, *options)
     assert len(told["timelines"]) == 2
     assert all(line["exact"] for line in told["timelines"])
     assert told["repairs"] == []
@@ -234,8 +247,8 @@ def test_drift_forks_by_token_or_without_repair_and_all_stays_exact(
 
 
 def test_calls_without_ids_merge_by_text_and_are_listed_as_undelivered(merge: Merge) -> None:
-    more = [*ASK, says("assistant", "a"), says("user", "go")]
-    told = merge([call(ASK, "a"), call(more, "b")])
+    more = [*ASK, raw_message("assistant", "a"), raw_message("user", "go")]
+    told = merge([log_line(ASK, "a"), log_line(more, "b")])
     (line,) = told["timelines"]
     assert (line["tokens"], line["calls"], line["exact"]) == (0, 2, False)
     assert told["dropped"] == [
@@ -267,10 +280,10 @@ def test_a_tokenizer_makes_repairs_certain_and_shows_forks_as_text(merge: Merge,
     a, b, ab, end = 64, 65, 256, 257
     assert json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]["a"] == a
     # Cut by length, so there is no stop token to go by: only the bytes tell where `abb` ends.
-    first = call([says("user", "u")], "abb", [1], [a, b, b])
+    first = log_line([raw_message("user", "u")], "abb", [1], [a, b, b])
     first["response"]["choices"][0]["finish_reason"] = "length"
-    later = [says("user", "u"), says("assistant", "abb"), says("user", "v")]
-    lines = [first, call(later, "c", [1, ab, b, end], [5])]
+    later = [raw_message("user", "u"), raw_message("assistant", "abb"), raw_message("user", "v")]
+    lines = [first, log_line(later, "c", [1, ab, b, end], [5])]
     assert merge(lines)["repairs"][0]["method"] == "estimate"
     told = merge(lines, "--tokenizer", tokenizer)
     assert told["repairs"] == [{"line": 2, "method": "bytes"}]
@@ -280,8 +293,8 @@ def test_a_tokenizer_makes_repairs_certain_and_shows_forks_as_text(merge: Merge,
 
 def test_a_tokenizer_gives_ids_to_calls_without_and_they_are_inexact(merge: Merge, tokenizer: Path) -> None:
     lines = [
-        call([says("user", "u")], "ab"),
-        call([says("user", "u"), says("assistant", "ab"), says("user", "v")], "b"),
+        log_line([raw_message("user", "u")], "ab"),
+        log_line([raw_message("user", "u"), raw_message("assistant", "ab"), raw_message("user", "v")], "b"),
     ]
     told = merge(lines, "--tokenizer", tokenizer)
     (line,) = told["timelines"]
@@ -292,7 +305,7 @@ def test_a_tokenizer_gives_ids_to_calls_without_and_they_are_inexact(merge: Merg
 
 
 def test_logged_ids_stay_as_logged_where_only_the_prompt_has_none(merge: Merge, tokenizer: Path) -> None:
-    told = merge([call([says("user", "u")], "ab", None, [64, 65])], "--tokenizer", tokenizer)
+    told = merge([log_line([raw_message("user", "u")], "ab", None, [64, 65])], "--tokenizer", tokenizer)
     (line,) = told["timelines"]
     assert (line["trained_tokens"], line["missing_logprobs"], line["exact"]) == (2, 0, False)
 
@@ -300,8 +313,8 @@ def test_logged_ids_stay_as_logged_where_only_the_prompt_has_none(merge: Merge, 
 def test_ids_that_do_not_decode_are_refused_with_their_line(
     log: Callable[..., Path], tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = log([WORDS[0], call(ASK, "x", [1, 5000], [2])])
-    error = refused(capsys, path, "--tokenizer", tokenizer)
+    path = log([THREE_WORDS[0], log_line(ASK, "x", [1, 5000], [2])])
+    error = merge_error(capsys, path, "--tokenizer", tokenizer)
     assert error.startswith(f"{path}:2: response.prompt_token_ids: id 5000 at place 1 does not decode")
 
 
@@ -310,9 +323,9 @@ def test_a_call_the_template_refuses_is_a_bad_line(
 ) -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     (tokenizer / "chat_template.jinja").write_text(template)
-    lines = [WORDS[0], call(ASK, "x")]
+    lines = [THREE_WORDS[0], log_line(ASK, "x")]
     path = log(lines)
-    assert refused(capsys, path, "--tokenizer", tokenizer).startswith(f"{path}:2: cannot be encoded")
+    assert merge_error(capsys, path, "--tokenizer", tokenizer).startswith(f"{path}:2: cannot be encoded")
     told = merge(lines, "--tokenizer", tokenizer, "--skip-bad")
     assert [entry["line"] for entry in told["skipped"]] == [2]
     assert "user first" in told["skipped"][0]["problem"]
@@ -326,12 +339,14 @@ BAD_LINES = {
     "[1, 2]": "expected an object with request and response",
     '{"request": {"messages": []}}': "response: got None, expected an object",
     '{"request": {"messages": []}, "response": {"choices": []}}': "messages: got [], expected",
-    json.dumps(call([says("wizard", "x")], "y")): "messages[0].role: got 'wizard', expected one of system",
     json.dumps(
-        call(ASK, "y", [1], [1.5])
+        log_line([raw_message("wizard", "x")], "y")
+    ): "messages[0].role: got 'wizard', expected one of system",
+    json.dumps(
+        log_line(ASK, "y", [1], [1.5])
     ): "response.choices[0].token_ids: got [1.5], expected a list of token ids",
-    json.dumps(call(ASK, "y", [-1], [1])): "response.prompt_token_ids[0]: got -1, expected a token id",
-    json.dumps({**WORDS[0], "session": 3}): "session: got 3, expected a string",
+    json.dumps(log_line(ASK, "y", [-1], [1])): "response.prompt_token_ids[0]: got -1, expected a token id",
+    json.dumps({**THREE_WORDS[0], "session": 3}): "session: got 3, expected a string",
 }
 
 
@@ -339,14 +354,14 @@ BAD_LINES = {
 def test_a_bad_line_is_refused_with_file_line_and_what_was_expected(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str], bad: str, expected: str
 ) -> None:
-    path = log([WORDS[0], "", bad, WORDS[1]])
-    error = refused(capsys, path, "--json")
+    path = log([THREE_WORDS[0], "", bad, THREE_WORDS[1]])
+    error = merge_error(capsys, path, "--json")
     assert error.startswith(f"{path}:3: ")
     assert expected in error
 
 
 def test_skipping_bad_lines_goes_on_and_counts_them(merge: Merge) -> None:
-    told = merge([WORDS[0], *BAD_LINES, WORDS[1]], "--skip-bad")
+    told = merge([THREE_WORDS[0], *BAD_LINES, THREE_WORDS[1]], "--skip-bad")
     assert told["calls"] == 2
     assert [entry["line"] for entry in told["skipped"]] == list(range(2, 2 + len(BAD_LINES)))
     assert told["skipped"][0]["problem"].startswith("expected one JSON object a line")
@@ -356,17 +371,17 @@ def test_a_log_with_nothing_to_merge_says_so(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = log([])
-    assert refused(capsys, path) == f"{path}: no calls in it, expected one JSON object a line"
+    assert merge_error(capsys, path) == f"{path}: no calls in it, expected one JSON object a line"
     path = log(["{", "{"])
-    assert f"the first of 2 bad lines: {path}:1:" in refused(capsys, path, "--skip-bad")
+    assert f"the first of 2 bad lines: {path}:1:" in merge_error(capsys, path, "--skip-bad")
 
 
 def test_a_missing_log_or_tokenizer_is_named(
     log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "nowhere.jsonl: cannot be read: No such file" in refused(capsys, tmp_path / "nowhere.jsonl")
-    assert "cannot be read: Is a directory" in refused(capsys, tmp_path)
-    assert "not a directory" in refused(capsys, log(WORDS), "--tokenizer", tmp_path / "nowhere")
+    assert "nowhere.jsonl: cannot be read: No such file" in merge_error(capsys, tmp_path / "nowhere.jsonl")
+    assert "cannot be read: Is a directory" in merge_error(capsys, tmp_path)
+    assert "not a directory" in merge_error(capsys, log(THREE_WORDS), "--tokenizer", tmp_path / "nowhere")
 
 
 # Samples
@@ -374,7 +389,7 @@ def test_a_missing_log_or_tokenizer_is_named(
 
 def test_samples_are_written_whole_and_their_shares_add_up(merge: Merge, tmp_path: Path) -> None:
     target = tmp_path / "samples.jsonl"
-    told = merge(WORDS, "--samples", target)
+    told = merge(THREE_WORDS, "--samples", target)
     samples = list(read_jsonl(target))
     assert told["samples"]["samples"] == len(samples) == 3
     assert sum(float(sample.shares.sum()) for sample in samples) == told["sampled_tokens"]
@@ -383,10 +398,10 @@ def test_samples_are_written_whole_and_their_shares_add_up(merge: Merge, tmp_pat
 
 def test_inexact_outputs_are_not_trained_unless_asked_for(merge: Merge, tmp_path: Path) -> None:
     target = tmp_path / "samples.jsonl"
-    told = merge(DRIFT, "--samples", target)
+    told = merge(DRIFTED_LOG, "--samples", target)
     assert told["samples"]["dropped_tokens"] == {"inexact": 1}
     assert [sample.trained_tokens for sample in read_jsonl(target)] == [3]
-    merge(DRIFT, "--samples", target, "--inexact")
+    merge(DRIFTED_LOG, "--samples", target, "--inexact")
     assert [sample.trained_tokens for sample in read_jsonl(target)] == [4]
 
 
@@ -394,11 +409,11 @@ def test_missing_logprobs_leave_no_file_unless_allowed(
     log: Callable[..., Path], merge: Merge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
-        {**WORDS[0], "session": "good"},
-        call(ASK, "x", [1, 2], [3], logprobs=False, session="bad"),
+        {**THREE_WORDS[0], "session": "good"},
+        log_line(ASK, "x", [1, 2], [3], logprobs=False, session="bad"),
     ]
     target = tmp_path / "samples.jsonl"
-    error = refused(capsys, log(lines), "--samples", target)
+    error = merge_error(capsys, log(lines), "--samples", target)
     assert "session 'bad': 1 of 1 sampled tokens came without logprobs" in error
     assert "--allow-missing-logprobs" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calls.jsonl"]
@@ -411,18 +426,18 @@ def test_a_bad_line_leaves_earlier_samples_untouched(
 ) -> None:
     target = tmp_path / "samples.jsonl"
     target.write_text("before")
-    refused(capsys, log([WORDS[0], "{"]), "--samples", target)
+    merge_error(capsys, log([THREE_WORDS[0], "{"]), "--samples", target)
     assert target.read_text() == "before"
 
 
 def test_samples_never_replace_the_log_or_something_that_is_no_file(
     log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = log(WORDS)
+    path = log(THREE_WORDS)
     before = path.read_bytes()
-    assert "that is the log itself" in refused(capsys, path, "--samples", path)
-    assert "not a regular file" in refused(capsys, path, "--samples", tmp_path)
-    assert "cannot be written" in refused(capsys, path, "--samples", tmp_path / "nowhere" / "x.jsonl")
+    assert "that is the log itself" in merge_error(capsys, path, "--samples", path)
+    assert "not a regular file" in merge_error(capsys, path, "--samples", tmp_path)
+    assert "cannot be written" in merge_error(capsys, path, "--samples", tmp_path / "nowhere" / "x.jsonl")
     assert path.read_bytes() == before
 
 
@@ -433,9 +448,9 @@ def test_the_tables_tell_timelines_totals_repairs_forks_and_skipped_lines(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
-        *({**line, "session": "[bold]words", "agent": "a"} for line in WORDS),
-        *({**line, "session": "drift"} for line in DRIFT),
-        call(ASK, "no ids", session="drift"),
+        *({**line, "session": "[bold]words", "agent": "a"} for line in THREE_WORDS),
+        *({**line, "session": "drift"} for line in DRIFTED_LOG),
+        log_line(ASK, "no ids", session="drift"),
         "{",
     ]
     path = log(lines)
@@ -459,7 +474,7 @@ def test_the_tables_tell_timelines_totals_repairs_forks_and_skipped_lines(
 def test_long_lists_are_cut_and_say_how_many_more(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines: list[Line | str] = [call(ASK, f"word {index}", [1, 2], [index]) for index in range(60)]
+    lines: list[Line | str] = [log_line(ASK, f"word {index}", [1, 2], [index]) for index in range(60)]
     assert main(["merge", str(log([*lines, *["{"] * 12])), "--skip-bad"]) == 0
     out = capsys.readouterr().out
     assert "10 more timelines; --json lists them all" in out

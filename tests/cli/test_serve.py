@@ -18,10 +18,10 @@ import httpx
 import pytest
 
 from branchline.cli import serve
-from branchline.cli.engines import build
+from branchline.cli.engines import build_router
 from branchline.cli.main import main
-from branchline.engines.openai import UpstreamChat
 from branchline.engines.replicas import Replicas
+from branchline.engines.upstream_chat import UpstreamChat
 
 
 def test_it_starts_answers_and_says_how_to_be_used(tmp_path: Path) -> None:
@@ -95,11 +95,15 @@ def _keys(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], **given: obje
         if name in names:
             monkeypatch.setenv(name, value)
     plain = {"tokenizer": None, "model": None, "tool_parser": None, "reasoning_parser": None, "rule": []}
-    _, fleet = build(argparse.Namespace(**{**plain, "engine_url": [], "upstream": [], **given}))
-    main = fleet.main.engines[0] if isinstance(fleet.main, Replicas) else fleet.main
+    _, fleet = build_router(argparse.Namespace(**{**plain, "engine_url": [], "upstream": [], **given}))
+    main = (
+        fleet.default_engine.engines[0]
+        if isinstance(fleet.default_engine, Replicas)
+        else fleet.default_engine
+    )
     clients = {"main": getattr(main, "client", None)}
-    for name in fleet.names[1:]:
-        upstream = fleet._others[name]
+    for name in fleet.engine_names[1:]:
+        upstream = fleet._named_engines[name]
         assert isinstance(upstream, UpstreamChat)
         clients[name] = upstream.client
     return {

@@ -15,20 +15,20 @@ from branchline.cli.main import main
 Draw = Callable[..., list[str]]
 
 
-def says(role: str, text: str) -> dict[str, Any]:
+def raw_message(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def call(
+def log_line(
     messages: Sequence[dict[str, Any]],
     answer: str | dict[str, Any],
     prompt: Sequence[int],
     ids: Sequence[int],
-    finish: str = "stop",
+    finish_reason: str = "stop",
     **names: str,
 ) -> dict[str, Any]:
-    message = says("assistant", answer) if isinstance(answer, str) else answer
-    choice = {"message": message, "token_ids": list(ids), "finish_reason": finish}
+    message = raw_message("assistant", answer) if isinstance(answer, str) else answer
+    choice = {"message": message, "token_ids": list(ids), "finish_reason": finish_reason}
     return {
         "request": {"messages": list(messages)},
         "response": {"prompt_token_ids": list(prompt), "choices": [choice]},
@@ -38,12 +38,17 @@ def call(
 
 def conversation(turns: int, others: int = 0) -> list[dict[str, Any]]:
     """A long talk; each turn is answered once, and `others` times more without being continued."""
-    messages, ids, lines = [says("user", "start")], [1], []
+    messages, ids, lines = [raw_message("user", "start")], [1], []
     for turn in range(turns):
         lines += [
-            call(messages, f"answer {turn}.{other}", ids, [100 + other, turn]) for other in range(others + 1)
+            log_line(messages, f"answer {turn}.{other}", ids, [100 + other, turn])
+            for other in range(others + 1)
         ]
-        messages = [*messages, says("assistant", f"answer {turn}.0"), says("user", f"go {turn}")]
+        messages = [
+            *messages,
+            raw_message("assistant", f"answer {turn}.0"),
+            raw_message("user", f"go {turn}"),
+        ]
         ids = [*ids, 100, turn, 2]
     return lines
 
@@ -63,12 +68,12 @@ def draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Draw:
     return run
 
 
-ASK = [says("system", "s"), says("user", "Three words.")]
-WORDS = [
-    call(ASK, "Luminous", [1, 2], [10, 11]),
-    call(ASK, "Serendipity", [1, 2], [12, 13, 14], finish="length"),
-    call(
-        [*ASK, says("assistant", "Serendipity"), says("user", "next")],
+ASK = [raw_message("system", "s"), raw_message("user", "Three words.")]
+THREE_WORDS = [
+    log_line(ASK, "Luminous", [1, 2], [10, 11]),
+    log_line(ASK, "Serendipity", [1, 2], [12, 13, 14], finish_reason="length"),
+    log_line(
+        [*ASK, raw_message("assistant", "Serendipity"), raw_message("user", "next")],
         "Whimsical",
         [1, 2, 12, 13, 14, 3],
         [16, 17],
@@ -77,7 +82,7 @@ WORDS = [
 
 
 def test_a_fork_indents_and_names_its_cause_and_a_cut_answer_is_marked(draw: Draw) -> None:
-    title, *lines = draw(WORDS)
+    title, *lines = draw(THREE_WORDS)
     assert title.startswith("session · 3 calls · 2 timelines · ")
     assert [" ".join(line.split()) for line in lines] == [
         "system s",
@@ -108,24 +113,28 @@ def test_forks_inside_forks_go_on_at_the_margin_before_they_run_out_of_room(draw
 
 def test_message_text_is_never_read_as_markup_nor_as_control_characters(draw: Draw) -> None:
     text = "[bold]x[/bold] [/] :smile: \x1b[31mred\x07 two\nlines"
-    out = "\n".join(draw([call([says("user", text)], text, [1], [2], agent="[red]")]))
+    out = "\n".join(draw([log_line([raw_message("user", text)], text, [1], [2], agent="[red]")]))
     assert out.count(r"[bold]x[/bold] [/] :smile: \x1b[31mred\x07 two lines") == 2
     assert "\x1b" not in out
 
 
 def test_wide_letters_are_cut_by_their_width(draw: Draw) -> None:
-    lines = draw([call([says("user", "世界" * 100)], "👩‍🚀 é" * 50, [1], [2])], "--width", "40")
+    lines = draw([log_line([raw_message("user", "世界" * 100)], "👩‍🚀 é" * 50, [1], [2])], "--width", "40")
     assert all(cell_len(line) <= 40 for line in lines[1:])
     assert all(line.endswith("…") for line in lines[1:])
 
 
 def test_a_reply_shown_in_another_place_says_so(draw: Draw) -> None:
-    bad, err, good = says("assistant", "bad call"), says("user", "error"), says("assistant", "good call")
+    bad, err, good = (
+        raw_message("assistant", "bad call"),
+        raw_message("user", "error"),
+        raw_message("assistant", "good call"),
+    )
     lines = draw(
         [
-            call(ASK, "bad call", [1, 2], [3]),
-            call([*ASK, bad, err], "good call", [1, 2, 3, 4], [5]),
-            call([*ASK, good, says("user", "on")], "done", [1, 2, 5, 6], [7]),
+            log_line(ASK, "bad call", [1, 2], [3]),
+            log_line([*ASK, bad, err], "good call", [1, 2, 3, 4], [5]),
+            log_line([*ASK, good, raw_message("user", "on")], "done", [1, 2, 5, 6], [7]),
         ]
     )
     shown = [line for line in lines if "good call" in line]
@@ -137,15 +146,15 @@ def test_tool_calls_and_images_are_shown_where_there_is_no_text(draw: Draw) -> N
     tool_call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
     image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
     answer = {"role": "assistant", "content": None, "tool_calls": [tool_call]}
-    out = "\n".join(draw([call([{"role": "user", "content": [image]}], answer, [1], [2])]))
+    out = "\n".join(draw([log_line([{"role": "user", "content": [image]}], answer, [1], [2])]))
     assert 'search({"q": "x"})' in out
     assert "<image>" in out
 
 
 def test_agents_are_named_where_there_are_several(draw: Draw) -> None:
-    alone = draw([{**line, "agent": "solo"} for line in WORDS])
+    alone = draw([{**line, "agent": "solo"} for line in THREE_WORDS])
     assert not any("(solo)" in line for line in alone)
-    lines = draw([{**WORDS[0], "agent": "one"}, WORDS[1]])
+    lines = draw([{**THREE_WORDS[0], "agent": "one"}, THREE_WORDS[1]])
     assert any("(one) Luminous" in line for line in lines)
     assert any("(no agent named)" in line for line in lines)
 
@@ -153,7 +162,7 @@ def test_agents_are_named_where_there_are_several(draw: Draw) -> None:
 def test_sessions_are_drawn_one_after_the_other_or_one_alone(
     draw: Draw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [{**WORDS[0], "session": "a"}, {**WORDS[1], "session": "b"}]
+    lines = [{**THREE_WORDS[0], "session": "a"}, {**THREE_WORDS[1], "session": "b"}]
     assert sum(line.startswith("session ") for line in draw(lines)) == 2
     alone = draw(lines, "--session", "b")
     assert [line for line in alone if line.startswith("session ")] == [alone[0]]
@@ -165,9 +174,9 @@ def test_sessions_are_drawn_one_after_the_other_or_one_alone(
 
 
 def test_skipped_lines_are_counted(draw: Draw) -> None:
-    assert draw([*WORDS, "{"], "--skip-bad")[-1] == "skipped 1 bad line"
+    assert draw([*THREE_WORDS, "{"], "--skip-bad")[-1] == "skipped 1 bad line"
 
 
 def test_separate_first_messages_hang_below_the_session(draw: Draw) -> None:
-    lines = draw([WORDS[0], call([says("user", "else")], "other", [7], [8])])
+    lines = draw([THREE_WORDS[0], log_line([raw_message("user", "else")], "other", [7], [8])])
     assert [line[:3] for line in lines if line.startswith(("├", "└"))] == ["├──", "└──"]

@@ -13,15 +13,15 @@ from pathlib import Path
 from branchline.core.echo import Equivalence
 from branchline.export.samples import Export, export_samples
 from branchline.gateway.server import Gateway
-from branchline.timelines.causes import Judgement, judge
+from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Tree
-from tests.chat.families import codec_of
-from tests.clients.engine import Crossed, Theatre
-from tests.clients.programs import PROGRAMS, Program, Setting, prepare
-from tests.clients.prompts import Stage, TemplateStage, ToyStage
-from tests.clients.scripts import FIRST, SECOND
+from tests.chat.families import load_codec
+from tests.clients.programs import PROGRAMS, ClientEnvironment, ClientProgram, prepare
+from tests.clients.prompt_readers import PromptReader, TemplatePromptReader, ToyPromptReader
+from tests.clients.script_engine import RecordedGeneration, ScriptEngine
+from tests.clients.scripts import FIRST_REQUEST, SECOND_REQUEST
 from tests.clients.table import Row
 
 
@@ -29,17 +29,17 @@ from tests.clients.table import Row
 class Episode:
     """What happened."""
 
-    program: Program
-    stage: Stage
+    program: ClientProgram
+    prompt_reader: PromptReader
     tree: Tree
-    crossed: Sequence[Crossed]
-    printed: Sequence[str]
+    generations: Sequence[RecordedGeneration]
+    stdout: Sequence[str]
     notes: dict[str, str]
     """The files that the agents wrote."""
 
     @property
-    def judgement(self) -> Judgement:
-        return judge(self.tree)
+    def fork_report(self) -> ForkReport:
+        return classify_forks(self.tree)
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -51,22 +51,22 @@ class Episode:
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
-        return [diagnose(self.tree, fork, self.stage.decode) for fork in self.judgement.forks]
+        return [diagnose(self.tree, fork, self.prompt_reader.decode) for fork in self.fork_report.forks]
 
     @property
     def row(self) -> Row:
         report = self.export.report
-        tolerated = {echo.equivalence for call in self.tree.calls for echo in call.echoes}
+        tolerated = {echo.equivalence for call in self.tree.calls for echo in call.applied_equivalences}
         # In which order two helpers end is chance.
         tolerated.discard(Equivalence.REORDERED_RESULTS)
         return Row(
             self.program.name,
             self.program.package.version,
-            self.stage.name,
+            self.prompt_reader.name,
             len(self.tree.calls),
             len({call.agent for call in self.tree.calls}),
             len(self.timelines),
-            Counter(str(fork.cause) for fork in self.judgement.forks),
+            Counter(str(fork.cause) for fork in self.fork_report.forks),
             tuple(sorted(map(str, tolerated))),
             report.sampled_tokens,
             report.trained_tokens + sum(entry.tokens for entry in report.dropped),
@@ -76,24 +76,26 @@ class Episode:
 @cache
 def episode(name: str, codec: str) -> Episode:
     """A client's episode on the toy codec or on a real template; played once."""
-    stage: Stage = ToyStage() if codec == "toy" else TemplateStage(codec_of(codec))
-    return asyncio.run(_play(PROGRAMS[name], stage))
+    stage: PromptReader = ToyPromptReader() if codec == "toy" else TemplatePromptReader(load_codec(codec))
+    return asyncio.run(_run(PROGRAMS[name], stage))
 
 
-async def _play(program: Program, stage: Stage) -> Episode:
+async def _run(program: ClientProgram, stage: PromptReader) -> Episode:
     with tempfile.TemporaryDirectory(prefix="branchline-") as folder:
         home, workspace = Path(folder) / "home", Path(folder) / "work"
         home.mkdir()
         workspace.mkdir()
         script = replace(program.script(workspace), thinks=stage.name == "toy")
-        engine = Theatre(stage, script)
+        engine = ScriptEngine(stage, script)
         async with Gateway(engine=engine, codec=stage.codec) as gateway:
             session = await gateway.session()
-            setting = Setting(home, workspace, session.base_url, session.anthropic_base_url, session.api_key)
+            setting = ClientEnvironment(
+                home, workspace, session.base_url, session.anthropic_base_url, session.api_key
+            )
             prepare(program, setting)
             printed = [
-                await program.run(setting, program.ask(setting, FIRST)),
-                await program.run(setting, program.go_on(setting, SECOND)),
+                await program.run(setting, program.first_arguments(setting, FIRST_REQUEST)),
+                await program.run(setting, program.resume_arguments(setting, SECOND_REQUEST)),
             ]
             notes = {path.stem: path.read_text().strip() for path in workspace.glob("*.txt")}
-            return Episode(program, stage, session.live.session.tree, engine.crossed, printed, notes)
+            return Episode(program, stage, session.managed.session.tree, engine.generations, printed, notes)

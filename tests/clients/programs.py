@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.install_clients import PACKAGES, Package
+from scripts.install_clients import PACKAGES, ClientPackage
 
 from tests.clients import scripts
 from tests.clients.scripts import Script
@@ -20,7 +20,7 @@ TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
-class Setting:
+class ClientEnvironment:
     """Where a client runs, and the session it is given."""
 
     home: Path
@@ -31,23 +31,23 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Program:
+class ClientProgram:
     """One client, as it is run."""
 
     name: str
-    package: Package
+    package: ClientPackage
     script: Callable[[Path], Script]
-    ask: Callable[[Setting, str], Sequence[str]]
+    first_arguments: Callable[[ClientEnvironment, str], Sequence[str]]
     """Arguments for a first request."""
-    go_on: Callable[[Setting, str], Sequence[str]]
+    resume_arguments: Callable[[ClientEnvironment, str], Sequence[str]]
     """Arguments for a request that goes on with the last conversation."""
-    env: Callable[[Setting], Mapping[str, str]]
-    files: Callable[[Setting], Mapping[Path, str]] = lambda setting: {}
+    env: Callable[[ClientEnvironment], Mapping[str, str]]
+    files: Callable[[ClientEnvironment], Mapping[Path, str]] = lambda setting: {}
 
-    async def run(self, setting: Setting, arguments: Sequence[str]) -> str:
+    async def run(self, setting: ClientEnvironment, arguments: Sequence[str]) -> str:
         """What it prints; it must end well and in time."""
         process = await asyncio.create_subprocess_exec(
-            self.package.program,
+            self.package.executable,
             *arguments,
             cwd=setting.workspace,
             env={**plain_env(setting), **self.env(setting)},
@@ -60,13 +60,13 @@ class Program:
         try:
             output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         finally:
-            end_group(process.pid)
+            kill_group(process.pid)
         printed = output.decode(errors="replace")
         assert process.returncode == 0, printed[-3000:]
         return printed
 
 
-def plain_env(setting: Setting) -> dict[str, str]:
+def plain_env(setting: ClientEnvironment) -> dict[str, str]:
     """Nothing of this machine but where programs are: no keys, no proxies, another home."""
     return {
         "PATH": os.environ["PATH"],
@@ -77,13 +77,13 @@ def plain_env(setting: Setting) -> dict[str, str]:
     }
 
 
-def end_group(leader: int) -> None:
+def kill_group(leader: int) -> None:
     """Ends what is left of a process group that was started here."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
-def prepare(program: Program, setting: Setting) -> None:
+def prepare(program: ClientProgram, setting: ClientEnvironment) -> None:
     """Writes the client's configuration."""
     for path, text in program.files(setting).items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def prepare(program: Program, setting: Setting) -> None:
 _ALLOWED = ("--allowedTools", "Bash", "Read", "Edit", "Agent")
 
 
-def claude_env(setting: Setting, model: str = "branchline") -> dict[str, str]:
+def claude_env(setting: ClientEnvironment, model: str = "branchline") -> dict[str, str]:
     return {
         "ANTHROPIC_BASE_URL": setting.anthropic_base_url,
         "ANTHROPIC_API_KEY": setting.api_key,
@@ -105,13 +105,13 @@ def claude_env(setting: Setting, model: str = "branchline") -> dict[str, str]:
     }
 
 
-def _claude_code(name: str, model: str) -> Program:
-    return Program(
+def _claude_code(name: str, model: str) -> ClientProgram:
+    return ClientProgram(
         name,
         PACKAGES["claude-code"],
         scripts.claude_code,
-        ask=lambda setting, prompt: ("-p", prompt, *_ALLOWED),
-        go_on=lambda setting, prompt: ("-p", "--continue", prompt, *_ALLOWED),
+        first_arguments=lambda setting, prompt: ("-p", prompt, *_ALLOWED),
+        resume_arguments=lambda setting, prompt: ("-p", "--continue", prompt, *_ALLOWED),
         env=lambda setting: claude_env(setting, model),
     )
 
@@ -119,8 +119,8 @@ def _claude_code(name: str, model: str) -> Program:
 # -- Codex -------------------------------------------------------------------------------------------
 
 
-def _codex(name: str, model: str, script: Callable[[Path], Script]) -> Program:
-    def flags(setting: Setting) -> tuple[str, ...]:
+def _codex(name: str, model: str, script: Callable[[Path], Script]) -> ClientProgram:
+    def flags(setting: ClientEnvironment) -> tuple[str, ...]:
         provider = (
             f'{{name="branchline", base_url="{setting.base_url}", env_key="BRANCHLINE_KEY", '
             'wire_api="responses"}'
@@ -133,12 +133,12 @@ def _codex(name: str, model: str, script: Callable[[Path], Script]) -> Program:
             *("-c", f'model="{model}"'),
         )
 
-    return Program(
+    return ClientProgram(
         name,
         PACKAGES["codex"],
         script,
-        ask=lambda setting, prompt: ("exec", *flags(setting), prompt),
-        go_on=lambda setting, prompt: ("exec", "resume", "--last", *flags(setting), prompt),
+        first_arguments=lambda setting, prompt: ("exec", *flags(setting), prompt),
+        resume_arguments=lambda setting, prompt: ("exec", "resume", "--last", *flags(setting), prompt),
         env=lambda setting: {"BRANCHLINE_KEY": setting.api_key},
     )
 
@@ -146,19 +146,19 @@ def _codex(name: str, model: str, script: Callable[[Path], Script]) -> Program:
 # -- those that speak Chat Completions ----------------------------------------------------------------
 
 
-def _qwen_code() -> Program:
+def _qwen_code() -> ClientProgram:
     settings = {
         "security": {"auth": {"selectedType": "openai"}},
         "general": {"enableAutoUpdate": False},
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
     }
-    return Program(
+    return ClientProgram(
         "qwen-code",
         PACKAGES["qwen-code"],
         scripts.qwen_code,
-        ask=lambda setting, prompt: ("--yolo", "-p", prompt),
-        go_on=lambda setting, prompt: ("--yolo", "--continue", "-p", prompt),
+        first_arguments=lambda setting, prompt: ("--yolo", "-p", prompt),
+        resume_arguments=lambda setting, prompt: ("--yolo", "--continue", "-p", prompt),
         env=lambda setting: {
             "OPENAI_BASE_URL": setting.base_url,
             "OPENAI_API_KEY": setting.api_key,
@@ -168,8 +168,8 @@ def _qwen_code() -> Program:
     )
 
 
-def _opencode() -> Program:
-    def config(setting: Setting) -> str:
+def _opencode() -> ClientProgram:
+    def config(setting: ClientEnvironment) -> str:
         provider = {
             "npm": "@ai-sdk/openai-compatible",
             "options": {"baseURL": setting.base_url, "apiKey": setting.api_key},
@@ -185,12 +185,12 @@ def _opencode() -> Program:
         )
 
     model = ("--model", "branchline/branchline")
-    return Program(
+    return ClientProgram(
         "opencode",
         PACKAGES["opencode"],
         scripts.opencode,
-        ask=lambda setting, prompt: ("run", *model, prompt),
-        go_on=lambda setting, prompt: ("run", "--continue", *model, prompt),
+        first_arguments=lambda setting, prompt: ("run", *model, prompt),
+        resume_arguments=lambda setting, prompt: ("run", "--continue", *model, prompt),
         env=lambda setting: {
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
@@ -200,8 +200,8 @@ def _opencode() -> Program:
     )
 
 
-def _pi() -> Program:
-    def models(setting: Setting) -> str:
+def _pi() -> ClientProgram:
+    def models(setting: ClientEnvironment) -> str:
         provider = {
             "baseUrl": setting.base_url,
             "api": "openai-completions",
@@ -211,12 +211,12 @@ def _pi() -> Program:
         return json.dumps({"providers": {"branchline": provider}})
 
     model = ("--provider", "branchline", "--model", "branchline")
-    return Program(
+    return ClientProgram(
         "pi",
         PACKAGES["pi"],
         scripts.pi,
-        ask=lambda setting, prompt: (*model, "-p", prompt),
-        go_on=lambda setting, prompt: (*model, "--continue", "-p", prompt),
+        first_arguments=lambda setting, prompt: (*model, "-p", prompt),
+        resume_arguments=lambda setting, prompt: (*model, "--continue", "-p", prompt),
         env=lambda setting: {"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1"},
         files=lambda setting: {setting.home / ".pi" / "agent" / "models.json": models(setting)},
     )

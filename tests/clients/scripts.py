@@ -11,43 +11,43 @@ from pathlib import Path
 from typing import Any
 
 from branchline.core.message import Message, ToolCall
-from tests.clients.prompts import Prompt
+from tests.clients.prompt_readers import Prompt
 
 HELPERS = ("one", "two")
 TASKS = {who: f"TASK {who}: write the word {who} into {who}.txt and report." for who in HELPERS}
 TITLE = "A note and two words"
 
-Line = Message | Callable[[Prompt], Message]
+ScriptedReply = Message | Callable[[Prompt], Message]
 
 
 def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(name, json.dumps(arguments))
 
 
-def say(text: str, *calls: ToolCall) -> Message:
-    return Message("assistant", text, calls=calls)
+def reply(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, tool_calls=calls)
 
 
-def think(thought: str, text: str, *calls: ToolCall) -> Message:
-    return Message("assistant", text, reasoning=thought, calls=calls)
+def reply_with_reasoning(thought: str, text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, reasoning_content=thought, tool_calls=calls)
 
 
 @dataclass(frozen=True)
 class Script:
     """The lines of one client's model."""
 
-    main: Sequence[Line]
+    main: Sequence[ScriptedReply]
     write: Callable[[str], ToolCall] | None = None
     """The call by which a helper writes its word; none where the client has no helpers."""
-    helpers_meet: bool = False
+    helpers_overlap: bool = False
     """The client asks for both at once."""
-    behind_helpers: int = -1
+    turn_after_helpers: int = -1
     """The main agent's turn that must find the helpers' work done."""
-    released_by: Mapping[str, int] = field(default_factory=dict)
+    released_by_turn: Mapping[str, int] = field(default_factory=dict)
     """Helpers that say nothing before the main agent has had this turn."""
-    thinks: bool = False
+    has_reasoning: bool = False
 
-    def who(self, prompt: Prompt) -> str:
+    def agent_of(self, prompt: Prompt) -> str:
         """Whose turn it is."""
         if not prompt.has_tools:
             return "aside"
@@ -55,23 +55,23 @@ class Script:
 
     def helper(self, who: str) -> list[Message]:
         assert self.write is not None
-        return [say("", self.write(who)), say(f"The word {who} is written.")]
+        return [reply("", self.write(who)), reply(f"The word {who} is written.")]
 
     def reply(self, prompt: Prompt) -> Message:
-        who = self.who(prompt)
+        who = self.agent_of(prompt)
         if who == "aside":
-            return say(TITLE)
-        lines: Sequence[Line] = self.main if who == "main" else self.helper(who)
+            return reply(TITLE)
+        lines: Sequence[ScriptedReply] = self.main if who == "main" else self.helper(who)
         line = lines[min(prompt.turn, len(lines) - 1)]
         said = line if isinstance(line, Message) else line(prompt)
-        if not self.thinks:
+        if not self.has_reasoning:
             return said
-        return think(f"Turn {prompt.turn} of {who}.", said.text, *said.calls)
+        return reply_with_reasoning(f"Turn {prompt.turn} of {who}.", said.content, *said.tool_calls)
 
 
-FIRST = "Write a note, then let two helpers write a word each."
-SECOND = "And look at the note once more."
-ENDS = ("All done.", "Looked again.")
+FIRST_REQUEST = "Write a note, then let two helpers write a word each."
+SECOND_REQUEST = "And look at the note once more."
+FINAL_REPLIES = ("All done.", "Looked again.")
 """What the first and the second request end in."""
 
 
@@ -83,43 +83,43 @@ def claude_code(workspace: Path) -> Script:
 
     return Script(
         main=(
-            say("I write a note.", call("Bash", command="echo hi > note.txt", description="Write a note")),
-            say("", call("Read", file_path=note)),
-            say("Two helpers now.", *[helper(who) for who in HELPERS]),
+            reply("I write a note.", call("Bash", command="echo hi > note.txt", description="Write a note")),
+            reply("", call("Read", file_path=note)),
+            reply("Two helpers now.", *[helper(who) for who in HELPERS]),
             # Its client writes out `replace_all: false` when it shows this again.
-            say("", call("Edit", file_path=note, old_string="hi", new_string="ho")),
-            say(ENDS[0]),
-            say("", call("Bash", command="cat note.txt one.txt two.txt", description="Look")),
-            say(ENDS[1]),
+            reply("", call("Edit", file_path=note, old_string="hi", new_string="ho")),
+            reply(FINAL_REPLIES[0]),
+            reply("", call("Bash", command="cat note.txt one.txt two.txt", description="Look")),
+            reply(FINAL_REPLIES[1]),
         ),
         write=lambda who: call("Bash", command=f"echo {who} > {who}.txt", description="Write a word"),
-        helpers_meet=True,
-        behind_helpers=3,
+        helpers_overlap=True,
+        turn_after_helpers=3,
     )
 
 
 def codex(workspace: Path) -> Script:
     def wait(prompt: Prompt) -> Message:
         ids = re.findall(r'"agent_id": ?"([^"]+)"', prompt.text)
-        return say("", call("multi_agent_v1__wait_agent", targets=ids, timeout_ms=20000))
+        return reply("", call("multi_agent_v1__wait_agent", targets=ids, timeout_ms=20000))
 
     return Script(
         main=(
-            say(
+            reply(
                 "I look and write.",
                 call("exec_command", cmd="echo hi > note.txt"),
                 call("exec_command", cmd="pwd"),
             ),
-            say("", *[call("multi_agent_v1__spawn_agent", message=TASKS[who]) for who in HELPERS]),
+            reply("", *[call("multi_agent_v1__spawn_agent", message=TASKS[who]) for who in HELPERS]),
             wait,
-            say("", call("exec_command", cmd="cat one.txt two.txt")),
-            say(ENDS[0]),
-            say("", call("exec_command", cmd="cat note.txt")),
-            say(ENDS[1]),
+            reply("", call("exec_command", cmd="cat one.txt two.txt")),
+            reply(FINAL_REPLIES[0]),
+            reply("", call("exec_command", cmd="cat note.txt")),
+            reply(FINAL_REPLIES[1]),
         ),
         write=lambda who: call("exec_command", cmd=f"echo {who} > {who}.txt"),
-        helpers_meet=True,
-        behind_helpers=3,
+        helpers_overlap=True,
+        turn_after_helpers=3,
     )
 
 
@@ -140,19 +140,19 @@ def codex_code_mode(workspace: Path) -> Script:
     wait = call("collaboration__wait_agent", timeout_ms=20000)
     return Script(
         main=(
-            say("I write a note.", shell("echo hi > note.txt")),
-            say("", spawn("one")),
-            say("", wait),
-            say("", spawn("two")),
-            say("", wait),
-            say("", shell("cat one.txt two.txt")),
-            say(ENDS[0]),
-            say("", shell("cat note.txt")),
-            say(ENDS[1]),
+            reply("I write a note.", shell("echo hi > note.txt")),
+            reply("", spawn("one")),
+            reply("", wait),
+            reply("", spawn("two")),
+            reply("", wait),
+            reply("", shell("cat one.txt two.txt")),
+            reply(FINAL_REPLIES[0]),
+            reply("", shell("cat note.txt")),
+            reply(FINAL_REPLIES[1]),
         ),
         write=lambda who: shell(f"echo {who} > {who}.txt"),
-        behind_helpers=5,
-        released_by={"one": 2, "two": 4},
+        turn_after_helpers=5,
+        released_by_turn={"one": 2, "two": 4},
     )
 
 
@@ -167,16 +167,16 @@ def qwen_code(workspace: Path) -> Script:
 
     return Script(
         main=(
-            say("I write a note.", shell("echo hi > note.txt")),
-            say("", call("read_file", file_path=note), call("glob", pattern="*.txt")),
-            say("", call("edit", file_path=note, old_string="hi", new_string="ho")),
-            say("Two helpers now.", *[helper(who) for who in HELPERS]),
-            say(ENDS[0]),
-            say("", shell("cat note.txt one.txt two.txt")),
-            say(ENDS[1]),
+            reply("I write a note.", shell("echo hi > note.txt")),
+            reply("", call("read_file", file_path=note), call("glob", pattern="*.txt")),
+            reply("", call("edit", file_path=note, old_string="hi", new_string="ho")),
+            reply("Two helpers now.", *[helper(who) for who in HELPERS]),
+            reply(FINAL_REPLIES[0]),
+            reply("", shell("cat note.txt one.txt two.txt")),
+            reply(FINAL_REPLIES[1]),
         ),
         write=lambda who: shell(f"echo {who} > {who}.txt"),
-        behind_helpers=4,
+        turn_after_helpers=4,
     )
 
 
@@ -191,29 +191,29 @@ def opencode(workspace: Path) -> Script:
 
     return Script(
         main=(
-            say("I write a note.", shell("echo hi > note.txt")),
-            say("", call("read", filePath=note), shell("ls")),
-            say("", call("edit", filePath=note, oldString="hi", newString="ho")),
-            say("Two helpers now.", *[helper(who) for who in HELPERS]),
-            say(ENDS[0]),
-            say("", shell("cat note.txt one.txt two.txt")),
-            say(ENDS[1]),
+            reply("I write a note.", shell("echo hi > note.txt")),
+            reply("", call("read", filePath=note), shell("ls")),
+            reply("", call("edit", filePath=note, oldString="hi", newString="ho")),
+            reply("Two helpers now.", *[helper(who) for who in HELPERS]),
+            reply(FINAL_REPLIES[0]),
+            reply("", shell("cat note.txt one.txt two.txt")),
+            reply(FINAL_REPLIES[1]),
         ),
         write=lambda who: shell(f"echo {who} > {who}.txt"),
-        helpers_meet=True,
-        behind_helpers=4,
+        helpers_overlap=True,
+        turn_after_helpers=4,
     )
 
 
 def pi(workspace: Path) -> Script:
     return Script(
         main=(
-            say("I write a note.", call("bash", command="echo hi > note.txt")),
-            say("", call("read", path="note.txt"), call("bash", command="ls")),
-            say("", call("edit", path="note.txt", edits=[{"oldText": "hi", "newText": "ho"}])),
-            say("", call("bash", command="echo one > one.txt; echo two > two.txt")),
-            say(ENDS[0]),
-            say("", call("bash", command="cat note.txt")),
-            say(ENDS[1]),
+            reply("I write a note.", call("bash", command="echo hi > note.txt")),
+            reply("", call("read", path="note.txt"), call("bash", command="ls")),
+            reply("", call("edit", path="note.txt", edits=[{"oldText": "hi", "newText": "ho"}])),
+            reply("", call("bash", command="echo one > one.txt; echo two > two.txt")),
+            reply(FINAL_REPLIES[0]),
+            reply("", call("bash", command="cat note.txt")),
+            reply(FINAL_REPLIES[1]),
         ),
     )

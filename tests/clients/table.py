@@ -53,18 +53,18 @@ class Row:
         )
 
 
-def written(rows: Iterable[Row]) -> str:
+def render_table(rows: Iterable[Row]) -> str:
     """The table as it stands in the guide."""
     lines = [HEAD, ("---",) * len(HEAD), *(row.cells for row in rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def in_guide() -> list[tuple[str, ...]]:
+def guide_rows() -> list[tuple[str, ...]]:
     """The rows of the guide's table."""
-    return read(GUIDE.read_text())
+    return parse_table(GUIDE.read_text())
 
 
-def read(text: str) -> list[tuple[str, ...]]:
+def parse_table(text: str) -> list[tuple[str, ...]]:
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [tuple(cell.strip() for cell in line.strip("| ").split(" | ")) for line in lines]
     start = cells.index(HEAD)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from tests.clients.programs import end_group
+from tests.clients.programs import kill_group
 
 _SIZE = (40, 120)
 
@@ -37,16 +37,16 @@ async def terminal(
     os.close(slave)
     loop = asyncio.get_running_loop()
     # A screen that nobody looks at would fill up and hold the program.
-    loop.add_reader(master, _take, master)
+    loop.add_reader(master, _read_output, master)
     try:
         yield
     finally:
-        end_group(process.pid)
+        kill_group(process.pid)
         await process.wait()
         loop.remove_reader(master)
         os.close(master)
 
 
-def _take(master: int) -> None:
+def _read_output(master: int) -> None:
     with suppress(OSError):
         os.read(master, 1 << 16)

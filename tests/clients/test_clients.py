@@ -12,8 +12,8 @@ from branchline.core.call import Delivery
 from branchline.timelines.causes import Cause
 from tests.clients.episodes import Episode, episode
 from tests.clients.programs import PROGRAMS
-from tests.clients.scripts import ENDS, HELPERS, TASKS, Script
-from tests.clients.table import comparable, in_guide, read, written
+from tests.clients.scripts import FINAL_REPLIES, HELPERS, TASKS, Script
+from tests.clients.table import comparable, guide_rows, parse_table, render_table
 
 CODECS = ("toy", "qwen3")
 NAMES = tuple(PROGRAMS)
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("node") is None, reason="needs node: the clients are programs of npm"),
     pytest.mark.skipif(
-        not all(program.package.program.exists() for program in PROGRAMS.values()),
+        not all(program.package.executable.exists() for program in PROGRAMS.values()),
         reason="needs the clients: make test-clients",
     ),
 ]
@@ -45,9 +45,9 @@ def played(request: pytest.FixtureRequest, codec: str) -> Episode:
 
 
 def test_the_client_did_its_work_with_the_tools_it_offered(played: Episode) -> None:
-    first, second = played.printed
-    assert ENDS[0] in first
-    assert ENDS[1] in second
+    first, second = played.stdout
+    assert FINAL_REPLIES[0] in first
+    assert FINAL_REPLIES[1] in second
     wrote = {"one": "one", "two": "two"}
     assert played.notes.items() >= wrote.items()
     assert played.notes["note"] in ("hi", "ho")
@@ -58,12 +58,12 @@ def test_the_client_did_its_work_with_the_tools_it_offered(played: Episode) -> N
 def test_every_call_is_a_path_of_what_crossed(played: Episode) -> None:
     tree = played.tree
     paths = [tree.path_ids(tree.nodes[output]).tolist() for call in tree.calls for output in call.outputs]
-    assert sorted(paths) == sorted([one.prompt + one.ids for one in played.crossed])
+    assert sorted(paths) == sorted([one.prompt + one.ids for one in played.generations])
 
 
 def test_every_sampled_token_is_trained(played: Episode) -> None:
     export = played.export
-    assert export.report.sampled_tokens == sum(len(one.ids) for one in played.crossed)
+    assert export.report.sampled_tokens == sum(len(one.ids) for one in played.generations)
     assert export.report.trained_tokens == export.report.sampled_tokens
     assert not export.report.dropped
     shares = sum(float(sample.shares.sum()) for sample in export.samples)
@@ -72,7 +72,7 @@ def test_every_sampled_token_is_trained(played: Episode) -> None:
 
 
 def test_helpers_are_agents_of_their_own_tied_to_the_call_that_sent_them(played: Episode) -> None:
-    tree, judgement = played.tree, played.judgement
+    tree, judgement = played.tree, played.fork_report
     helpers = [fork for fork in judgement.forks if fork.cause == Cause.SUB_AGENT]
     edges = {edge.target.id: edge.source for edge in judgement.edges if edge.cause == Cause.SUB_AGENT}
     if played.program.name in ALONE:
@@ -80,23 +80,23 @@ def test_helpers_are_agents_of_their_own_tied_to_the_call_that_sent_them(played:
         return
     assert len(helpers) == len(HELPERS)
     for fork in helpers:
-        sent = " ".join([made.arguments for made in edges[fork.branch.id].message.calls])
-        said = "\n".join([node.message.text for node in tree.nodes[fork.call.prompt_node].path()])
+        sent = " ".join([made.arguments for made in edges[fork.branch.id].message.tool_calls])
+        said = "\n".join([node.message.content for node in tree.nodes[fork.call.prompt_node].path()])
         assert any(task in said and task in sent for task in TASKS.values())
-    assert judgement.main is not None
-    assert judgement.main.message.text == ENDS[1]
+    assert judgement.main_leaf is not None
+    assert judgement.main_leaf.message.content == FINAL_REPLIES[1]
 
 
 def test_an_agent_that_only_appended_is_one_timeline(played: Episode) -> None:
-    (main,) = [line for line in played.timelines if line.leaf.message.text == ENDS[1]]
-    rewritten = [told for told in played.diagnoses if told.rewritten]
+    (main,) = [line for line in played.timelines if line.leaf.message.content == FINAL_REPLIES[1]]
+    rewritten = [told for told in played.diagnoses if told.edit_description]
     turns = len(script(played.program.name).main)
     if played.program.name == "qwen-code":
         # It writes its first message anew whenever it is started: the folder has other files by then.
         (told,) = rewritten
         assert told.cause == Cause.EDIT
-        assert told.rewritten.startswith("message 2 (user), text: ")
-        assert "note.txt" in told.rewritten
+        assert told.edit_description.startswith("message 2 (user), text: ")
+        assert "note.txt" in told.edit_description
         turns = 2
     else:
         assert not rewritten
@@ -104,20 +104,20 @@ def test_an_agent_that_only_appended_is_one_timeline(played: Episode) -> None:
 
 
 def test_requests_in_passing_are_side_calls(played: Episode) -> None:
-    aside = [one for one in played.crossed if one.who == "aside"]
-    labelled = [fork for fork in played.judgement.forks if fork.cause == Cause.SIDE_CALL]
+    aside = [one for one in played.generations if one.agent == "aside"]
+    labelled = [fork for fork in played.fork_report.forks if fork.cause == Cause.SIDE_CALL]
     assert len(labelled) == len(aside)
     assert bool(aside) == (played.program.name == "opencode")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if script(name).helpers_meet])
+@pytest.mark.parametrize("name", [name for name in NAMES if script(name).helpers_overlap])
 def test_helpers_overlap(name: str, codec: str) -> None:
-    turns = [(one.who, one.turn) for one in episode(name, codec).crossed if one.who in HELPERS]
+    turns = [(one.agent, one.turn) for one in episode(name, codec).generations if one.agent in HELPERS]
     assert {who for who, _ in turns[:2]} == set(HELPERS)
     assert [turn for _, turn in turns[:2]] == [0, 0]
 
 
 def test_the_table_in_the_guide_is_what_was_seen() -> None:
-    fresh = written([episode(name, codec).row for codec in CODECS for name in NAMES])
+    fresh = render_table([episode(name, codec).row for codec in CODECS for name in NAMES])
     print("\n" + fresh)
-    assert [comparable(row) for row in in_guide()] == [comparable(row) for row in read(fresh)]
+    assert [comparable(row) for row in guide_rows()] == [comparable(row) for row in parse_table(fresh)]

@@ -15,7 +15,7 @@ import pytest
 from scripts.install_clients import PACKAGES
 
 from branchline.cli.serve import add_serve
-from tests.clients.programs import end_group
+from tests.clients.programs import kill_group
 from tests.clients.table import GUIDE
 
 GUIDES = GUIDE.parent
@@ -44,7 +44,7 @@ def test_every_line_that_starts_a_gateway_is_understood(guide: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not all(package.program.exists() for package in PACKAGES.values()),
+    not all(package.executable.exists() for package in PACKAGES.values()),
     reason="needs the clients: make test-clients",
 )
 @pytest.mark.parametrize("guide", PASTED)
@@ -53,7 +53,7 @@ def test_what_a_guide_says_can_be_pasted(guide: str, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
     script = "set -e\n" + "\n".join(blocks(guide))
     script = script.replace("8100", port).replace("branchline serve", f"branchline serve --port {port}")
-    programs = [Path(sys.executable).parent, *(package.program.parent for package in PACKAGES.values())]
+    programs = [Path(sys.executable).parent, *(package.executable.parent for package in PACKAGES.values())]
     env = {
         "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
         "HOME": str(tmp_path),
@@ -75,7 +75,7 @@ def test_what_a_guide_says_can_be_pasted(guide: str, tmp_path: Path) -> None:
             ended = process.wait(TIMEOUT_S)
         finally:
             # The gateway too: it was started behind the script's back, in its group.
-            end_group(process.pid)
+            kill_group(process.pid)
     printed = log.read_text()
     assert ended == 0, printed[-3000:]
     assert "You said: " in printed

@@ -10,42 +10,42 @@ from pathlib import Path
 import pytest
 
 from branchline.export.samples import export_samples
-from branchline.gateway.record import CallRecord
 from branchline.gateway.server import Gateway
-from branchline.timelines.causes import Cause, judge
+from branchline.runtime.call_record import CallRecord
+from branchline.timelines.causes import Cause, classify_forks
 from branchline.timelines.timeline import timelines_of
-from tests.clients.engine import Theatre
-from tests.clients.programs import PROGRAMS, Setting, claude_env, plain_env
-from tests.clients.prompts import ToyStage
-from tests.clients.scripts import ENDS, FIRST, TITLE
+from tests.clients.programs import PROGRAMS, ClientEnvironment, claude_env, plain_env
+from tests.clients.prompt_readers import ToyPromptReader
+from tests.clients.script_engine import ScriptEngine
+from tests.clients.scripts import FINAL_REPLIES, FIRST_REQUEST, TITLE
 from tests.clients.terminal import terminal
 
 CLAUDE = PROGRAMS["claude-code"]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CLAUDE.package.program.exists(), reason="needs the clients: make test-clients"),
+    pytest.mark.skipif(not CLAUDE.package.executable.exists(), reason="needs the clients: make test-clients"),
 ]
 
 
-class Calls:
+class CallWaiter:
     """Waits for what the model says."""
 
     def __init__(self) -> None:
         self._ended: asyncio.Queue[CallRecord] = asyncio.Queue()
 
-    def note(self, record: CallRecord) -> None:
+    def record_call(self, record: CallRecord) -> None:
         self._ended.put_nowait(record)
 
-    async def until_said(self, *texts: str) -> None:
+    async def wait_for_reply(self, *texts: str) -> None:
         missing = set(texts)
         while missing:
             record = await self._ended.get()
-            if record.done is not None:
-                missing.discard(record.done.answers[0].message.text)
+            if record.result is not None:
+                missing.discard(record.result.answers[0].message.content)
 
 
-def known(setting: Setting) -> str:
+def write_onboarding_config(setting: ClientEnvironment) -> str:
     """What the client would ask a new user: a colour, whether the key and the folder are to be trusted."""
     return json.dumps(
         {
@@ -62,22 +62,24 @@ def test_a_title_is_a_side_call_and_the_work_is_one_timeline() -> None:
         home, workspace = folder / "home", folder / "work"
         home.mkdir()
         workspace.mkdir()
-        stage, calls = ToyStage(), Calls()
-        engine = Theatre(stage, CLAUDE.script(workspace))
-        async with Gateway(engine=engine, codec=stage.codec, observers=[calls.note]) as gateway:
+        stage, calls = ToyPromptReader(), CallWaiter()
+        engine = ScriptEngine(stage, CLAUDE.script(workspace))
+        async with Gateway(engine=engine, codec=stage.codec, observers=[calls.record_call]) as gateway:
             session = await gateway.session()
-            setting = Setting(home, workspace, session.base_url, session.anthropic_base_url, session.api_key)
-            (home / ".claude.json").write_text(known(setting))
+            setting = ClientEnvironment(
+                home, workspace, session.base_url, session.anthropic_base_url, session.api_key
+            )
+            (home / ".claude.json").write_text(write_onboarding_config(setting))
             env = {**plain_env(setting), **claude_env(setting)}
-            arguments = ("--allowedTools", "Bash,Read,Edit,Agent", "--", FIRST)
-            async with terminal(CLAUDE.package.program, arguments, env, workspace):
-                await calls.until_said(TITLE, ENDS[0])
-            tree = session.live.session.tree
-            judgement = judge(tree)
+            arguments = ("--allowedTools", "Bash,Read,Edit,Agent", "--", FIRST_REQUEST)
+            async with terminal(CLAUDE.package.executable, arguments, env, workspace):
+                await calls.wait_for_reply(TITLE, FINAL_REPLIES[0])
+            tree = session.managed.session.tree
+            judgement = classify_forks(tree)
             causes = [fork.cause for fork in judgement.forks]
             assert sorted(causes) == [Cause.SIDE_CALL, Cause.SUB_AGENT, Cause.SUB_AGENT]
-            assert judgement.main is not None
-            assert judgement.main.message.text == ENDS[0]
+            assert judgement.main_leaf is not None
+            assert judgement.main_leaf.message.content == FINAL_REPLIES[0]
             lines = timelines_of(tree)
             assert sorted(len(line.calls) for line in lines) == [1, 2, 2, 5]
             report = export_samples(tree).report

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from branchline.core.arguments import Notation, canonical_arguments, canonical_json
 
 
-def meaning(text: str) -> bytes:
+def canonical_bytes(text: str) -> bytes:
     return canonical_arguments(text)[0]
 
 
-def notation(text: str) -> Notation:
+def notation_of(text: str) -> Notation:
     return canonical_arguments(text)[1]
 
 
@@ -45,13 +45,13 @@ def test_key_order_spacing_escapes_and_number_spelling_do_not_count(other: str) 
 
 
 def test_keys_are_sorted_at_every_depth() -> None:
-    assert meaning('{"b": [{"d": 1, "c": {"z": 0, "y": 0}}], "a": {}}') == (
+    assert canonical_bytes('{"b": [{"d": 1, "c": {"z": 0, "y": 0}}], "a": {}}') == (
         b'{"a":{},"b":[{"c":{"y":0,"z":0},"d":1}]}'
     )
 
 
 def test_the_order_of_a_list_counts() -> None:
-    assert meaning("[1, 2]") != meaning("[2, 1]")
+    assert canonical_bytes("[1, 2]") != canonical_bytes("[2, 1]")
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_the_order_of_a_list_counts() -> None:
     ],
 )
 def test_one_number_has_one_meaning_however_it_is_spelled(spellings: list[str]) -> None:
-    assert len({meaning(spelling) for spelling in spellings}) == 1
-    assert {notation(spelling) for spelling in spellings} == {Notation.JSON}
+    assert len({canonical_bytes(spelling) for spelling in spellings}) == 1
+    assert {notation_of(spelling) for spelling in spellings} == {Notation.JSON}
 
 
 # -- what counts -------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_one_number_has_one_meaning_however_it_is_spelled(spellings: list[str]) 
     ],
 )
 def test_other_values_and_other_types_are_other_arguments(texts: list[str]) -> None:
-    assert len({meaning(text) for text in texts}) == len(texts)
+    assert len({canonical_bytes(text) for text in texts}) == len(texts)
 
 
 def test_integers_of_any_size_are_exact() -> None:
@@ -101,7 +101,7 @@ def test_integers_of_any_size_are_exact() -> None:
 
 
 def test_integers_too_long_for_python_are_text() -> None:
-    assert notation("7" * 5000) is Notation.TEXT
+    assert notation_of("7" * 5000) is Notation.TEXT
 
 
 def test_a_lone_surrogate_is_one_string_whether_written_raw_or_escaped() -> None:
@@ -110,7 +110,7 @@ def test_a_lone_surrogate_is_one_string_whether_written_raw_or_escaped() -> None
 
 
 def test_a_surrogate_pair_is_the_character_it_stands_for() -> None:
-    assert meaning('"\\ud83d\\ude00"') == meaning('"😀"')
+    assert canonical_bytes('"\\ud83d\\ude00"') == canonical_bytes('"😀"')
 
 
 # -- notations ---------------------------------------------------------------------------------------
@@ -138,9 +138,9 @@ def test_an_empty_object_is_json_and_means_nothing_too() -> None:
     ],
 )
 def test_python_literals_are_read_where_json_fails(literal: str, same: str) -> None:
-    assert notation(literal) is Notation.PYTHON
-    assert notation(same) is Notation.JSON
-    assert meaning(literal) == meaning(same)
+    assert notation_of(literal) is Notation.PYTHON
+    assert notation_of(same) is Notation.JSON
+    assert canonical_bytes(literal) == canonical_bytes(same)
 
 
 def test_a_text_that_is_json_and_python_is_json() -> None:
@@ -178,7 +178,7 @@ def test_a_text_that_is_json_and_python_is_json() -> None:
 )
 def test_everything_else_is_text_and_compared_letter_by_letter(text: str) -> None:
     assert canonical_arguments(text) == (b"text:" + text.encode("utf-8", "surrogatepass"), Notation.TEXT)
-    assert meaning(text) != meaning(text + " ")
+    assert canonical_bytes(text) != canonical_bytes(text + " ")
 
 
 @pytest.mark.parametrize("action", ["error", "ignore", "default"])
@@ -186,7 +186,7 @@ def test_how_a_process_treats_warnings_does_not_change_a_meaning(action: Any) ->
     text = "{'pattern': '\\d+', 'from': '" + action + "'}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(action)
-        assert notation(text) is Notation.PYTHON
+        assert notation_of(text) is Notation.PYTHON
     assert caught == []
 
 
@@ -206,11 +206,11 @@ def test_how_a_process_treats_warnings_does_not_change_a_meaning(action: Any) ->
     ],
 )
 def test_endless_nesting_is_text_and_no_error(text: str) -> None:
-    assert notation(text) is Notation.TEXT
+    assert notation_of(text) is Notation.TEXT
 
 
 def test_deep_but_sane_nesting_is_json() -> None:
-    assert meaning("[ " * 100 + " ]" * 100) == b"[" * 100 + b"]" * 100
+    assert canonical_bytes("[ " * 100 + " ]" * 100) == b"[" * 100 + b"]" * 100
 
 
 def test_a_meaning_found_with_the_stack_almost_full_is_not_remembered() -> None:
@@ -233,13 +233,13 @@ def test_a_meaning_found_with_the_stack_almost_full_is_not_remembered() -> None:
 
 
 def test_a_literal_may_be_long_but_not_endless() -> None:
-    assert notation("{'a': '" + "x" * 90_000 + "'}") is Notation.PYTHON
-    assert notation("{'a': '" + "x" * 100_000 + "'}") is Notation.TEXT
+    assert notation_of("{'a': '" + "x" * 90_000 + "'}") is Notation.PYTHON
+    assert notation_of("{'a': '" + "x" * 100_000 + "'}") is Notation.TEXT
 
 
 def test_long_texts_are_read_like_short_ones() -> None:
     filler = '"' + "x" * 5_000 + '"'
-    assert meaning('{"b": 1.0, "a": ' + filler + "}") == meaning('{"a":' + filler + ',"b":1}')
+    assert canonical_bytes('{"b": 1.0, "a": ' + filler + "}") == canonical_bytes('{"a":' + filler + ',"b":1}')
 
 
 # -- JSON values that are not text ---------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_long_texts_are_read_like_short_ones() -> None:
 
 def test_a_json_value_and_its_text_have_the_same_bytes() -> None:
     value = {"b": [1.0, True, None], "a": {"é": "\ud800"}}
-    assert canonical_json(value) == meaning(json.dumps(value))
+    assert canonical_json(value) == canonical_bytes(json.dumps(value))
 
 
 @pytest.mark.parametrize("value", [{"a": math.nan}, [math.inf]])
@@ -282,26 +282,26 @@ any_value = json_values(
     any_text,
 )
 # Leaves that are easily taken for each other.
-alike = json_values(
+confusable_values = json_values(
     st.sampled_from([0, 1, True, False, None, 1.0, -0.0, 1.5, 10**16, 1e16, 2**53 + 1])
     | st.sampled_from(["", "0", "1", "true", "null", "{}", "[]", '"', "\\", ",", ":", "\ud800", "\\ud800"]),
     st.sampled_from(["", "a", "b", '"', "1", "\ud800"]),
 )
 
 
-def sense(value: Any) -> Any:
+def comparable_value(value: Any) -> Any:
     """What a JSON value is, in Python values that are equal only where it is."""
     if isinstance(value, dict):
-        return ("object", frozenset((key, sense(item)) for key, item in value.items()))
+        return ("object", frozenset((key, comparable_value(item)) for key, item in value.items()))
     if isinstance(value, list):
-        return ("list", tuple(sense(item) for item in value))
+        return ("list", tuple(comparable_value(item) for item in value))
     if isinstance(value, bool | str) or value is None:
         return (type(value).__name__, value)
     return ("number", Fraction(value))
 
 
 @st.composite
-def spelled(draw: st.DrawFn, values: st.SearchStrategy[Any] = any_value) -> tuple[Any, str]:
+def values_with_json_text(draw: st.DrawFn, values: st.SearchStrategy[Any] = any_value) -> tuple[Any, str]:
     """A value and one of the many texts for it."""
     value = draw(values)
     ascii_only = draw(st.booleans())
@@ -337,7 +337,7 @@ def spelled(draw: st.DrawFn, values: st.SearchStrategy[Any] = any_value) -> tupl
     return value, draw(gap) + write(value) + draw(gap)
 
 
-@given(spelled())
+@given(values_with_json_text())
 def test_any_spelling_of_a_value_has_its_canonical_bytes(pair: tuple[Any, str]) -> None:
     value, text = pair
     assert canonical_arguments(text) == (canonical_json(value), Notation.JSON)
@@ -348,33 +348,35 @@ def test_any_standard_serialiser_setting_has_the_same_bytes(
     value: Any, ascii_only: bool, indent: int | None, sort: bool
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent, sort_keys=sort)
-    assert meaning(text) == canonical_json(value)
+    assert canonical_bytes(text) == canonical_json(value)
 
 
-@given(alike, alike)
+@given(confusable_values, confusable_values)
 def test_bytes_are_equal_exactly_where_values_are(one: Any, other: Any) -> None:
-    assert (canonical_json(one) == canonical_json(other)) == (sense(one) == sense(other))
+    assert (canonical_json(one) == canonical_json(other)) == (
+        comparable_value(one) == comparable_value(other)
+    )
 
 
-@given(alike)
+@given(confusable_values)
 def test_canonical_bytes_are_json_for_the_value_and_their_own_canonical_form(value: Any) -> None:
     written = canonical_json(value).decode()
-    assert sense(json.loads(written)) == sense(value)
-    assert meaning(written) == written.encode()
+    assert comparable_value(json.loads(written)) == comparable_value(value)
+    assert canonical_bytes(written) == written.encode()
 
 
-def _has_a_name(value: Any) -> bool:
+def _differs_in_python(value: Any) -> bool:
     """Whether Python writes something in the value that JSON does not know."""
     if isinstance(value, dict):
         return bool(value)
     if isinstance(value, list):
-        return any(map(_has_a_name, value))
+        return any(map(_differs_in_python, value))
     return value is None or isinstance(value, bool | str)
 
 
 @given(json_values(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.text(max_size=3)))
 def test_what_python_prints_means_what_json_prints(value: Any) -> None:
-    if isinstance(value, dict | list) and _has_a_name(value):
+    if isinstance(value, dict | list) and _differs_in_python(value):
         assert canonical_arguments(repr(value)) == (canonical_json(value), Notation.PYTHON)
 
 

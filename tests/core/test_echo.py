@@ -11,27 +11,27 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from branchline.core.call import Request
-from branchline.core.echo import Equivalence, call_order, echo, order_results
+from branchline.core.echo import Equivalence, match_echo, order_tool_results, pair_tool_calls
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import read_message
 
 E = Equivalence
 
 
-def said(content: Any = "", **fields: Any) -> Message:
+def assistant_message(content: Any = "", **fields: Any) -> Message:
     return read_message({"role": "assistant", "content": content, **fields})
 
 
-def call(name: str = "f", arguments: Any = "{}", id: str = "c1") -> dict[str, Any]:
+def tool_call_json(name: str = "f", arguments: Any = "{}", id: str = "c1") -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def calling(*calls: dict[str, Any], **fields: Any) -> Message:
-    return said(tool_calls=list(calls), **fields)
+def assistant_calling(*calls: dict[str, Any], **fields: Any) -> Message:
+    return assistant_message(tool_calls=list(calls), **fields)
 
 
 def with_arguments(arguments: Any) -> Message:
-    return calling(call(arguments=arguments))
+    return assistant_calling(tool_call_json(arguments=arguments))
 
 
 # -- one thing at a time -----------------------------------------------------------------------------
@@ -40,48 +40,93 @@ def with_arguments(arguments: Any) -> Message:
 @pytest.mark.parametrize(
     ("sampled", "shown", "reason"),
     [
-        pytest.param(said(""), said(None), E.EMPTY_CONTENT, id="null for an empty text"),
-        pytest.param(said(""), read_message({"role": "assistant"}), E.EMPTY_CONTENT, id="absent for empty"),
-        pytest.param(said(None), said(""), E.EMPTY_CONTENT, id="empty for null"),
-        pytest.param(said(None), read_message({"role": "assistant"}), E.EMPTY_CONTENT, id="absent for null"),
-        pytest.param(said("hi"), said([{"type": "text", "text": "hi"}]), E.PART_LIST, id="a part"),
-        pytest.param(said("hi"), said(["h", {"type": "text", "text": "i"}]), E.PART_LIST, id="two parts"),
-        pytest.param(said(""), said([]), E.PART_LIST, id="no parts"),
-        pytest.param(said([{"type": "text", "text": "hi"}]), said("hi"), E.PART_LIST, id="a string"),
-        pytest.param(said("hi"), said("hi", tool_calls=None), E.EMPTY_CALLS, id="null calls"),
-        pytest.param(said("hi"), said("hi", tool_calls=[]), E.EMPTY_CALLS, id="empty calls"),
-        pytest.param(said("hi", tool_calls=None), said("hi", tool_calls=[]), E.EMPTY_CALLS, id="no calls"),
-        pytest.param(calling(call(id="c1")), calling(call(id="x")), E.RENAMED_IDS, id="another id"),
-        pytest.param(calling(call(id="c1")), calling(call(id="")), E.RENAMED_IDS, id="no id"),
         pytest.param(
-            calling(call(id="c1")),
-            said(function_call={"name": "f", "arguments": "{}"}),
+            assistant_message(""), assistant_message(None), E.EMPTY_CONTENT, id="null for an empty text"
+        ),
+        pytest.param(
+            assistant_message(""), read_message({"role": "assistant"}), E.EMPTY_CONTENT, id="absent for empty"
+        ),
+        pytest.param(assistant_message(None), assistant_message(""), E.EMPTY_CONTENT, id="empty for null"),
+        pytest.param(
+            assistant_message(None),
+            read_message({"role": "assistant"}),
+            E.EMPTY_CONTENT,
+            id="absent for null",
+        ),
+        pytest.param(
+            assistant_message("hi"),
+            assistant_message([{"type": "text", "text": "hi"}]),
+            E.PART_LIST,
+            id="a part",
+        ),
+        pytest.param(
+            assistant_message("hi"),
+            assistant_message(["h", {"type": "text", "text": "i"}]),
+            E.PART_LIST,
+            id="two parts",
+        ),
+        pytest.param(assistant_message(""), assistant_message([]), E.PART_LIST, id="no parts"),
+        pytest.param(
+            assistant_message([{"type": "text", "text": "hi"}]),
+            assistant_message("hi"),
+            E.PART_LIST,
+            id="a string",
+        ),
+        pytest.param(
+            assistant_message("hi"), assistant_message("hi", tool_calls=None), E.EMPTY_CALLS, id="null calls"
+        ),
+        pytest.param(
+            assistant_message("hi"), assistant_message("hi", tool_calls=[]), E.EMPTY_CALLS, id="empty calls"
+        ),
+        pytest.param(
+            assistant_message("hi", tool_calls=None),
+            assistant_message("hi", tool_calls=[]),
+            E.EMPTY_CALLS,
+            id="no calls",
+        ),
+        pytest.param(
+            assistant_calling(tool_call_json(id="c1")),
+            assistant_calling(tool_call_json(id="x")),
+            E.RENAMED_IDS,
+            id="another id",
+        ),
+        pytest.param(
+            assistant_calling(tool_call_json(id="c1")),
+            assistant_calling(tool_call_json(id="")),
+            E.RENAMED_IDS,
+            id="no id",
+        ),
+        pytest.param(
+            assistant_calling(tool_call_json(id="c1")),
+            assistant_message(function_call={"name": "f", "arguments": "{}"}),
             E.RENAMED_IDS,
             id="legacy",
         ),
         pytest.param(
             with_arguments('{"a": 1, "b": 2}'),
             with_arguments('{"b": 2, "a": 1}'),
-            E.ARGUMENTS,
+            E.ARGUMENTS_RESERIALISED,
             id="other key order",
         ),
-        pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a":1}'), E.ARGUMENTS, id="spacing"),
+        pytest.param(
+            with_arguments('{"a": 1}'), with_arguments('{"a":1}'), E.ARGUMENTS_RESERIALISED, id="spacing"
+        ),
         pytest.param(
             with_arguments('{"a": "é"}'),
             with_arguments('{"a": "\\u00e9"}'),
-            E.ARGUMENTS,
+            E.ARGUMENTS_RESERIALISED,
             id="escapes",
         ),
         pytest.param(
             with_arguments('{"a": 1.0}'),
             with_arguments('{"a": 1}'),
-            E.ARGUMENTS,
+            E.ARGUMENTS_RESERIALISED,
             id="number spelling",
         ),
         pytest.param(
             with_arguments('{"a": 1}'),
             with_arguments({"a": 1}),
-            E.ARGUMENTS,
+            E.ARGUMENTS_RESERIALISED,
             id="an object",
         ),
         pytest.param(
@@ -99,60 +144,97 @@ def with_arguments(arguments: Any) -> Message:
         pytest.param(with_arguments("{}"), with_arguments(""), E.EMPTY_ARGUMENTS, id="nothing for {}"),
         pytest.param(with_arguments(""), with_arguments({}), E.EMPTY_ARGUMENTS, id="{} for nothing"),
         pytest.param(
-            calling(call("f", id="c1"), call("g", id="c2")),
-            calling(call("g", id="c2"), call("f", id="c1")),
+            assistant_calling(tool_call_json("f", id="c1"), tool_call_json("g", id="c2")),
+            assistant_calling(tool_call_json("g", id="c2"), tool_call_json("f", id="c1")),
             E.REORDERED_CALLS,
             id="calls in another order",
         ),
         pytest.param(
-            calling(call(id="c1"), call(id="c2")),
-            calling(call(id="c2"), call(id="c1")),
+            assistant_calling(tool_call_json(id="c1"), tool_call_json(id="c2")),
+            assistant_calling(tool_call_json(id="c2"), tool_call_json(id="c1")),
             E.REORDERED_CALLS,
             id="equal calls in another order",
         ),
-        pytest.param(said("hi \n"), said("hi"), E.WHITESPACE, id="text trimmed"),
-        pytest.param(said("\n\nhi"), said("hi"), E.WHITESPACE, id="text trimmed in front"),
-        pytest.param(said("\n\n"), said(""), E.WHITESPACE, id="nothing but whitespace lost"),
         pytest.param(
-            said("hi", reasoning="hm\n"), said("hi", reasoning="hm"), E.WHITESPACE, id="reasoning trimmed"
+            assistant_message("hi \n"), assistant_message("hi"), E.TRIMMED_WHITESPACE, id="text trimmed"
         ),
         pytest.param(
-            said("hi", reasoning="\n\n"),
-            said("hi"),
-            E.WHITESPACE,
+            assistant_message("\n\nhi"),
+            assistant_message("hi"),
+            E.TRIMMED_WHITESPACE,
+            id="text trimmed in front",
+        ),
+        pytest.param(
+            assistant_message("\n\n"),
+            assistant_message(""),
+            E.TRIMMED_WHITESPACE,
+            id="nothing but whitespace lost",
+        ),
+        pytest.param(
+            assistant_message("hi", reasoning="hm\n"),
+            assistant_message("hi", reasoning="hm"),
+            E.TRIMMED_WHITESPACE,
+            id="reasoning trimmed",
+        ),
+        pytest.param(
+            assistant_message("hi", reasoning="\n\n"),
+            assistant_message("hi"),
+            E.TRIMMED_WHITESPACE,
             id="blank reasoning lost",
         ),
         pytest.param(
-            said(" hi", reasoning=" hm"),
-            said("hi", reasoning="hm"),
-            E.WHITESPACE,
+            assistant_message(" hi", reasoning=" hm"),
+            assistant_message("hi", reasoning="hm"),
+            E.TRIMMED_WHITESPACE,
             id="both trimmed",
         ),
-        pytest.param(said("hi", reasoning="hm"), said("hi"), E.DROPPED_REASONING, id="reasoning dropped"),
         pytest.param(
-            said("hi", reasoning="hm"), said("hi", reasoning=" "), E.DROPPED_REASONING, id="reasoning blanked"
+            assistant_message("hi", reasoning="hm"),
+            assistant_message("hi"),
+            E.DROPPED_REASONING,
+            id="reasoning dropped",
         ),
-        pytest.param(said("hi"), said("hi", name="ann"), Equivalence.NAMED, id="a name"),
+        pytest.param(
+            assistant_message("hi", reasoning="hm"),
+            assistant_message("hi", reasoning=" "),
+            E.DROPPED_REASONING,
+            id="reasoning blanked",
+        ),
+        pytest.param(
+            assistant_message("hi"), assistant_message("hi", name="ann"), Equivalence.NAMED, id="a name"
+        ),
     ],
 )
 def test_one_thing_done_to_a_message_is_accepted_under_its_name(
     sampled: Message, shown: Message, reason: Equivalence
 ) -> None:
-    assert echo(sampled, shown) == (reason,)
+    assert match_echo(sampled, shown) == (reason,)
 
 
 @pytest.mark.parametrize(
     ("sampled", "shown"),
     [
-        pytest.param(said("hi"), said("hi"), id="text"),
-        pytest.param(said("hi", reasoning="hm"), said("hi", reasoning_content="hm"), id="name of reasoning"),
-        pytest.param(said("hi", id="resp_1"), said("hi", id="resp_2"), id="id of the response"),
-        pytest.param(calling(call()), calling(call()), id="call"),
-        pytest.param(calling(call(id="")), calling(call(id="c1")), id="an id where none was sampled"),
+        pytest.param(assistant_message("hi"), assistant_message("hi"), id="text"),
+        pytest.param(
+            assistant_message("hi", reasoning="hm"),
+            assistant_message("hi", reasoning_content="hm"),
+            id="name of reasoning",
+        ),
+        pytest.param(
+            assistant_message("hi", id="resp_1"),
+            assistant_message("hi", id="resp_2"),
+            id="id of the response",
+        ),
+        pytest.param(assistant_calling(tool_call_json()), assistant_calling(tool_call_json()), id="call"),
+        pytest.param(
+            assistant_calling(tool_call_json(id="")),
+            assistant_calling(tool_call_json(id="c1")),
+            id="an id where none was sampled",
+        ),
     ],
 )
 def test_a_perfect_echo_needs_no_reason(sampled: Message, shown: Message) -> None:
-    assert echo(sampled, shown) == ()
+    assert match_echo(sampled, shown) == ()
 
 
 def test_an_empty_tool_list_is_no_tools_and_is_named() -> None:
@@ -161,42 +243,42 @@ def test_an_empty_tool_list_is_no_tools_and_is_named() -> None:
     empty = Request.read({**body, "tools": []})
     assert empty.equivalences == (E.EMPTY_TOOLS,)
     assert absent.equivalences == null.equivalences == ()
-    assert empty.frame == absent.frame == null.frame
+    assert empty.prompt_config_digest == absent.prompt_config_digest == null.prompt_config_digest
 
 
 # -- several things at once --------------------------------------------------------------------------
 
 
 def test_everything_at_once_is_named_thing_by_thing() -> None:
-    sampled = calling(
-        call("f", '{"a": 1, "b": 2}', "c1"),
-        call("g", '{"on": true}', "c2"),
-        call("h", "{}", "c3"),
+    sampled = assistant_calling(
+        tool_call_json("f", '{"a": 1, "b": 2}', "c1"),
+        tool_call_json("g", '{"on": true}', "c2"),
+        tool_call_json("h", "{}", "c3"),
         content="\n\n",
         reasoning="hm",
     )
-    shown = calling(
-        call("g", "{'on': True}", "x2"),
-        call("f", '{"b":2,"a":1}', "x1"),
-        call("h", "", "x3"),
+    shown = assistant_calling(
+        tool_call_json("g", "{'on': True}", "x2"),
+        tool_call_json("f", '{"b":2,"a":1}', "x1"),
+        tool_call_json("h", "", "x3"),
         content=None,
     )
-    assert echo(sampled, shown) == (
-        E.WHITESPACE,
+    assert match_echo(sampled, shown) == (
+        E.TRIMMED_WHITESPACE,
         E.EMPTY_CONTENT,
         E.DROPPED_REASONING,
         E.REORDERED_CALLS,
         E.RENAMED_IDS,
-        E.ARGUMENTS,
+        E.ARGUMENTS_RESERIALISED,
         E.PYTHON_LITERALS,
         E.EMPTY_ARGUMENTS,
     )
 
 
 def test_a_thing_done_twice_is_named_once() -> None:
-    sampled = calling(call("f", '{"a": 1}', "c1"), call("g", '{"a": 1}', "c2"))
-    shown = calling(call("f", '{"a":1}', "x1"), call("g", '{"a":1}', "x2"))
-    assert echo(sampled, shown) == (E.RENAMED_IDS, E.ARGUMENTS)
+    sampled = assistant_calling(tool_call_json("f", '{"a": 1}', "c1"), tool_call_json("g", '{"a": 1}', "c2"))
+    shown = assistant_calling(tool_call_json("f", '{"a":1}', "x1"), tool_call_json("g", '{"a":1}', "x2"))
+    assert match_echo(sampled, shown) == (E.RENAMED_IDS, E.ARGUMENTS_RESERIALISED)
 
 
 # -- edits -------------------------------------------------------------------------------------------
@@ -205,19 +287,41 @@ def test_a_thing_done_twice_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("sampled", "shown"),
     [
-        pytest.param(said("hi"), said("ho"), id="changed text"),
-        pytest.param(said("hi"), said("hi there"), id="added text"),
-        pytest.param(said("a b"), said("a  b"), id="whitespace inside"),
-        pytest.param(said("hi"), said(""), id="dropped text"),
-        pytest.param(said("hi", reasoning="hm"), said("hi", reasoning="ha"), id="changed reasoning"),
-        pytest.param(said("hi", reasoning="hm"), said("hi", reasoning="hm hm"), id="added reasoning"),
-        pytest.param(said("hi"), said("hi", reasoning="hm"), id="reasoning from nowhere"),
-        pytest.param(said("hi"), said("hi", refusal="no"), id="a refusal"),
-        pytest.param(said("hi"), read_message({"role": "user", "content": "hi"}), id="another role"),
-        pytest.param(calling(call("f")), calling(call("g")), id="another tool"),
-        pytest.param(calling(call()), said(""), id="a call dropped"),
-        pytest.param(calling(call()), calling(call(), call()), id="a call added"),
-        pytest.param(calling(call("f"), call("g")), calling(call("f"), call("f")), id="a call replaced"),
+        pytest.param(assistant_message("hi"), assistant_message("ho"), id="changed text"),
+        pytest.param(assistant_message("hi"), assistant_message("hi there"), id="added text"),
+        pytest.param(assistant_message("a b"), assistant_message("a  b"), id="whitespace inside"),
+        pytest.param(assistant_message("hi"), assistant_message(""), id="dropped text"),
+        pytest.param(
+            assistant_message("hi", reasoning="hm"),
+            assistant_message("hi", reasoning="ha"),
+            id="changed reasoning",
+        ),
+        pytest.param(
+            assistant_message("hi", reasoning="hm"),
+            assistant_message("hi", reasoning="hm hm"),
+            id="added reasoning",
+        ),
+        pytest.param(
+            assistant_message("hi"), assistant_message("hi", reasoning="hm"), id="reasoning from nowhere"
+        ),
+        pytest.param(assistant_message("hi"), assistant_message("hi", refusal="no"), id="a refusal"),
+        pytest.param(
+            assistant_message("hi"), read_message({"role": "user", "content": "hi"}), id="another role"
+        ),
+        pytest.param(
+            assistant_calling(tool_call_json("f")), assistant_calling(tool_call_json("g")), id="another tool"
+        ),
+        pytest.param(assistant_calling(tool_call_json()), assistant_message(""), id="a call dropped"),
+        pytest.param(
+            assistant_calling(tool_call_json()),
+            assistant_calling(tool_call_json(), tool_call_json()),
+            id="a call added",
+        ),
+        pytest.param(
+            assistant_calling(tool_call_json("f"), tool_call_json("g")),
+            assistant_calling(tool_call_json("f"), tool_call_json("f")),
+            id="a call replaced",
+        ),
         pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a": 2}'), id="another argument"),
         pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a": true}'), id="1 to true"),
         pytest.param(with_arguments('{"a": 1}'), with_arguments('{"a": "1"}'), id='1 to "1"'),
@@ -225,27 +329,27 @@ def test_a_thing_done_twice_is_named_once() -> None:
         pytest.param(with_arguments("[1, 2]"), with_arguments("[2, 1]"), id="a list reordered"),
         pytest.param(with_arguments("ls -l"), with_arguments("ls  -l"), id="free text"),
         pytest.param(
-            calling(call("f", "[1]"), call("g", "[2]")),
-            calling(call("f", "[2]"), call("g", "[1]")),
+            assistant_calling(tool_call_json("f", "[1]"), tool_call_json("g", "[2]")),
+            assistant_calling(tool_call_json("f", "[2]"), tool_call_json("g", "[1]")),
             id="swapped",
         ),
         pytest.param(
-            said("see"),
-            said(["see", {"type": "image_url", "image_url": "https://a.example/1"}]),
+            assistant_message("see"),
+            assistant_message(["see", {"type": "image_url", "image_url": "https://a.example/1"}]),
             id="an image",
         ),
     ],
 )
 def test_a_real_change_is_no_echo(sampled: Message, shown: Message) -> None:
-    assert echo(sampled, shown) is None
-    if not (shown.reasoning and not sampled.reasoning):
-        assert echo(shown, sampled) is None
+    assert match_echo(sampled, shown) is None
+    if not (shown.reasoning_content and not sampled.reasoning_content):
+        assert match_echo(shown, sampled) is None
 
 
 # -- the order of calls ------------------------------------------------------------------------------
 
 
-def calls(*specs: tuple[str, str]) -> tuple[ToolCall, ...]:
+def tool_calls(*specs: tuple[str, str]) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(name, "{}", id=id) for name, id in specs)
 
 
@@ -274,24 +378,26 @@ def calls(*specs: tuple[str, str]) -> tuple[ToolCall, ...]:
 def test_each_sampled_call_finds_its_place(
     sampled: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str]], order: list[int]
 ) -> None:
-    assert call_order(calls(*sampled), calls(*shown)) == order
+    assert pair_tool_calls(tool_calls(*sampled), tool_calls(*shown)) == order
 
 
 # -- the order of results ----------------------------------------------------------------------------
 
 
-def order_of(sampled: str, shown: str, results: str) -> tuple[str, bool]:
+def reordered(sampled: str, shown: str, results: str) -> tuple[str, bool]:
     """Calls as `name:id` in a row, results as `text:answers`; gives the texts in their new order."""
 
     def message(row: str) -> Message:
-        return Message("assistant", calls=calls(*(tuple(entry.split(":")) for entry in row.split())))  # type: ignore[arg-type]
+        return Message(
+            "assistant", tool_calls=tool_calls(*(tuple(entry.split(":")) for entry in row.split()))
+        )  # type: ignore[arg-type]
 
     given = [
-        Message("tool", text, answers=answers)
+        Message("tool", text, tool_call_id=answers)
         for text, answers in (entry.split(":") for entry in results.split())
     ]
-    ordered, moved = order_results(message(sampled), message(shown), given)
-    return " ".join(result.text for result in ordered), moved
+    ordered, moved = order_tool_results(message(sampled), message(shown), given)
+    return " ".join(result.content for result in ordered), moved
 
 
 @pytest.mark.parametrize(
@@ -326,7 +432,7 @@ def test_results_go_back_to_the_order_their_calls_were_sampled_in(
     sampled: str, shown: str, results: str, ordered: str
 ) -> None:
     came = " ".join(entry.split(":")[0] for entry in results.split())
-    assert order_of(sampled, shown, results) == (ordered, ordered != came)
+    assert reordered(sampled, shown, results) == (ordered, ordered != came)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +447,7 @@ def test_results_go_back_to_the_order_their_calls_were_sampled_in(
 )
 def test_results_that_cannot_be_told_apart_stay_in_place(sampled: str, shown: str, results: str) -> None:
     came = " ".join(entry.split(":")[0] for entry in results.split())
-    assert order_of(sampled, shown, results) == (came, False)
+    assert reordered(sampled, shown, results) == (came, False)
 
 
 # -- properties: anything a client may do is named, anything else is an edit -------------------------
@@ -352,11 +458,11 @@ ARGUMENTS = ['{"a": 1, "b": [true, null]}', '{"a": 2.0}', "{}", '{"c": "é\\n"}'
 
 wire_calls = st.lists(
     st.tuples(st.sampled_from("fg"), st.sampled_from(ARGUMENTS)), max_size=4, unique=True
-).map(lambda made: [call(name, text, f"c{place}") for place, (name, text) in enumerate(made)])
+).map(lambda made: [tool_call_json(name, text, f"c{place}") for place, (name, text) in enumerate(made)])
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> dict[str, Any]:
+def assistant_bodies(draw: st.DrawFn) -> dict[str, Any]:
     """An assistant's message as it left us."""
     raw: dict[str, Any] = {"role": "assistant", "content": draw(st.sampled_from(TEXTS))}
     reasoning, made = draw(st.sampled_from(REASONING)), draw(wire_calls)
@@ -382,11 +488,11 @@ def rewrite_arguments(draw: st.DrawFn, body: dict[str, Any]) -> Equivalence | No
         return None
     value = json.loads(text)
     ways: list[tuple[str, Equivalence]] = [
-        (json.dumps(value, indent=2), E.ARGUMENTS),
-        (json.dumps(value, separators=(",", ":"), ensure_ascii=False), E.ARGUMENTS),
+        (json.dumps(value, indent=2), E.ARGUMENTS_RESERIALISED),
+        (json.dumps(value, separators=(",", ":"), ensure_ascii=False), E.ARGUMENTS_RESERIALISED),
     ]
     if isinstance(value, dict):
-        ways.append((json.dumps(dict(reversed(value.items()))), E.ARGUMENTS))
+        ways.append((json.dumps(dict(reversed(value.items()))), E.ARGUMENTS_RESERIALISED))
     if not _is_json(repr(value)):
         ways.append((repr(value), E.PYTHON_LITERALS))
     if value == {}:
@@ -401,14 +507,14 @@ def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
     text, reasoning = raw["content"], raw.get("reasoning_content", "")
     if text != text.strip() and draw(st.booleans()):
         raw["content"] = text.strip()
-        done.add(E.WHITESPACE)
+        done.add(E.TRIMMED_WHITESPACE)
     fate = draw(st.sampled_from(["kept", "trimmed", "dropped"]))
     if fate == "trimmed" and reasoning != reasoning.strip():
         raw["reasoning_content"] = reasoning.strip()
-        done.add(E.WHITESPACE)
+        done.add(E.TRIMMED_WHITESPACE)
     elif fate == "dropped" and reasoning:
         del raw["reasoning_content"]
-        done.add(E.DROPPED_REASONING if reasoning.strip() else E.WHITESPACE)
+        done.add(E.DROPPED_REASONING if reasoning.strip() else E.TRIMMED_WHITESPACE)
     content = draw(st.sampled_from(["as it is", "null", "absent", "parts"]))
     if content == "parts":
         cut = draw(st.integers(0, len(raw["content"])))
@@ -439,12 +545,12 @@ def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
 
 
 @settings(max_examples=300)
-@given(answers(), st.data())
+@given(assistant_bodies(), st.data())
 def test_whatever_clients_do_is_accepted_and_named(raw: dict[str, Any], data: st.DataObject) -> None:
     sampled = read_message(raw)
     altered = json.loads(json.dumps(raw))
     done = mutate(data.draw, altered)
-    used = echo(sampled, read_message(altered))
+    used = match_echo(sampled, read_message(altered))
     assert used is not None
     assert set(used) == done
     assert len(used) == len(done)
@@ -483,7 +589,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "reasoning changed": _set("reasoning_content", "another thought"),
     "refusal": _set("refusal", "no"),
     "role": _set("role", "user"),
-    "another call": _set("tool_calls", [call("z")]),
+    "another call": _set("tool_calls", [tool_call_json("z")]),
     "call dropped": _drop_call,
     "another tool": _edit_call(lambda body: body.update(name="z")),
     "other arguments": _edit_call(lambda body: body.update(arguments='{"a": true}')),
@@ -492,25 +598,25 @@ EDITS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 @settings(max_examples=300)
-@given(answers(), st.sampled_from(sorted(EDITS)), st.data())
+@given(assistant_bodies(), st.sampled_from(sorted(EDITS)), st.data())
 def test_a_real_change_among_whatever_clients_do_is_no_echo(
     raw: dict[str, Any], edit: str, data: st.DataObject
 ) -> None:
     altered = json.loads(json.dumps(raw))
     mutate(data.draw, altered)
     assume(EDITS[edit](altered))
-    assert echo(read_message(raw), read_message(altered)) is None
+    assert match_echo(read_message(raw), read_message(altered)) is None
 
 
-@given(answers(), answers())
+@given(assistant_bodies(), assistant_bodies())
 def test_every_message_echoes_itself_perfectly_and_no_stranger(
     raw: dict[str, Any], other: dict[str, Any]
 ) -> None:
     message, stranger = read_message(raw), read_message(other)
-    assert echo(message, message) == ()
-    assert echo(message, read_message(raw)) == ()
+    assert match_echo(message, message) == ()
+    assert match_echo(message, read_message(raw)) == ()
     if message.key != stranger.key:
-        assert echo(message, stranger) is None
+        assert match_echo(message, stranger) is None
 
 
 @given(
@@ -521,46 +627,50 @@ def test_every_message_echoes_itself_perfectly_and_no_stranger(
 def test_reordered_calls_and_results_always_find_back(
     names: list[str], renamed: bool, data: st.DataObject
 ) -> None:
-    sampled = Message("assistant", calls=calls(*((name, str(place)) for place, name in enumerate(names))))
+    sampled = Message(
+        "assistant", tool_calls=tool_calls(*((name, str(place)) for place, name in enumerate(names)))
+    )
     by_place = data.draw(st.permutations(range(len(names))))
     shown = Message(
         "assistant",
-        calls=tuple(ToolCall(names[place], "{ }", id=f"{place}{'x' * renamed}") for place in by_place),
+        tool_calls=tuple(ToolCall(names[place], "{ }", id=f"{place}{'x' * renamed}") for place in by_place),
     )
     results = [
-        Message("tool", str(place), answers=f"{place}{'x' * renamed}")
+        Message("tool", str(place), tool_call_id=f"{place}{'x' * renamed}")
         for place in data.draw(st.permutations(range(len(names))))
     ]
-    ordered, moved = order_results(sampled, shown, results)
+    ordered, moved = order_tool_results(sampled, shown, results)
     assert moved == (list(ordered) != results)
     # Calls of one name that were renamed are told apart by nothing but their order among the shown ones.
     expected = sorted(range(len(names)))
     if renamed:
         turns = {name: [place for place in by_place if names[place] == name] for name in "ab"}
         expected = [turns[name].pop(0) for name in names]
-    assert [result.text for result in ordered] == [str(place) for place in expected]
+    assert [result.content for result in ordered] == [str(place) for place in expected]
 
 
-loose_calls = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "1", "2"])), max_size=3)
+calls_with_ids = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "1", "2"])), max_size=3)
 
 
-@given(loose_calls, loose_calls, st.lists(st.sampled_from(["", "1", "2", "9"]), max_size=4))
+@given(calls_with_ids, calls_with_ids, st.lists(st.sampled_from(["", "1", "2", "9"]), max_size=4))
 def test_no_result_is_ever_lost_or_made_up(
     sampled: list[tuple[str, str]], shown: list[tuple[str, str]], ids: list[str]
 ) -> None:
-    results = [Message("tool", str(place), answers=id) for place, id in enumerate(ids)]
-    ordered, moved = order_results(
-        Message("assistant", calls=calls(*sampled)), Message("assistant", calls=calls(*shown)), results
+    results = [Message("tool", str(place), tool_call_id=id) for place, id in enumerate(ids)]
+    ordered, moved = order_tool_results(
+        Message("assistant", tool_calls=tool_calls(*sampled)),
+        Message("assistant", tool_calls=tool_calls(*shown)),
+        results,
     )
-    assert sorted(result.text for result in ordered) == [result.text for result in results]
+    assert sorted(result.content for result in ordered) == [result.content for result in results]
     assert moved == (list(ordered) != results)
 
 
-@given(loose_calls, loose_calls)
+@given(calls_with_ids, calls_with_ids)
 def test_no_place_is_given_twice_and_only_to_equal_calls(
     sampled: list[tuple[str, str]], shown: list[tuple[str, str]]
 ) -> None:
-    order = call_order(calls(*sampled), calls(*shown))
+    order = pair_tool_calls(tool_calls(*sampled), tool_calls(*shown))
     taken = [place for place in order if place >= 0]
     assert len(order) == len(sampled)
     assert len(set(taken)) == len(taken)

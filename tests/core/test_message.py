@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.core.arguments import Notation, canonical_arguments
-from branchline.core.message import ROLES, Form, Media, Message, ToolCall, same_meaning
+from branchline.core.message import ROLES, Media, Message, ToolCall, WireShape, is_same_message
 from branchline.core.reader import read_message
 
 PNG = b"\x89PNG\r\n\x1a\n-a picture \xff\xfe\xfb"
@@ -74,12 +74,12 @@ def assistant(**fields: Any) -> Message:
 )
 def test_this_is_part_of_a_key(one: Message, other: Message) -> None:
     assert one.key != other.key
-    assert not same_meaning(one, other)
+    assert not is_same_message(one, other)
 
 
 def test_every_role_has_its_own_keys() -> None:
     assert len({Message(role, "hi").key for role in ROLES}) == len(ROLES)
-    assert len({Message(role, "hi", calls=(LOOK,)).key for role in ROLES}) == len(ROLES)
+    assert len({Message(role, "hi", tool_calls=(LOOK,)).key for role in ROLES}) == len(ROLES)
 
 
 # -- what is not -------------------------------------------------------------------------------------
@@ -101,9 +101,11 @@ def test_every_role_has_its_own_keys() -> None:
             assistant(calls=(ToolCall("f", "x", kind="custom"),)),
             id="kind of a tool",
         ),
-        pytest.param(Message("tool", "1", answers="c1"), Message("tool", "1", answers="c2"), id="answers"),
+        pytest.param(
+            Message("tool", "1", tool_call_id="c1"), Message("tool", "1", tool_call_id="c2"), id="answers"
+        ),
         pytest.param(Message("tool", "1"), Message("tool", "1", name="look"), id="name on a result"),
-        pytest.param(assistant(text=""), assistant(text="", form=int(Form.NULL_CONTENT)), id="form"),
+        pytest.param(assistant(text=""), assistant(text="", form=int(WireShape.NULL_CONTENT)), id="form"),
         pytest.param(user(text="ab"), user(text="ab", parts=("a", "b")), id="text in pieces"),
         pytest.param(user(parts=("ab", CAT)), user(parts=("a", "", "b", CAT, "")), id="pieces by media"),
         pytest.param(
@@ -113,7 +115,7 @@ def test_every_role_has_its_own_keys() -> None:
 )
 def test_this_is_not_part_of_a_key(one: Message, other: Message) -> None:
     assert one.key == other.key
-    assert same_meaning(one, other)
+    assert is_same_message(one, other)
 
 
 @pytest.mark.parametrize(
@@ -129,20 +131,20 @@ def test_what_clients_lose_of_an_answer_is_not_in_its_key_but_in_its_meaning(
     one: Message, other: Message
 ) -> None:
     assert one.key == other.key
-    assert not same_meaning(one, other)
-    assert not same_meaning(other, one)
+    assert not is_same_message(one, other)
+    assert not is_same_message(other, one)
 
 
 def test_a_message_means_what_it_means() -> None:
     message = assistant(calls=(LOOK,), reasoning="hm")
-    assert same_meaning(message, message)
-    assert same_meaning(message, assistant(calls=(LOOK,), reasoning="hm", id="resp_1"))
+    assert is_same_message(message, message)
+    assert is_same_message(message, assistant(calls=(LOOK,), reasoning="hm", id="resp_1"))
 
 
 # -- media -------------------------------------------------------------------------------------------
 
 
-def picture(source: str, **more: str) -> Message:
+def image_message(source: str, **more: str) -> Message:
     part = {"type": "image_url", "image_url": {"url": source, **more}}
     return read_message({"role": "user", "content": [{"type": "text", "text": "see"}, part]})
 
@@ -164,28 +166,28 @@ STANDARD = base64.b64encode(PNG).decode()
     ],
 )
 def test_the_same_bytes_have_the_same_digest_however_they_are_written(source: str) -> None:
-    plain = picture("data:image/png;base64," + STANDARD)
+    plain = image_message("data:image/png;base64," + STANDARD)
     assert "+" in STANDARD or "/" in STANDARD
     assert STANDARD.endswith("=")
-    assert picture(source).media[0].payload == PNG
-    assert picture(source).media[0].digest == plain.media[0].digest
-    assert picture(source).key == plain.key
+    assert image_message(source).media[0].payload == PNG
+    assert image_message(source).media[0].digest == plain.media[0].digest
+    assert image_message(source).key == plain.key
 
 
 def test_other_bytes_have_another_digest() -> None:
     one, other = (
-        picture("data:image/png;base64," + base64.b64encode(data).decode()) for data in (b"1", b"2")
+        image_message("data:image/png;base64," + base64.b64encode(data).decode()) for data in (b"1", b"2")
     )
     assert one.media[0].digest != other.media[0].digest
     assert one.key != other.key
 
 
 def test_a_link_is_known_by_its_address_and_not_taken_for_data() -> None:
-    link = picture("https://a.example/1.png")
+    link = image_message("https://a.example/1.png")
     assert link.media == (Media("image", "url:https://a.example/1.png", url="https://a.example/1.png"),)
-    assert link.key == picture("https://a.example/1.png").key
-    assert link.key != picture("https://a.example/2.png").key
-    assert link.key != picture("https://a.example/1.png", detail="high").key
+    assert link.key == image_message("https://a.example/1.png").key
+    assert link.key != image_message("https://a.example/2.png").key
+    assert link.key != image_message("https://a.example/1.png", detail="high").key
 
 
 def test_the_media_of_a_message_are_its_parts_that_are_no_text() -> None:
@@ -198,13 +200,13 @@ def test_the_media_of_a_message_are_its_parts_that_are_no_text() -> None:
 FULL = Message(
     "assistant",
     " hi ",
-    reasoning="hm",
-    calls=(LOOK, LISTEN),
+    reasoning_content="hm",
+    tool_calls=(LOOK, LISTEN),
     refusal="no",
     name="ann",
     parts=(" hi ", CAT),
     id="m1",
-    form=int(Form.PART_LIST),
+    wire_shape=int(WireShape.PART_LIST),
 )
 
 
@@ -222,18 +224,18 @@ FULL = Message(
 @pytest.mark.parametrize("message", [FULL, user(), assistant(calls=(LOOK,))])
 def test_a_copy_has_the_key_of_what_it_copies(message: Message, same: Any) -> None:
     assert same(message).key == message.key
-    assert same(message).calls == message.calls
+    assert same(message).calls == message.tool_calls
 
 
 def test_a_changed_copy_has_the_key_of_what_it_says_now() -> None:
     assert msgspec.structs.replace(user(), text="ho").key == user(text="ho").key
     changed = msgspec.structs.replace(LOOK, arguments="{'at': 2}")
-    assert (changed.meaning, changed.notation) == (b'{"at":2}', Notation.PYTHON)
+    assert (changed.canonical_arguments, changed.notation) == (b'{"at":2}', Notation.PYTHON)
 
 
 def test_a_record_with_a_wrong_key_gets_the_right_one() -> None:
     assert Message("user", "hi", key=b"0" * 16).key == user().key
-    assert ToolCall("f", "{}", meaning=b"[]").meaning == b"{}"
+    assert ToolCall("f", "{}", canonical_arguments=b"[]").canonical_arguments == b"{}"
 
 
 def test_a_call_knows_whether_its_arguments_are_json() -> None:
@@ -243,7 +245,7 @@ def test_a_call_knows_whether_its_arguments_are_json() -> None:
 
 def test_a_message_is_empty_when_it_says_nothing_at_all() -> None:
     assert Message("assistant").is_empty
-    assert Message("assistant", form=int(Form.NULL_CONTENT), id="m1").is_empty
+    assert Message("assistant", wire_shape=int(WireShape.NULL_CONTENT), id="m1").is_empty
     for message in (user(), assistant(text="", reasoning="hm"), assistant(text="", calls=(LOOK,))):
         assert not message.is_empty
 
@@ -269,11 +271,11 @@ def test_lone_surrogates_neither_raise_nor_collapse(message: Message) -> None:
         return [other(item) for item in value] if isinstance(value, list | tuple) else value
 
     fields = {
-        "text": other(message.text),
+        "text": other(message.content),
         "name": other(message.name),
-        "reasoning": other(message.reasoning),
+        "reasoning": other(message.reasoning_content),
         "refusal": other(message.refusal),
-        "calls": tuple(ToolCall(other(call.name), other(call.arguments)) for call in message.calls),
+        "calls": tuple(ToolCall(other(call.name), other(call.arguments)) for call in message.tool_calls),
         "parts": tuple(
             other(part)
             if isinstance(part, str)
@@ -287,7 +289,7 @@ def test_lone_surrogates_neither_raise_nor_collapse(message: Message) -> None:
 # -- properties --------------------------------------------------------------------------------------
 
 # Few letters, so that moving one from a field to its neighbour gives what another draw may give, too.
-few = st.text(st.sampled_from('a" \x00'), max_size=2)
+short_texts = st.text(st.sampled_from('a" \x00'), max_size=2)
 few_media = st.builds(
     Media,
     st.sampled_from(["image", "video"]),
@@ -300,22 +302,22 @@ few_calls = st.lists(st.builds(ToolCall, st.sampled_from(["a", "aa"]), few_argum
 
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
-    parts = tuple(draw(st.lists(few | few_media, max_size=3)))
+    parts = tuple(draw(st.lists(short_texts | few_media, max_size=3)))
     texts = "".join(part for part in parts if isinstance(part, str))
     return Message(
         draw(st.sampled_from(["user", "assistant", "tool"])),
-        texts if parts else draw(few),
-        reasoning=draw(few),
-        calls=tuple(draw(few_calls)),
-        refusal=draw(few),
-        name=draw(few),
+        texts if parts else draw(short_texts),
+        reasoning_content=draw(short_texts),
+        tool_calls=tuple(draw(few_calls)),
+        refusal=draw(short_texts),
+        name=draw(short_texts),
         parts=parts,
-        id=draw(few),
-        answers=draw(few),
+        id=draw(short_texts),
+        tool_call_id=draw(short_texts),
     )
 
 
-def sense(message: Message) -> Any:
+def comparable_message(message: Message) -> Any:
     """What a key stands for, spelled out."""
     is_assistant = message.role == "assistant"
     content: list[Any] = [""]
@@ -325,12 +327,12 @@ def sense(message: Message) -> Any:
         else:
             content += [(part.kind, part.digest, part.detail), ""]
     if len(content) == 1:
-        content = [message.text.strip() if is_assistant else message.text]
-    calls = [(call.name, canonical_arguments(call.arguments)[0]) for call in message.calls]
+        content = [message.content.strip() if is_assistant else message.content]
+    calls = [(call.name, canonical_arguments(call.arguments)[0]) for call in message.tool_calls]
     return (
         message.role,
         content,
-        "" if is_assistant else message.reasoning,
+        "" if is_assistant else message.reasoning_content,
         sorted(calls) if is_assistant else calls,
         message.refusal,
         "" if message.role in ("tool", "assistant") else message.name,
@@ -340,12 +342,14 @@ def sense(message: Message) -> Any:
 @settings(max_examples=300)
 @given(messages(), messages())
 def test_keys_are_equal_exactly_where_meanings_are(one: Message, other: Message) -> None:
-    assert (one.key == other.key) == (sense(one) == sense(other))
+    assert (one.key == other.key) == (comparable_message(one) == comparable_message(other))
 
 
 @given(st.lists(messages(), min_size=2, max_size=30))
 def test_no_two_meanings_of_many_share_a_key(many: list[Message]) -> None:
-    assert len({message.key for message in many}) == len({repr(sense(message)) for message in many})
+    assert len({message.key for message in many}) == len(
+        {repr(comparable_message(message)) for message in many}
+    )
 
 
 @settings(max_examples=300)
@@ -362,7 +366,7 @@ def test_a_letter_cannot_move_to_the_next_field_unnoticed(
         text, refusal, name, tool, arguments = (letters[a:b] for a, b in pairwise(edges))
         call = ToolCall("t" + tool, "x" + arguments)
         return [text, refusal, name, tool, arguments], Message(
-            "user", text, refusal=refusal, name=name, calls=(call,)
+            "user", text, refusal=refusal, name=name, tool_calls=(call,)
         )
 
     (one, one_message), (other, other_message) = cut(cuts), cut(others)
@@ -372,4 +376,4 @@ def test_a_letter_cannot_move_to_the_next_field_unnoticed(
 @given(messages())
 def test_any_copy_of_any_message_has_its_key(message: Message) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message).key == message.key
-    assert same_meaning(message, copy.deepcopy(message))
+    assert is_same_message(message, copy.deepcopy(message))

@@ -11,42 +11,42 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import EngineError, EngineInputError, InputError
-from branchline.engines.client import KEPT, KEPT_S, HttpClient, Server
-from tests.engines.clock import Clock
-from tests.engines.fake import FakeVllm
-from tests.engines.model import run
-from tests.engines.wire import END, HEAD, Line, ticks
+from branchline.engines.client import KEEPALIVE_EXPIRY_S, MAX_KEEPALIVE_CONNECTIONS, HttpClient, ServerConfig
+from tests.engines.fake_model import run
+from tests.engines.fake_servers import FakeVllm
+from tests.engines.fake_transport import END, HEAD, InMemoryServer, yield_to_loop
+from tests.engines.manual_clock import ManualClockLoop
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 """Of localhost and 127.0.0.1, signed by itself; used nowhere else."""
-GONE = b""
+CLOSE = b""
 """The connection is closed instead of an answer."""
 
 
-def said(body: bytes = b"{}", *headers: bytes, status: int = 200) -> bytes:
+def http_response(body: bytes = b"{}", *headers: bytes, status: int = 200) -> bytes:
     lines = [b"HTTP/1.1 %d X" % status, b"content-length: %d" % len(body), *headers, b"", body]
     return b"\r\n".join(lines)
 
 
-class Place:
+class CannedServer:
     """A server that says one answer after another on each connection, and then waits or closes it."""
 
     def __init__(self, connections: Sequence[Sequence[bytes]], *, closes: bool) -> None:
         self.connections = iter(connections)
         self.closes = closes
-        self.heads: list[list[bytes]] = []
+        self.request_heads: list[list[bytes]] = []
         """The request lines and headers of each connection."""
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads: list[bytes] = []
-        self.heads.append(heads)
+        self.request_heads.append(heads)
         for answer in next(self.connections):
             head = await reader.readuntil(b"\r\n\r\n")
             heads.append(head)
             await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]))
             writer.write(answer)
-            if answer == GONE:
+            if answer == CLOSE:
                 break
         else:
             if not self.closes:
@@ -55,11 +55,11 @@ class Place:
 
 
 @asynccontextmanager
-async def place(
+async def canned_server(
     *connections: Sequence[bytes], tls: bool = False, closes: bool = False, **options: Any
-) -> AsyncGenerator[tuple[HttpClient, Place], None]:
+) -> AsyncGenerator[tuple[HttpClient, CannedServer], None]:
     """A client of a server with so many connections to give."""
-    there = Place(connections, closes=closes)
+    there = CannedServer(connections, closes=closes)
     context = None
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -68,7 +68,7 @@ async def place(
     server = await asyncio.start_server(there.serve, "127.0.0.1", 0, ssl=context, backlog=1024)
     port = server.sockets[0].getsockname()[1]
     there.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
-    client = HttpClient(Server(there.url, **options), there.url)
+    client = HttpClient(ServerConfig(there.url, **options), there.url)
     try:
         yield client, there
     finally:
@@ -77,7 +77,7 @@ async def place(
         await server.wait_closed()
 
 
-async def streamed(client: HttpClient, *, whole: bool = False) -> list[bytes]:
+async def read_all_events(client: HttpClient, *, whole: bool = False) -> list[bytes]:
     reply = client.post("/events", b"{}", whole=whole)
     events: list[bytes] = []
     try:
@@ -90,12 +90,14 @@ async def streamed(client: HttpClient, *, whole: bool = False) -> list[bytes]:
 
 def test_a_connection_is_used_again_and_again() -> None:
     async def main() -> None:
-        async with place([said(b'{"a": 1}'), said(), said(b"data: 1\n\n"), said()]) as (client, there):
-            assert await client.get("/a") == {"a": 1}
-            assert await client.control("/b")
-            assert await streamed(client) == [b"1"]
-            assert await client.get("/c") == {}
-            lines = [head.split(b"\r\n")[0] for head in there.heads[0]]
+        async with canned_server(
+            [http_response(b'{"a": 1}'), http_response(), http_response(b"data: 1\n\n"), http_response()]
+        ) as (client, there):
+            assert await client.get_json("/a") == {"a": 1}
+            assert await client.post_control("/b")
+            assert await read_all_events(client) == [b"1"]
+            assert await client.get_json("/c") == {}
+            lines = [head.split(b"\r\n")[0] for head in there.request_heads[0]]
             assert lines == [
                 b"GET /a HTTP/1.1",
                 b"POST /b HTTP/1.1",
@@ -109,59 +111,65 @@ def test_a_connection_is_used_again_and_again() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_kept_connection_that_the_server_closed_is_replaced_once(whole: bool) -> None:
     async def main() -> None:
-        async with place([said(), GONE], [said(b"data: 1\n\n")]) as (client, there):
-            await client.get("/a")
-            assert await streamed(client, whole=whole) == [b"1"]
-            assert [len(heads) for heads in there.heads] == [2, 1]
-        async with place([said(), GONE], [GONE]) as (client, there):
-            await client.get("/a")
+        async with canned_server([http_response(), CLOSE], [http_response(b"data: 1\n\n")]) as (
+            client,
+            there,
+        ):
+            await client.get_json("/a")
+            assert await read_all_events(client, whole=whole) == [b"1"]
+            assert [len(heads) for heads in there.request_heads] == [2, 1]
+        async with canned_server([http_response(), CLOSE], [CLOSE]) as (client, there):
+            await client.get_json("/a")
             with pytest.raises(EngineError, match="broke before the answer ended: closed by the server"):
-                await streamed(client, whole=whole)
-            assert [len(heads) for heads in there.heads] == [2, 1]
+                await read_all_events(client, whole=whole)
+            assert [len(heads) for heads in there.request_heads] == [2, 1]
 
     run(main())
 
 
 def test_a_kept_connection_whose_end_was_seen_is_not_used() -> None:
     async def main() -> None:
-        async with place([said()], [said(b"data: 1\n\n")], closes=True) as (client, there):
-            await client.get("/a")
-            while client._open:
+        async with canned_server([http_response()], [http_response(b"data: 1\n\n")], closes=True) as (
+            client,
+            there,
+        ):
+            await client.get_json("/a")
+            while client._connections:
                 await asyncio.sleep(0)
-            assert await streamed(client) == [b"1"]
-            assert [len(heads) for heads in there.heads] == [1, 1]
+            assert await read_all_events(client) == [b"1"]
+            assert [len(heads) for heads in there.request_heads] == [1, 1]
 
     run(main())
 
 
 def test_a_last_event_without_its_empty_line_is_read() -> None:
     async def main() -> None:
-        async with place([said(b"data: 1\n\ndata: 2\n")]) as (client, _):
-            assert await streamed(client) == [b"1", b"2"]
+        async with canned_server([http_response(b"data: 1\n\ndata: 2\n")]) as (client, _):
+            assert await read_all_events(client) == [b"1", b"2"]
 
     run(main())
 
 
 def test_a_new_connection_that_the_server_closed_is_not_replaced() -> None:
     async def main() -> None:
-        async with place([GONE]) as (client, there):
+        async with canned_server([CLOSE]) as (client, there):
             with pytest.raises(EngineError, match="broke before the answer ended"):
-                await client.get("/a")
-            assert len(there.heads) == 1
+                await client.get_json("/a")
+            assert len(there.request_heads) == 1
 
     run(main())
 
 
 def test_an_answer_that_had_begun_is_not_asked_for_again() -> None:
     async def main() -> None:
-        half = said(b"data: 1\n\ndata: 2")[:-3]
-        async with place([said(), half], closes=True) as (client, there):
-            await client.get("/a")
+        half = http_response(b"data: 1\n\ndata: 2")[:-3]
+        async with canned_server([http_response(), half], closes=True) as (client, there):
+            await client.get_json("/a")
             reply = client.post("/events", b"{}")
-            assert await reply.events() == [b"1"]
+            assert await reply.next_events() == [b"1"]
             with pytest.raises(EngineError, match="broke before the answer ended"):
-                await reply.events()
-            assert [len(heads) for heads in there.heads] == [2]
+                await reply.next_events()
+            assert [len(heads) for heads in there.request_heads] == [2]
 
     run(main())
 
@@ -169,68 +177,73 @@ def test_an_answer_that_had_begun_is_not_asked_for_again() -> None:
 @pytest.mark.parametrize("close", [b"connection: close", b"Connection: Close"])
 def test_a_server_that_keeps_no_connection_gets_a_new_one_each_time(close: bytes) -> None:
     async def main() -> None:
-        async with place([said(b"{}", close)], [said(b"{}", close)]) as (client, there):
-            await client.get("/a")
-            await client.get("/b")
-            assert len(there.heads) == 2
+        async with canned_server([http_response(b"{}", close)], [http_response(b"{}", close)]) as (
+            client,
+            there,
+        ):
+            await client.get_json("/a")
+            await client.get_json("/b")
+            assert len(there.request_heads) == 2
 
     run(main())
 
 
-def with_clock(main: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=Clock) as runner:
+def run_with_manual_clock(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=ManualClockLoop) as runner:
         runner.run(main)
 
 
 def test_a_connection_that_was_silent_for_long_is_not_trusted() -> None:
     async def main() -> None:
-        async with place([said()] * 3, [said()]) as (client, there):
-            await client.get("/a")
-            Clock.running().moved_s += KEPT_S - 1
-            await client.get("/b")
-            Clock.running().moved_s += KEPT_S + 1
-            await client.get("/c")
-            assert [len(heads) for heads in there.heads] == [2, 1]
+        async with canned_server([http_response()] * 3, [http_response()]) as (client, there):
+            await client.get_json("/a")
+            ManualClockLoop.running().offset_s += KEEPALIVE_EXPIRY_S - 1
+            await client.get_json("/b")
+            ManualClockLoop.running().offset_s += KEEPALIVE_EXPIRY_S + 1
+            await client.get_json("/c")
+            assert [len(heads) for heads in there.request_heads] == [2, 1]
 
-    with_clock(main())
+    run_with_manual_clock(main())
 
 
 def test_only_so_many_connections_are_kept() -> None:
     async def main() -> None:
-        async with place(*[[said()]] * (KEPT + 3)) as (client, _):
-            await asyncio.gather(*[client.get("/a") for _ in range(KEPT + 3)])
+        async with canned_server(*[[http_response()]] * (MAX_KEEPALIVE_CONNECTIONS + 3)) as (client, _):
+            await asyncio.gather(*[client.get_json("/a") for _ in range(MAX_KEEPALIVE_CONNECTIONS + 3)])
             await asyncio.sleep(0)
-            assert len(client._kept) == len(client._open) == KEPT
+            assert len(client._idle) == len(client._connections) == MAX_KEEPALIVE_CONNECTIONS
 
     run(main())
 
 
 def test_control_says_whether_the_server_has_it() -> None:
     async def main() -> None:
-        answers = [said(status=404), said(status=405), said(status=204)]
-        async with place(answers) as (client, _):
-            assert [await client.control("/x") for _ in answers] == [False, False, True]
-        async with place([said(b'{"detail": "busy"}', status=503)]) as (client, _):
+        answers = [http_response(status=404), http_response(status=405), http_response(status=204)]
+        async with canned_server(answers) as (client, _):
+            assert [await client.post_control("/x") for _ in answers] == [False, False, True]
+        async with canned_server([http_response(b'{"detail": "busy"}', status=503)]) as (client, _):
             with pytest.raises(EngineError, match="status 503: busy"):
-                await client.control("/x")
-        async with place([said(b'{"detail": "no"}', status=400), said(b"<html>")]) as (client, _):
+                await client.post_control("/x")
+        async with canned_server(
+            [http_response(b'{"detail": "no"}', status=400), http_response(b"<html>")]
+        ) as (client, _):
             with pytest.raises(EngineInputError, match="status 400: no"):
-                await client.get("/x")
+                await client.get_json("/x")
             with pytest.raises(EngineError, match="/y: not JSON: b'<html>'"):
-                await client.get("/y")
+                await client.get_json("/y")
 
     run(main())
 
 
 def test_silence_ends_a_request() -> None:
     async def main() -> None:
-        async with place([b"HTTP/1.1 200 OK\r\n"], read_timeout_s=0.02) as (client, _):
+        async with canned_server([b"HTTP/1.1 200 OK\r\n"], read_timeout_s=0.02) as (client, _):
             with pytest.raises(EngineError, match=r"127.0.0.1:\d+: nothing came for 0.02 s"):
-                await streamed(client)
-        async with place([b"HTTP/1.1 200 OK\r\n"]) as (client, _):
+                await read_all_events(client)
+        async with canned_server([b"HTTP/1.1 200 OK\r\n"]) as (client, _):
             with pytest.raises(EngineError, match=r"/x: no answer within 0.02 s"):
-                await client.control("/x", timeout_s=0.02)
-            assert not client._open, "what was given up is closed"
+                await client.post_control("/x", timeout_s=0.02)
+            assert not client._connections, "what was given up is closed"
 
     run(main())
 
@@ -241,55 +254,57 @@ def test_a_connection_that_does_not_come_about_is_an_error(monkeypatch: pytest.M
 
     async def main() -> None:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
-        client = HttpClient(Server("http://host:1", connect_timeout_s=0.02), "http://host:1")
+        client = HttpClient(ServerConfig("http://host:1", connect_timeout_s=0.02), "http://host:1")
         with pytest.raises(EngineError, match=r"host:1: cannot connect: nothing came for 0.02 s"):
-            await client.get("/x")
+            await client.get_json("/x")
 
     run(main())
 
 
 def test_a_request_that_is_cut_while_it_connects_is_never_sent() -> None:
     async def main() -> None:
-        async with place([said()]) as (client, there):
+        async with canned_server([http_response()]) as (client, there):
             reply = client.post("/never", b"{}")
-            reading = asyncio.create_task(reply.events())
+            reading = asyncio.create_task(reply.next_events())
             await asyncio.sleep(0)
             await reply.close()
             assert await reading == []
-            await client.get("/a")
-            assert [head.split(b"\r\n")[0] for head in there.heads[0]] == [b"GET /a HTTP/1.1"]
+            await client.get_json("/a")
+            assert [head.split(b"\r\n")[0] for head in there.request_heads[0]] == [b"GET /a HTTP/1.1"]
 
     run(main())
 
 
 def test_a_connection_that_comes_about_after_the_end_is_closed() -> None:
     async def main() -> None:
-        async with place([said()]) as (client, there):
+        async with canned_server([http_response()]) as (client, there):
             reply = client.post("/never", b"{}")
-            reading = asyncio.create_task(reply.events())
+            reading = asyncio.create_task(reply.next_events())
             await asyncio.sleep(0)
             await reply.close()
             await client.close()
             assert await reading == []
-            while client._open:
+            while client._connections:
                 await asyncio.sleep(0)
             with pytest.raises(EngineError, match="closed by us"):
-                await client.get("/a")
-            assert there.heads in ([], [[]])
+                await client.get_json("/a")
+            assert there.request_heads in ([], [[]])
 
     run(main())
 
 
 def test_tls_is_spoken_with_servers_that_can_be_trusted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with place([said()], tls=True) as (client, _):
+        async with canned_server([http_response()], tls=True) as (client, _):
             with pytest.raises(EngineError, match=r"cannot connect: .*certificate verify failed"):
-                await client.get("/a")
+                await client.get_json("/a")
         monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
-        async with place([said(b"data: 1\n\n"), said(b"data: 2\n\n")], tls=True) as (client, there):
-            assert await streamed(client) == [b"1"]
-            assert await streamed(client) == [b"2"]
-            assert len(there.heads) == 1
+        async with canned_server(
+            [http_response(b"data: 1\n\n"), http_response(b"data: 2\n\n")], tls=True
+        ) as (client, there):
+            assert await read_all_events(client) == [b"1"]
+            assert await read_all_events(client) == [b"2"]
+            assert len(there.request_heads) == 1
 
     run(main())
 
@@ -305,11 +320,13 @@ def test_tls_is_spoken_with_servers_that_can_be_trusted_alone(monkeypatch: pytes
 )
 def test_who_we_are_is_said_in_a_header(user: str, key: str, header: bytes | None) -> None:
     async def main() -> None:
-        async with place([said()]) as (_, there):
+        async with canned_server([http_response()]) as (_, there):
             url = there.url.replace("//", f"//{user}")
-            client = HttpClient(Server(url, api_key=key), url)
-            await client.get("/a")
-            lines = dict(line.split(b": ", 1) for line in there.heads[0][0].split(b"\r\n")[1:] if line)
+            client = HttpClient(ServerConfig(url, api_key=key), url)
+            await client.get_json("/a")
+            lines = dict(
+                line.split(b": ", 1) for line in there.request_heads[0][0].split(b"\r\n")[1:] if line
+            )
             assert lines.get(b"authorization") == header
             assert lines[b"host"] == there.url.removeprefix("http://").encode()
             await client.close()
@@ -320,17 +337,17 @@ def test_who_we_are_is_said_in_a_header(user: str, key: str, header: bytes | Non
 @pytest.mark.parametrize("key", ["two\nlines", "sch\xf6n", "tab\t"])
 def test_a_key_that_no_header_can_carry_is_refused_at_once(key: str) -> None:
     with pytest.raises(InputError, match="api_key") as raised:
-        Server("http://host", api_key=key)
+        ServerConfig("http://host", api_key=key)
     assert key not in str(raised.value)
 
 
 def test_a_server_may_live_below_a_path() -> None:
     async def main() -> None:
-        async with place([said()]) as (_, there):
-            server = Server(there.url + "/below/v1")
-            client = HttpClient(server, server.root)
-            await client.get("/health")
-            assert there.heads[0][0].startswith(b"GET /below/health HTTP/1.1\r\n")
+        async with canned_server([http_response()]) as (_, there):
+            server = ServerConfig(there.url + "/below/v1")
+            client = HttpClient(server, server.base_url)
+            await client.get_json("/health")
+            assert there.request_heads[0][0].startswith(b"GET /below/health HTTP/1.1\r\n")
             await client.close()
 
     run(main())
@@ -338,13 +355,13 @@ def test_a_server_may_live_below_a_path() -> None:
 
 def test_a_request_may_have_headers_of_its_own() -> None:
     async def main() -> None:
-        async with place([said(), said()]) as (client, there):
+        async with canned_server([http_response(), http_response()]) as (client, there):
             for headers in ({"x-call": "turn-1"}, None):
                 assert await client.request("GET", "/a", headers=headers, whole=True).content() == (
                     200,
                     b"{}",
                 )
-            first, second = there.heads[0]
+            first, second = there.request_heads[0]
             assert b"\r\nx-call: turn-1\r\n" in first
             assert b"x-call" not in second
             with pytest.raises(InputError, match=r"x-call: got 'two\\r\\nlines', expected printable ASCII"):
@@ -355,32 +372,32 @@ def test_a_request_may_have_headers_of_its_own() -> None:
 
 def test_a_refusal_may_say_when_to_come_again() -> None:
     async def main() -> None:
-        busy = said(b"busy", b"Retry-After: 3", status=429)
-        async with place([busy, said(b"data: 1\n\n"), GONE], [GONE]) as (client, _):
+        busy = http_response(b"busy", b"Retry-After: 3", status=429)
+        async with canned_server([busy, http_response(b"data: 1\n\n"), CLOSE], [CLOSE]) as (client, _):
             reply = client.request("POST", "/a")
-            assert (await reply.status(), reply.retry_after) == (429, "3")
-            assert await reply.content() == (429, b"busy")
+            assert (await reply.read_status(), reply.retry_after) == (429, "3")
+            assert await reply.read() == (429, b"busy")
             reply = client.request("POST", "/a")
-            assert (await reply.status(), reply.retry_after) == (200, "")
-            assert await reply.events() == [b"1"]
+            assert (await reply.read_status(), reply.retry_after) == (200, "")
+            assert await reply.next_events() == [b"1"]
             reply = client.request("POST", "/a")
-            assert await reply.status() == 0
+            assert await reply.read_status() == 0
             with pytest.raises(EngineError, match="closed by the server"):
-                await reply.events()
+                await reply.next_events()
 
     run(main())
 
 
 def test_clients_share_what_takes_long_to_make() -> None:
-    one, other = [HttpClient(Server("https://host"), "https://host")._tls for _ in range(2)]
+    one, other = [HttpClient(ServerConfig("https://host"), "https://host")._tls_context for _ in range(2)]
     assert one is other is not None
 
 
 def test_events_are_told_whole_and_an_end_to_the_wait_is_not_the_end() -> None:
     async def main() -> None:
-        line = Line(FakeVllm())
-        client = HttpClient(Server("http://host:1"), "http://host:1")
-        reply = client.post(line.fake.generate_path, b"{}")
+        line = InMemoryServer(FakeVllm())
+        client = HttpClient(ServerConfig("http://host:1"), "http://host:1")
+        reply = client.post(line.fake_server.generate_path, b"{}")
         told: list[list[bytes]] = []
 
         def hear(events: list[bytes]) -> bool:
@@ -388,22 +405,22 @@ def test_events_are_told_whole_and_an_end_to_the_wait_is_not_the_end() -> None:
             return events != [b"3"]
 
         reply.listen(hear)
-        reading = asyncio.create_task(reply.events())
-        await ticks()
-        line.arrive(HEAD)
-        line.say(b"data: 1\n\ndata: 2\n\nda", b"ta: 3\n", b"\n")
+        reading = asyncio.create_task(reply.next_events())
+        await yield_to_loop()
+        line.send(HEAD)
+        line.send_chunks(b"data: 1\n\ndata: 2\n\nda", b"ta: 3\n", b"\n")
         assert told == [[b"1", b"2"], [b"3"]], "a piece of an event is nothing to tell"
         assert await reading == []
-        assert not reply.is_over
-        line.say(b"data: 4\n\nda")
-        assert await reply.events() == [b"4"], "came while nobody waited"
-        reading = asyncio.create_task(reply.events())
-        await ticks()
-        line.say(b"ta: 5\n\n", b"data: 6\n")
-        line.arrive(END)
+        assert not reply.is_ended
+        line.send_chunks(b"data: 4\n\nda")
+        assert await reply.next_events() == [b"4"], "came while nobody waited"
+        reading = asyncio.create_task(reply.next_events())
+        await yield_to_loop()
+        line.send_chunks(b"ta: 5\n\n", b"data: 6\n")
+        line.send(END)
         assert await reading == [b"6"], "the end ended it"
         assert told[2:] == [[b"5"]]
-        assert await reply.events() == []
+        assert await reply.next_events() == []
         await client.close()
 
     run(main())
@@ -411,17 +428,17 @@ def test_events_are_told_whole_and_an_end_to_the_wait_is_not_the_end() -> None:
 
 def test_one_who_listens_no_more_is_given_what_comes() -> None:
     async def main() -> None:
-        line = Line(FakeVllm())
-        client = HttpClient(Server("http://host:1"), "http://host:1")
-        reply = client.post(line.fake.generate_path, b"{}")
+        line = InMemoryServer(FakeVllm())
+        client = HttpClient(ServerConfig("http://host:1"), "http://host:1")
+        reply = client.post(line.fake_server.generate_path, b"{}")
         told: list[list[bytes]] = []
         reply.listen(lambda events: not told.append(events))
-        reading = asyncio.create_task(reply.events())
-        await ticks()
-        line.arrive(HEAD)
-        line.say(b"data: 1\n\n")
+        reading = asyncio.create_task(reply.next_events())
+        await yield_to_loop()
+        line.send(HEAD)
+        line.send_chunks(b"data: 1\n\n")
         reply.listen(None)
-        line.say(b"data: 2\n\n")
+        line.send_chunks(b"data: 2\n\n")
         assert (told, await reading) == ([[b"1"]], [b"2"])
         await client.close()
 

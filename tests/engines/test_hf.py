@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from branchline.core.errors import EngineInputError
-from branchline.core.runs import Ids, as_ids
+from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import SamplingParams
-from tests.engines.tiny import (
+from tests.engines.tiny_model import (
     VOCAB,
     collect,
     full_logprobs,
     greedy,
     hf,
-    plain,
     prompt,
+    reference_ids,
     run,
-    running,
-    tiny,
+    running_engine,
+    tiny_model,
     torch,
     transformers,
 )
@@ -36,7 +36,7 @@ def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate
     sizes = [5 + n % 17 for n in range(50)]
 
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(stream_interval_s=0, max_batch=16)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=0, max_batch=16)) as engine:
             may_start = [asyncio.Event() for _ in prompts]
             for event in may_start[:3]:
                 event.set()
@@ -51,21 +51,21 @@ def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate
                 return ids
 
             outputs = await asyncio.gather(*(one(n) for n in range(50)))
-        model = tiny()
-        assert outputs == [plain(model, ids, size) for ids, size in zip(prompts, sizes, strict=True)]
+        model = tiny_model()
+        assert outputs == [reference_ids(model, ids, size) for ids, size in zip(prompts, sizes, strict=True)]
 
     run(body())
 
 
 def test_raw_logprobs_are_those_of_a_full_forward() -> None:
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             prompts = [prompt(n, 20 + 40 * n) for n in range(8)]
             params = [SamplingParams(max_tokens=20, temperature=0.3 * n, seed=n, top_k=n) for n in range(8)]
             outputs = await asyncio.gather(*map(collect, [engine] * 8, prompts, params))
         assert engine.logprob_kind == "raw"
         for ids, output in zip(prompts, outputs, strict=True):
-            expected = full_logprobs(tiny(), [*ids.tolist(), *output.ids], len(ids))
+            expected = full_logprobs(tiny_model(), [*ids.tolist(), *output.ids], len(ids))
             picked = expected.gather(-1, torch.tensor(output.ids)[:, None])[:, 0]
             assert np.allclose(output.logprobs, picked, atol=1e-4)
 
@@ -87,14 +87,14 @@ def test_processed_logprobs_are_those_of_the_distribution_sampled_from() -> None
     )
 
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(logprobs="processed")) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(logprobs="processed")) as engine:
             assert engine.logprob_kind == "processed"
             output = await collect(engine, prompt(1, 30), params)
             certain = await collect(engine, prompt(1, 30), greedy(5))
         ids = [*prompt(1, 30).tolist(), *output.ids]
         for n, logprob in enumerate(output.logprobs):
             with torch.inference_mode():
-                logits = tiny()(torch.tensor([ids[: 30 + n]])).logits[:, -1]
+                logits = tiny_model()(torch.tensor([ids[: 30 + n]])).logits[:, -1]
             scores = processors(torch.tensor([ids[: 30 + n]]), logits).log_softmax(-1)
             assert logprob == pytest.approx(scores[0, ids[30 + n]].item(), abs=1e-4)
         assert certain.logprobs == [0] * 5
@@ -106,9 +106,9 @@ def test_a_seed_gives_the_same_ids_whatever_else_is_in_the_batch() -> None:
     params = SamplingParams(max_tokens=24, seed=5)
 
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             alone = await collect(engine, prompt(1, 50), params)
-        async with running(tiny(), hf.HfConfig(prefill_tokens=16)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(prefill_tokens=16)) as engine:
             others = [collect(engine, prompt(n, 20 * n), SamplingParams(max_tokens=40)) for n in range(2, 9)]
             crowded, *_ = await asyncio.gather(collect(engine, prompt(1, 50), params), *others)
             other_seed = await collect(engine, prompt(1, 50), SamplingParams(max_tokens=24, seed=6))
@@ -124,11 +124,11 @@ def test_a_seeded_generation_goes_on_elsewhere_as_if_it_had_never_moved() -> Non
     params = SamplingParams(max_tokens=20, seed=9, top_p=0.9)
 
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             whole = await collect(engine, prompt(1, 30), params)
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             moved = as_ids([*prompt(1, 30).tolist(), *whole.ids[:8]])
-            rest = await collect(engine, moved, params.continued(8))
+            rest = await collect(engine, moved, params.for_continuation(8))
         assert rest.ids == whole.ids[8:]
 
     run(body())
@@ -139,13 +139,13 @@ def test_a_seeded_generation_goes_on_elsewhere_as_if_it_had_never_moved() -> Non
 
 def test_a_stop_id_ends_a_generation_and_is_its_last_id() -> None:
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             whole = await collect(engine, prompt(1, 30), greedy(12))
-            assert (whole.finish, len(whole.ids)) == ("length", 12)
+            assert (whole.finish_reason, len(whole.ids)) == ("length", 12)
             stop = whole.ids[6]
             stopped = await collect(engine, prompt(1, 30), greedy(12, stop_ids=(stop, VOCAB + 7)))
         assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
-        assert stopped.finish == "stop"
+        assert stopped.finish_reason == "stop"
 
     run(body())
 
@@ -155,12 +155,12 @@ def test_a_stop_text_ends_a_generation_at_the_id_that_completes_it() -> None:
         return "".join(f"<{token}>" for token in ids)
 
     async def body() -> None:
-        async with running(tiny(), decode=decode) as engine:
+        async with running_engine(tiny_model(), decode=decode) as engine:
             whole = await collect(engine, prompt(1, 30), greedy(12))
             text = f"{whole.ids[4]}><{whole.ids[5]}"
             stopped = await collect(engine, prompt(1, 30), greedy(12, stop=("never", text)))
         assert stopped.ids == whole.ids[:6]
-        assert stopped.finish == "stop"
+        assert stopped.finish_reason == "stop"
 
     run(body())
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_done_is_refused_in_words(
     ids: list[int], params: SamplingParams, message: str
 ) -> None:
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             assert engine.max_context == 2048
             with pytest.raises(EngineInputError, match=message):
                 await collect(engine, np.array(ids, np.int32), params)
@@ -200,7 +200,7 @@ def test_what_cannot_be_done_is_refused_in_words(
 
 def test_a_stop_text_that_every_output_contains_is_refused() -> None:
     async def body() -> None:
-        async with running(tiny(), decode=str) as engine:
+        async with running_engine(tiny_model(), decode=str) as engine:
             with pytest.raises(EngineInputError, match=r"stop: got \('x', ''\), expected texts"):
                 await collect(engine, prompt(1, 30), greedy(5, stop=("x", "")))
 
@@ -215,9 +215,9 @@ def test_an_engine_that_would_never_compute_is_refused(field: str) -> None:
 
 def test_a_context_may_be_filled_to_the_last_id() -> None:
     async def body() -> None:
-        async with running(tiny(max_position_embeddings=64)) as engine:
+        async with running_engine(tiny_model(max_position_embeddings=64)) as engine:
             output = await collect(engine, prompt(1, 60), greedy(4))
-        assert output.ids == plain(tiny(max_position_embeddings=64), prompt(1, 60), 4)
+        assert output.ids == reference_ids(tiny_model(max_position_embeddings=64), prompt(1, 60), 4)
 
     run(body())
 
@@ -227,13 +227,13 @@ def test_a_context_may_be_filled_to_the_last_id() -> None:
 
 def test_turn_ten_computes_only_what_is_new() -> None:
     async def body() -> None:
-        async with running(tiny()) as engine:
-            ids, model = prompt(0, 200).tolist(), tiny()
+        async with running_engine(tiny_model()) as engine:
+            ids, model = prompt(0, 200).tolist(), tiny_model()
             for turn in range(10):
                 before = engine.stats
                 output = await collect(engine, as_ids(ids), greedy(16))
                 after = engine.stats
-                assert output.ids == plain(model, as_ids(ids), 16)
+                assert output.ids == reference_ids(model, as_ids(ids), 16)
                 computed = after.computed_tokens - before.computed_tokens
                 # The last sampled id was never an input; it is computed with the new message.
                 assert computed == (200 if turn == 0 else 31)
@@ -247,21 +247,21 @@ def test_turn_ten_computes_only_what_is_new() -> None:
 
 def test_a_branch_computes_only_what_differs() -> None:
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             trunk = prompt(0, 100).tolist()
             await collect(engine, as_ids([*trunk, *prompt(1, 50)]), greedy(4))
             branch = as_ids([*trunk, VOCAB - 1, *prompt(2, 19)])
             before = engine.stats.computed_tokens
             output = await collect(engine, branch, greedy(8))
             assert engine.stats.computed_tokens - before == 20
-        assert output.ids == plain(tiny(), branch, 8)
+        assert output.ids == reference_ids(tiny_model(), branch, 8)
 
     run(body())
 
 
 def test_a_group_with_one_prompt_computes_it_once() -> None:
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(prefill_tokens=64)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(prefill_tokens=64)) as engine:
             params = [SamplingParams(max_tokens=8, seed=n) for n in range(8)]
             outputs = await asyncio.gather(*(collect(engine, prompt(0, 300), each) for each in params))
             assert engine.stats.computed_tokens == 300 + 7
@@ -273,7 +273,7 @@ def test_a_group_with_one_prompt_computes_it_once() -> None:
 
 def test_eight_sessions_take_the_steps_of_one() -> None:
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             await engine.pause()
             tasks = [asyncio.create_task(collect(engine, prompt(n, 50), greedy(40))) for n in range(8)]
             await asyncio.sleep(0)
@@ -289,7 +289,7 @@ def test_the_cache_keeps_within_its_bytes_and_lets_go_of_what_was_used_least_rec
     token_bytes = 3 * 2 * 2 * 16 * 4
 
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(cache_bytes=250 * token_bytes)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(cache_bytes=250 * token_bytes)) as engine:
 
             async def reused(ids: Ids) -> int:
                 before = engine.stats.reused_tokens
@@ -317,11 +317,11 @@ def test_a_batch_beyond_its_bytes_lets_the_youngest_wait_and_loses_nothing() -> 
 
     async def body() -> None:
         config = hf.HfConfig(batch_bytes=3 * 256 * token_bytes, cache_bytes=0)
-        async with running(tiny(), config) as engine:
+        async with running_engine(tiny_model(), config) as engine:
             outputs = await asyncio.gather(*(collect(engine, ids, greedy(40)) for ids in prompts))
             assert engine.stats.held > 0
-        model = tiny()
-        assert [output.ids for output in outputs] == [plain(model, ids, 40) for ids in prompts]
+        model = tiny_model()
+        assert [output.ids for output in outputs] == [reference_ids(model, ids, 40) for ids in prompts]
 
     run(body())
 
@@ -331,9 +331,9 @@ def test_a_batch_beyond_its_bytes_lets_the_youngest_wait_and_loses_nothing() -> 
 
 def test_ids_stream_as_they_are_sampled_or_together_as_the_interval_says() -> None:
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(stream_interval_s=0)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=0)) as engine:
             single = await collect(engine, prompt(1, 30), greedy(20))
-        async with running(tiny(), hf.HfConfig(stream_interval_s=3600)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=3600)) as engine:
             await collect(engine, prompt(1, 30), greedy(1))
             together = await collect(engine, prompt(1, 30), greedy(20))
         assert (single.chunks, together.chunks) == (20, 2), "the first id leaves at once, the rest at the end"
@@ -344,7 +344,7 @@ def test_ids_stream_as_they_are_sampled_or_together_as_the_interval_says() -> No
 
 
 def test_the_model_never_runs_in_the_event_loop() -> None:
-    model, threads = tiny(), set()
+    model, threads = tiny_model(), set()
     forward = model.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -352,7 +352,7 @@ def test_the_model_never_runs_in_the_event_loop() -> None:
         return forward(*args, **kwargs)
 
     async def body() -> None:
-        async with running(model) as engine:
+        async with running_engine(model) as engine:
             model.forward = watched
             await asyncio.gather(*(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)))
         assert len(threads) == 1
@@ -363,7 +363,7 @@ def test_the_model_never_runs_in_the_event_loop() -> None:
 
 def test_closing_a_stream_frees_its_slot() -> None:
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(max_batch=1, stream_interval_s=0)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(max_batch=1, stream_interval_s=0)) as engine:
             abandoned = engine.generate(prompt(1, 30), greedy(1500))
             await anext(abandoned)
             waiting = asyncio.create_task(collect(engine, prompt(2, 30), greedy(5)))
@@ -379,19 +379,19 @@ def test_closing_a_stream_frees_its_slot() -> None:
             output = await waiting
             assert (engine.stats.running, engine.stats.waiting) == (0, 0)
             assert engine.stats.sampled_tokens < 1500
-        assert output.ids == plain(tiny(), prompt(2, 30), 5)
+        assert output.ids == reference_ids(tiny_model(), prompt(2, 30), 5)
 
     run(body())
 
 
 def test_a_stream_closed_with_ids_under_way_leaves_the_others_alone() -> None:
     async def body() -> None:
-        async with running(tiny(), hf.HfConfig(stream_interval_s=3600)) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=3600)) as engine:
             staying = asyncio.create_task(collect(engine, prompt(1, 30), greedy(300)))
             leaving = asyncio.create_task(collect(engine, prompt(2, 30), greedy(1500)))
             await collect(engine, prompt(3, 30), greedy(3))
             leaving.cancel()
             output = await staying
-        assert output.ids == plain(tiny(), prompt(1, 30), 300)
+        assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 300)
 
     run(body())

@@ -9,25 +9,37 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import EngineError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
 
-from branchline.engines.hf.rows import Rows
-from tests.engines.tiny import VOCAB, Gate, collect, greedy, hf, plain, prompt, run, running, tiny, torch
+from branchline.engines.hf.kv_cache import BatchKvCache
+from tests.engines.tiny_model import (
+    VOCAB,
+    ForwardGate,
+    collect,
+    greedy,
+    hf,
+    prompt,
+    reference_ids,
+    run,
+    running_engine,
+    tiny_model,
+    torch,
+)
 
 
 def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
-    model = tiny()
+    model = tiny_model()
     forward = model.forward
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("out of memory")
 
     async def body() -> None:
-        async with running(model) as engine:
+        async with running_engine(model) as engine:
             model.forward = failing
             for outcome in await asyncio.gather(
                 *(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)), return_exceptions=True
@@ -36,13 +48,13 @@ def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
                 assert "RuntimeError: out of memory" in str(outcome)
             model.forward = forward
             output = await collect(engine, prompt(1, 30), greedy(5))
-        assert output.ids == plain(tiny(), prompt(1, 30), 5)
+        assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 5)
 
     run(body())
 
 
 def test_a_model_that_fails_half_way_spares_those_that_wait_and_what_was_sampled() -> None:
-    model = tiny()
+    model = tiny_model()
     forward, left = model.forward, 12
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +65,7 @@ def test_a_model_that_fails_half_way_spares_those_that_wait_and_what_was_sampled
         return forward(*args, **kwargs)
 
     async def body() -> None:
-        async with running(model, hf.HfConfig(max_batch=3, stream_interval_s=3600)) as engine:
+        async with running_engine(model, hf.HfConfig(max_batch=3, stream_interval_s=3600)) as engine:
             model.forward = failing
             got: list[list[int]] = [[] for _ in range(5)]
 
@@ -69,7 +81,7 @@ def test_a_model_that_fails_half_way_spares_those_that_wait_and_what_was_sampled
         for n, outcome in enumerate(outcomes):
             assert isinstance(outcome, EngineError) == (n < 3), outcome
             # Eleven steps had been sampled when the twelfth failed, and none of them is lost.
-            assert got[n] == plain(tiny(), prompt(n, 20 + n), 11 if n < 3 else 15)
+            assert got[n] == reference_ids(tiny_model(), prompt(n, 20 + n), 11 if n < 3 else 15)
 
     run(body())
 
@@ -79,16 +91,18 @@ def test_a_failure_between_two_rows_leaves_nobody_waiting(monkeypatch: pytest.Mo
         raise RuntimeError("no copy")
 
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(Rows, "write", failing)  # when the first ends, the last moves into its row
+                patch.setattr(
+                    BatchKvCache, "write", failing
+                )  # when the first ends, the last moves into its row
                 outcomes = await asyncio.gather(
                     *(collect(engine, prompt(n, 30), greedy(5 + 10 * n)) for n in range(3)),
                     return_exceptions=True,
                 )
             assert [isinstance(outcome, EngineError) for outcome in outcomes] == [False, True, True]
             output = await collect(engine, prompt(1, 30), greedy(5))
-        assert output.ids == plain(tiny(), prompt(1, 30), 5)
+        assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 5)
 
     run(body())
 
@@ -98,9 +112,9 @@ def test_a_failure_to_make_room_ends_the_one_that_needed_it(monkeypatch: pytest.
         raise MemoryError("no room")
 
     async def body() -> None:
-        async with running(tiny()) as engine:
+        async with running_engine(tiny_model()) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(Rows, "reserve", failing)
+                patch.setattr(BatchKvCache, "reserve", failing)
                 with pytest.raises(EngineError, match="no room"):
                     await collect(engine, prompt(1, 30), greedy(5))
             await collect(engine, prompt(1, 30), greedy(5))
@@ -113,10 +127,10 @@ def test_a_computing_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.
         raise ValueError("a defect")
 
     async def body() -> None:
-        model, died = tiny(), []
+        model, died = tiny_model(), []
         monkeypatch.setattr(threading, "excepthook", lambda told: died.append(told.exc_type))
-        async with running(model) as engine:
-            gate = Gate(model, 1)
+        async with running_engine(model) as engine:
+            gate = ForwardGate(model, 1)
             monkeypatch.setattr(engine, "_deliver", broken)
             added = asyncio.create_task(collect(engine, prompt(1, 30), greedy(5)))
             late = asyncio.create_task(collect(engine, prompt(2, 30), greedy(5)))
@@ -134,13 +148,13 @@ def test_a_computing_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.
 
 
 def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
-    model = tiny()
+    model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[VOCAB - 1] = float("nan")
     poison = as_ids([*prompt(0, 40).tolist(), VOCAB - 1])
 
     async def body() -> None:
-        async with running(model) as engine:
+        async with running_engine(model) as engine:
             good, bad, drawn = await asyncio.gather(
                 collect(engine, prompt(1, 30), greedy(20)),
                 collect(engine, poison, greedy(20)),
@@ -155,7 +169,7 @@ def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
             outputs = [good, *await asyncio.gather(*later)]
         sizes = [30, 40, 60, 80, 100]
         assert [output.ids for output in outputs] == [
-            plain(tiny(), prompt(n, size), 20) for n, size in enumerate(sizes, 1)
+            reference_ids(tiny_model(), prompt(n, size), 20) for n, size in enumerate(sizes, 1)
         ]
 
     run(body())
@@ -163,7 +177,7 @@ def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
 
 def test_closing_ends_open_generations_and_refuses_new_ones() -> None:
     async def body() -> None:
-        engine = hf.HfEngine(tiny(), hf.HfConfig(max_batch=3, stream_interval_s=0))
+        engine = hf.HfEngine(tiny_model(), hf.HfConfig(max_batch=3, stream_interval_s=0))
         streams = [engine.generate(prompt(n, 30), greedy(1500)) for n in range(3)]
         for stream in streams:
             await anext(stream)

@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.core.errors import EngineError, EngineInputError, InputError
-from branchline.core.runs import as_ids
-from branchline.engines.http import Server
+from branchline.core.token_arrays import as_ids
+from branchline.engines.http import ServerConfig
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake import FakeVllm
-from tests.engines.model import (
+from tests.engines.fake_model import (
     PROMPT,
     collect,
     continuation,
     float32,
     ids_of,
     logprobs_of,
+    next_token,
     params,
     round_trip,
     run,
-    sample,
-    take,
+    take_tokens,
     versions_of,
 )
+from tests.engines.fake_servers import FakeVllm
 
 
 def test_a_stream_closed_early_is_aborted_at_the_server() -> None:
@@ -37,7 +37,7 @@ def test_a_stream_closed_early_is_aborted_at_the_server() -> None:
             server.hold_after = 2
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params())
-            await take(stream, 2)
+            await take_tokens(stream, 2)
             await stream.aclose()
             await server.aborted.wait()
             await engine.close()
@@ -51,7 +51,7 @@ def test_a_cancelled_consumer_aborts_at_the_server() -> None:
             server.hold_after = 2
             engine = VllmEngine(server.url)
             task = asyncio.create_task(collect(engine.generate(PROMPT, params())))
-            await server.held.wait()
+            await server.is_held.wait()
             task.cancel()
             await server.aborted.wait()
             with pytest.raises(asyncio.CancelledError):
@@ -65,15 +65,15 @@ def test_a_cancelled_consumer_aborts_at_the_server() -> None:
 def test_events_that_arrive_together_are_one_chunk(per_event: int) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.hold_after, server.per_event = 6, per_event
+            server.hold_after, server.ids_per_event = 6, per_event
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params(9))
             first = asyncio.create_task(anext(stream))
-            await server.held.wait()
+            await server.is_held.wait()
             ids, logprobs = continuation(PROMPT, 9)
             # All six were sent at once, by a server in the same thread.
             assert ids_of([await first]) == ids[:6]
-            server.go.set()
+            server.proceed.set()
             rest = await collect(stream)
             assert ids_of(rest) == ids[6:]
             assert logprobs_of(rest) == float32(logprobs[6:])
@@ -89,8 +89,8 @@ def test_an_id_that_arrives_alone_leaves_alone() -> None:
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params(3))
             assert ids_of([await anext(stream)]) == continuation(PROMPT, 1)[0]
-            assert server.held.is_set()
-            server.go.set()
+            assert server.is_held.is_set()
+            server.proceed.set()
             assert ids_of(await collect(stream)) == continuation(PROMPT, 3)[0][1:]
             await engine.close()
 
@@ -102,11 +102,11 @@ def test_an_id_that_arrives_alone_leaves_alone() -> None:
 def test_an_answer_that_nobody_watches_is_one_chunk(gathers: bool, piece: int) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.gathers, server.piece = gathers, piece
+            server.supports_stream_interval, server.write_size = gathers, piece
             engine = VllmEngine(server.url, version=3)
             (chunk,) = await collect(engine.generate(PROMPT, params(70, whole=True)))
             ids, logprobs = continuation(PROMPT, 70)
-            assert (ids_of([chunk]), chunk.finish, chunk.version) == (ids, "length", 3)
+            assert (ids_of([chunk]), chunk.finish_reason, chunk.version) == (ids, "length", 3)
             assert logprobs_of([chunk]) == float32(logprobs)
             (body,) = server.bodies
             assert body["stream"]
@@ -123,7 +123,7 @@ def test_what_had_arrived_of_an_unwatched_answer_stands_after_a_pause(held: int)
             server.hold_after = held
             engine = VllmEngine(server.url, version=4)
             task = asyncio.create_task(collect(engine.generate(PROMPT, params(8, whole=True))))
-            await server.held.wait()
+            await server.is_held.wait()
             await engine.pause()
             server.weights, server.hold_after = 1, None
             await engine.resume(5)
@@ -156,7 +156,7 @@ def test_what_had_arrived_of_an_unwatched_answer_comes_before_its_error(how: str
             stream = engine.generate(PROMPT, params(whole=True))
             first = asyncio.create_task(anext(stream))
             if how == "closes":
-                await server.held.wait()
+                await server.is_held.wait()
                 await engine.close()
             assert ids_of([await first]) == continuation(PROMPT, 2)[0]
             with pytest.raises(EngineError):
@@ -173,10 +173,10 @@ def test_a_version_that_changes_without_a_pause_is_that_of_what_arrives_from_the
             server.hold_after = 3
             engine = VllmEngine(server.url, version=4)
             task = asyncio.create_task(collect(engine.generate(PROMPT, params(5, whole=whole))))
-            await server.held.wait()
+            await server.is_held.wait()
             await round_trip(engine)
             await engine.resume(5)
-            server.go.set()
+            server.proceed.set()
             chunks = await task
             assert ids_of(chunks) == continuation(PROMPT, 5)[0]
             assert versions_of(chunks) == [4] * 3 + [5] * 2
@@ -192,28 +192,28 @@ CONTROLS = ("/pause?mode=abort&clear_cache=true", "/update_weight_version", "/re
 def test_a_resume_that_fails_holds_everything_under_the_old_version_until_one_succeeds(broken: str) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.answers = dict.fromkeys(CONTROLS, True)
+            server.json_by_path = dict.fromkeys(CONTROLS, True)
             server.hold_after = 3
             engine = VllmEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(5))
-            chunks = await take(stream, 3)
+            chunks = await take_tokens(stream, 3)
             held = asyncio.create_task(collect(stream))
             await engine.pause()
-            server.hold_after, server.weights, server.broken = None, 5, {broken}
+            server.hold_after, server.weights, server.failing_paths = None, 5, {broken}
             for _ in range(2):
                 with pytest.raises(EngineError, match="broken"):
                     await engine.resume(5)
             late = asyncio.create_task(collect(engine.generate(PROMPT, params(2))))
             await round_trip(engine)
             assert (engine.version, len(server.bodies)) == (4, 1)
-            server.broken = set()
+            server.failing_paths = set()
             await engine.resume(5)
             chunks += await held
             before, _ = continuation(PROMPT, 3)
             assert ids_of(chunks) == before + continuation([*PROMPT, *before], 2, weights=5)[0]
             assert versions_of(chunks) == [4] * 3 + [5] * 2
             assert versions_of(await late) == [5, 5]
-            controls = [path for path in server.paths() if path in CONTROLS]
+            controls = [path for path in server.request_paths() if path in CONTROLS]
             assert controls[-2:] == list(CONTROLS[1:]), "the server is told all of it again"
             await engine.close()
 
@@ -226,13 +226,13 @@ def test_a_resume_without_a_pause_that_fails_holds_what_runs() -> None:
             server.hold_after = 3
             engine = VllmEngine(server.url, version=4)
             running = asyncio.create_task(collect(engine.generate(PROMPT, params(5))))
-            await server.held.wait()
+            await server.is_held.wait()
             await round_trip(engine)
-            server.hold_after, server.weights, server.broken = None, 5, {CONTROLS[1]}
+            server.hold_after, server.weights, server.failing_paths = None, 5, {CONTROLS[1]}
             with pytest.raises(EngineError, match="broken"):
                 await engine.resume(5)
             await server.aborted.wait()
-            server.broken = set()
+            server.failing_paths = set()
             await engine.resume(5)
             chunks = await running
             before, _ = continuation(PROMPT, 3)
@@ -246,7 +246,7 @@ def test_a_resume_without_a_pause_that_fails_holds_what_runs() -> None:
 def test_what_a_failed_resume_holds_is_ended_by_closing() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.broken = {CONTROLS[1]}
+            server.failing_paths = {CONTROLS[1]}
             engine = VllmEngine(server.url)
             await engine.pause()
             held = asyncio.create_task(collect(engine.generate(PROMPT, params())))
@@ -275,8 +275,8 @@ def test_whenever_weights_change_every_id_is_sampled_behind_the_ids_before_it(
 ) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.breathes, server.gathers = True, gathers
-            server.per_event, server.piece = per_event, piece
+            server.yields_between_events, server.supports_stream_interval = True, gathers
+            server.ids_per_event, server.write_size = per_event, piece
             engine = VllmEngine(server.url)
             prompts = [[number + 1] for number in range(len(calls))]
             tasks = [
@@ -294,11 +294,11 @@ def test_whenever_weights_change_every_id_is_sampled_behind_the_ids_before_it(
                 for one, logprob, version in zip(
                     ids_of(chunks), logprobs_of(chunks), versions_of(chunks), strict=True
                 ):
-                    expected, its_logprob = sample(ids, version)
+                    expected, its_logprob = next_token(ids, version)
                     assert (one, [logprob]) == (expected, float32([its_logprob]))
                     ids.append(one)
                 assert len(ids) == count + 1
-                assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+                assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             await engine.close()
 
     run(main())
@@ -310,7 +310,7 @@ def test_a_generation_that_had_finished_is_not_lost_by_what_breaks_behind_it() -
             server.event_after = (5, {"error": {"message": "too late"}})
             engine = VllmEngine(server.url)
             chunks = await collect(engine.generate(PROMPT, params(5)))
-            assert (ids_of(chunks), chunks[-1].finish) == (continuation(PROMPT, 5)[0], "length")
+            assert (ids_of(chunks), chunks[-1].finish_reason) == (continuation(PROMPT, 5)[0], "length")
             await engine.close()
 
     run(main())
@@ -334,9 +334,9 @@ def test_a_connection_is_shared_even_if_its_answer_ends_after_its_finish() -> No
             server.hold_end = True
             engine = VllmEngine(server.url)
             task = asyncio.create_task(collect(engine.generate(PROMPT, params())))
-            await server.held.wait()
+            await server.is_held.wait()
             await round_trip(engine)
-            server.go.set()
+            server.proceed.set()
             assert ids_of(await task) == continuation(PROMPT, 5)[0]
             before = server.connections
             await collect(engine.generate(PROMPT, params()))
@@ -398,7 +398,7 @@ def test_a_stream_that_breaks_mid_way_gives_what_came_and_an_error(how: str) -> 
                 server.event_after = (2, {"error": {"message": "engine core died", "code": code}})
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params())
-            chunks = await take(stream, 2)
+            chunks = await take_tokens(stream, 2)
             with pytest.raises(EngineInputError if how == "refuses" else EngineError) as raised:
                 await anext(stream)
             assert ids_of(chunks) == continuation(PROMPT, 2)[0]
@@ -428,7 +428,7 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
             server.hold_after = 1
             engine = VllmEngine(server.url)
             task = asyncio.create_task(collect(engine.generate(PROMPT, params())))
-            await server.held.wait()
+            await server.is_held.wait()
             await engine.close()
             with pytest.raises(EngineError, match="closed"):
                 await task
@@ -441,10 +441,10 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
 )
 def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
     with pytest.raises(InputError, match="url: got"):
-        Server(url)
+        ServerConfig(url)
 
 
 def test_a_name_and_a_repr_do_not_tell_secrets() -> None:
-    server = Server("http://user:hidden@host:8000/v1", api_key="secret")
-    assert server.place == "host:8000"
+    server = ServerConfig("http://user:hidden@host:8000/v1", api_key="secret")
+    assert server.host_port == "host:8000"
     assert "secret" not in repr(server)

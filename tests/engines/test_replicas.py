@@ -10,9 +10,7 @@ from branchline.engines.base import Chunk
 from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake import FakeVllm
-from tests.engines.farm import Clock, arrival, asked, farm
-from tests.engines.model import (
+from tests.engines.fake_model import (
     EOS,
     PROMPT,
     assert_sampled_by,
@@ -21,28 +19,30 @@ from tests.engines.model import (
     ids_of,
     params,
     run,
-    take,
+    take_tokens,
     versions_of,
 )
+from tests.engines.fake_servers import FakeVllm
+from tests.engines.replica_servers import ManualClock, replica_servers, request_counts, wait_for_requests
 
 
-async def say_more(server: FakeVllm, hold_after: int) -> None:
+async def release_more(server: FakeVllm, hold_after: int) -> None:
     """Lets a server that holds go on, up to another number of ids."""
-    going, server.go = server.go, asyncio.Event()
+    going, server.proceed = server.proceed, asyncio.Event()
     server.hold_after = hold_after
-    server.held.clear()
+    server.is_held.clear()
     going.set()
-    await server.held.wait()
+    await server.is_held.wait()
 
 
 def test_when_all_are_dead_the_call_fails_with_the_last_reason() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             for server in servers:
                 server.refusal = (503, b"overloaded")
             with pytest.raises(EngineError, match=r"no replica is left to ask: .*overloaded"):
                 await collect(replicas.generate(PROMPT, params()))
-            assert asked(servers) == [1, 1]
+            assert request_counts(servers) == [1, 1]
             for server in servers:
                 server.refusal = None
             assert ids_of(await collect(replicas.generate(PROMPT, params()))), "marks are no refusal"
@@ -52,79 +52,79 @@ def test_when_all_are_dead_the_call_fails_with_the_last_reason() -> None:
 
 def test_wrong_input_is_nobodys_death() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             servers[0].refusal = (400, b"too long")
             with pytest.raises(EngineInputError, match="too long"):
                 await collect(replicas.generate(PROMPT, params()))
             assert replicas.failing == ()
-            assert asked(servers) == [1, 0]
+            assert request_counts(servers) == [1, 0]
 
     run(main())
 
 
 def test_the_same_session_goes_to_the_same_replica() -> None:
     async def main() -> None:
-        async with farm(3) as (replicas, servers):
+        async with replica_servers(3) as (replicas, servers):
             for session in ("a", "b", "c", "b", "b", "c"):
                 await collect(replicas.generate(PROMPT, params(1), session=session))
-            assert asked(servers) == [1, 3, 2]
-            replicas.forget("a")
+            assert request_counts(servers) == [1, 3, 2]
+            replicas.release_session("a")
             await collect(replicas.generate(PROMPT, params(1), session="d"))
-            assert asked(servers) == [2, 3, 2], "a session that ended makes room"
+            assert request_counts(servers) == [2, 3, 2], "a session that ended makes room"
 
     run(main())
 
 
 def test_a_new_session_goes_where_the_fewest_calls_are_in_flight() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             servers[0].hold_after = 1
             held = replicas.generate(PROMPT, params(2), session="a")
             await anext(held)
             assert replicas.in_flight == {"0": 1, "1": 0}
             for session in ("b", "c", ""):
                 await collect(replicas.generate(PROMPT, params(1), session=session))
-            assert asked(servers) == [1, 3]
-            servers[0].go.set()
+            assert request_counts(servers) == [1, 3]
+            servers[0].proceed.set()
             await collect(held)
             assert replicas.in_flight == {"0": 0, "1": 0}
             await collect(replicas.generate(PROMPT, params(1), session="d"))
-            assert asked(servers) == [2, 3]
+            assert request_counts(servers) == [2, 3]
 
     run(main())
 
 
 def test_a_dead_replicas_sessions_move_and_it_is_tried_again_later() -> None:
     async def main() -> None:
-        clock = Clock()
-        async with farm(2, clock) as (replicas, servers):
+        clock = ManualClock()
+        async with replica_servers(2, clock) as (replicas, servers):
             servers[0].refusal = (500, b"")
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             servers[0].refusal = None
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             await collect(replicas.generate(PROMPT, params(1), session="b"))
-            assert asked(servers) == [1, 3]
+            assert request_counts(servers) == [1, 3]
             clock.now += replicas.retry_after_s
             assert replicas.failing == ()
             await collect(replicas.generate(PROMPT, params(1), session="c"))
             await collect(replicas.generate(PROMPT, params(1), session="a"))
-            assert asked(servers) == [2, 4], "what moved stays where it is"
+            assert request_counts(servers) == [2, 4], "what moved stays where it is"
 
     run(main())
 
 
 def test_a_removed_replicas_calls_and_sessions_move() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             servers[0].hold_after = 3
             stream = replicas.generate(PROMPT, params(8), session="a")
-            chunks = await take(stream, 3)
+            chunks = await take_tokens(stream, 3)
             await replicas.remove("0")
             await servers[0].aborted.wait()
             chunks += await collect(stream)
             assert ids_of(chunks) == continuation(PROMPT, 8)[0]
             await collect(replicas.generate(PROMPT, params(1), session="a"))
-            assert asked(servers) == [1, 2]
+            assert request_counts(servers) == [1, 2]
             assert servers[1].bodies[0]["max_tokens"] == 5
             with pytest.raises(InputError, match="'0', expected one of 1"):
                 await replicas.remove("0")
@@ -137,11 +137,11 @@ def test_a_removed_replicas_calls_and_sessions_move() -> None:
 
 def test_what_had_arrived_of_an_unwatched_answer_moves_with_it() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             servers[0].hold_after = 3
             stream = replicas.generate(PROMPT, params(8, whole=True), session="a")
             task = asyncio.create_task(collect(stream))
-            await servers[0].held.wait()
+            await servers[0].is_held.wait()
             await replicas.remove("0")
             chunks = await task
             assert ids_of(chunks) == continuation(PROMPT, 8)[0]
@@ -157,13 +157,13 @@ def test_what_had_arrived_for_a_slow_reader_is_recorded_once_when_its_replica_is
     per_event: int, goes_on: bool
 ) -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
-            servers[0].hold_after, servers[0].per_event = 3, per_event
+        async with replica_servers(2) as (replicas, servers):
+            servers[0].hold_after, servers[0].ids_per_event = 3, per_event
             record: list[Chunk] = []
             stream = replicas.generate(PROMPT, params(9, left=record.append), session="a")
-            record += await take(stream, 3)
-            await say_more(servers[0], 6)
-            await arrival(replicas)
+            record += await take_tokens(stream, 3)
+            await release_more(servers[0], 6)
+            await wait_for_requests(replicas)
             await replicas.remove("0")
             if goes_on:
                 record += await collect(stream)
@@ -177,24 +177,24 @@ def test_what_had_arrived_for_a_slow_reader_is_recorded_once_when_its_replica_is
 
 def test_a_reader_that_leaves_among_what_had_arrived_leaves_nothing_of_it_behind() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             servers[0].hold_after = 2
             left: list[Chunk] = []
             stream = replicas.generate(PROMPT, params(9, left=left.append), session="a")
-            taken = await take(stream, 2)
-            await say_more(servers[0], 4)
-            await arrival(replicas)
+            taken = await take_tokens(stream, 2)
+            await release_more(servers[0], 4)
+            await wait_for_requests(replicas)
             servers[0].weights = 1
             await replicas.resume(1)  # What has arrived is a chunk of its own, under the old version.
-            await say_more(servers[0], 6)
-            await arrival(replicas)
+            await release_more(servers[0], 6)
+            await wait_for_requests(replicas)
             await replicas.remove("0")
             taken.append(await anext(stream))
             assert versions_of(taken) == [0] * 4
             await stream.aclose()
             assert versions_of(left) == [1, 1]
             assert_sampled_by([*taken, *left])
-            assert asked(servers) == [1, 0]
+            assert request_counts(servers) == [1, 0]
 
     run(main())
 
@@ -209,7 +209,7 @@ def test_an_engine_that_does_not_end_its_calls_when_it_is_closed_loses_them_all_
         assert replicas.in_flight == {"held": 1, "scripted": 0}
         await replicas.remove("held")
         assert len(ids_of(await task)) > 0
-        assert held.aborted == 1
+        assert held.aborted_count == 1
 
     run(main())
 
@@ -220,18 +220,18 @@ def test_a_closed_stream_is_closed_where_it_runs_when_its_closing_returns() -> N
         stream = Replicas([engine]).generate(PROMPT, params(8))
         await anext(stream)
         await stream.aclose()
-        assert engine.aborted == 1
+        assert engine.aborted_count == 1
 
     run(main())
 
 
 def test_a_replica_can_be_added_while_others_run() -> None:
     async def main() -> None:
-        async with farm(1) as (replicas, servers), FakeVllm() as further:
+        async with replica_servers(1) as (replicas, servers), FakeVllm() as further:
             await replicas.add(VllmEngine(further.url))
             await collect(replicas.generate(PROMPT, params(1), session="a"))
             await collect(replicas.generate(PROMPT, params(1), session="b"))
-            assert asked([*servers, further]) == [1, 1]
+            assert request_counts([*servers, further]) == [1, 1]
             with pytest.raises(InputError, match="in use already"):
                 await replicas.add(VllmEngine(further.url))
             with pytest.raises(InputError, match="processed logprobs, expected raw"):
@@ -242,7 +242,7 @@ def test_a_replica_can_be_added_while_others_run() -> None:
 
 def test_closing_a_stream_aborts_it_where_it_runs() -> None:
     async def main() -> None:
-        async with farm(1) as (replicas, servers):
+        async with replica_servers(1) as (replicas, servers):
             servers[0].hold_after = 1
             stream = replicas.generate(PROMPT, params())
             await anext(stream)

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.core.errors import EngineError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake import FakeVllm
-from tests.engines.farm import arrival, asked, farm
-from tests.engines.model import (
+from tests.engines.fake_model import (
     PROMPT,
     assert_sampled_by,
     collect,
@@ -21,9 +19,11 @@ from tests.engines.model import (
     ids_of,
     params,
     run,
-    take,
+    take_tokens,
     versions_of,
 )
+from tests.engines.fake_servers import FakeVllm
+from tests.engines.replica_servers import replica_servers, request_counts, wait_for_requests
 
 PAUSE = "/pause?mode=abort&clear_cache=true"
 RESUME = "/update_weight_version"
@@ -31,11 +31,11 @@ RESUME = "/update_weight_version"
 
 def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers), FakeVllm() as further:
+        async with replica_servers(2) as (replicas, servers), FakeVllm() as further:
             for server in servers:
                 server.hold_after = 2
             streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
-            outputs = [await take(stream, 2) for stream in streams]
+            outputs = [await take_tokens(stream, 2) for stream in streams]
             rests = [asyncio.create_task(collect(stream)) for stream in streams]
             await replicas.pause()
             await replicas.add(VllmEngine(further.url))
@@ -49,7 +49,7 @@ def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
                 assert ids_of(output) == before + continuation([*PROMPT, *before], 3, weights=1)[0]
                 assert versions_of(output) == [0, 0, 7, 7, 7]
             assert versions_of(await late) == [7] * 5
-            assert asked([further]) == [1]
+            assert request_counts([further]) == [1]
             assert replicas.version == 7
 
     run(main())
@@ -57,20 +57,20 @@ def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
 
 def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in_one() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
-            servers[0].broken = {"/pause?mode=abort&clear_cache=true"}
+        async with replica_servers(2) as (replicas, servers):
+            servers[0].failing_paths = {"/pause?mode=abort&clear_cache=true"}
             await replicas.pause()
             await replicas.resume(1)
             assert replicas.failing == ("0",)
             await collect(replicas.generate(PROMPT, params(1), session="a"))
-            assert asked(servers) == [0, 1]
-            servers[0].broken = set()
+            assert request_counts(servers) == [0, 1]
+            servers[0].failing_paths = set()
             await replicas.pause()
             await replicas.resume(2)
             assert replicas.failing == ()
             await collect(replicas.generate(PROMPT, params(1), session="b"))
-            assert asked(servers) == [1, 1]
-            servers[0].broken = servers[1].broken = {"/update_weight_version"}
+            assert request_counts(servers) == [1, 1]
+            servers[0].failing_paths = servers[1].failing_paths = {"/update_weight_version"}
             with pytest.raises(EngineError, match="resume failed everywhere"):
                 await replicas.resume(3)
 
@@ -83,10 +83,10 @@ def test_calls_of_a_replica_that_missed_a_weight_update_go_on_where_the_new_weig
     missed: str, is_read: bool
 ) -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
-            servers[0].hold_after, servers[0].broken = 3, {missed}
+        async with replica_servers(2) as (replicas, servers):
+            servers[0].hold_after, servers[0].failing_paths = 3, {missed}
             stream = replicas.generate(PROMPT, params(6), session="a")
-            chunks = await take(stream, 3)
+            chunks = await take_tokens(stream, 3)
             rest = asyncio.create_task(collect(stream)) if is_read else None
             await replicas.pause()
             servers[0].hold_after = None
@@ -95,8 +95,8 @@ def test_calls_of_a_replica_that_missed_a_weight_update_go_on_where_the_new_weig
             chunks += await (rest or collect(stream))
             assert versions_of(chunks) == [0] * 3 + [7] * 3
             assert_sampled_by(chunks)
-            assert asked(servers) == [1, 1]
-            assert (replicas.behind, replicas.failing) == (("0",), ("0",))
+            assert request_counts(servers) == [1, 1]
+            assert (replicas.stale, replicas.failing) == (("0",), ("0",))
             assert [engine.version for engine in replicas.engines] == [0, 7]
             assert replicas.version == 7
 
@@ -105,14 +105,14 @@ def test_calls_of_a_replica_that_missed_a_weight_update_go_on_where_the_new_weig
 
 def test_a_replica_that_missed_only_the_resume_is_back_with_the_next_one() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             await replicas.pause()
-            servers[0].broken = {RESUME}
+            servers[0].failing_paths = {RESUME}
             await replicas.resume(1)
-            assert replicas.behind == ("0",)
-            servers[0].broken = set()
+            assert replicas.stale == ("0",)
+            servers[0].failing_paths = set()
             await replicas.resume(1)
-            assert replicas.behind == ()
+            assert replicas.stale == ()
             assert [engine.version for engine in replicas.engines] == [1, 1]
 
     run(main())
@@ -120,42 +120,42 @@ def test_a_replica_that_missed_only_the_resume_is_back_with_the_next_one() -> No
 
 def test_a_replica_that_missed_the_pause_is_not_back_with_a_resume_alone() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
-            servers[0].broken = {PAUSE}
+        async with replica_servers(2) as (replicas, servers):
+            servers[0].failing_paths = {PAUSE}
             await replicas.pause()
-            servers[0].broken = set()
+            servers[0].failing_paths = set()
             for _ in range(2):
                 await replicas.resume(1)
-                assert replicas.behind == ("0",)
+                assert replicas.stale == ("0",)
             await replicas.pause()
             await replicas.resume()
-            assert replicas.behind == ("0",), "nobody said that it got new weights"
+            assert replicas.stale == ("0",), "nobody said that it got new weights"
             await replicas.pause()
             await replicas.resume(2)
-            assert replicas.behind == ()
+            assert replicas.stale == ()
 
     run(main())
 
 
 def test_a_resume_that_fails_everywhere_holds_everything_until_one_succeeds() -> None:
     async def main() -> None:
-        async with farm(2) as (replicas, servers):
+        async with replica_servers(2) as (replicas, servers):
             for server in servers:
                 server.hold_after = 2
             streams = [replicas.generate(PROMPT, params(5), session=session) for session in "ab"]
-            outputs = [await take(stream, 2) for stream in streams]
+            outputs = [await take_tokens(stream, 2) for stream in streams]
             rests = [asyncio.create_task(collect(stream)) for stream in streams]
             await replicas.pause()
             for server in servers:
-                server.hold_after, server.weights, server.broken = None, 3, {RESUME}
+                server.hold_after, server.weights, server.failing_paths = None, 3, {RESUME}
             with pytest.raises(EngineError, match=r"resume failed everywhere: .*broken"):
                 await replicas.resume(3)
             late = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="c")))
-            await arrival(replicas)
-            assert asked(servers) == [1, 1]
-            assert (replicas.version, replicas.behind) == (0, ())
+            await wait_for_requests(replicas)
+            assert request_counts(servers) == [1, 1]
+            assert (replicas.version, replicas.stale) == (0, ())
             for server in servers:
-                server.broken = set()
+                server.failing_paths = set()
             await replicas.resume(3)
             for output, rest in zip(outputs, rests, strict=True):
                 output += await rest
@@ -168,13 +168,13 @@ def test_a_resume_that_fails_everywhere_holds_everything_until_one_succeeds() ->
 
 def test_a_pause_that_fails_everywhere_can_be_tried_again_and_costs_no_call() -> None:
     async def main() -> None:
-        async with farm(1) as (replicas, servers):
-            servers[0].hold_after, servers[0].broken = 2, {PAUSE}
+        async with replica_servers(1) as (replicas, servers):
+            servers[0].hold_after, servers[0].failing_paths = 2, {PAUSE}
             stream = replicas.generate(PROMPT, params(5))
-            chunks = await take(stream, 2)
+            chunks = await take_tokens(stream, 2)
             with pytest.raises(EngineError, match=r"pause failed everywhere: .*broken"):
                 await replicas.pause()
-            servers[0].hold_after, servers[0].broken = None, set()
+            servers[0].hold_after, servers[0].failing_paths = None, set()
             await replicas.pause()
             servers[0].weights = 1
             await replicas.resume(1)
@@ -187,50 +187,50 @@ def test_a_pause_that_fails_everywhere_can_be_tried_again_and_costs_no_call() ->
 
 def test_one_that_is_behind_does_not_hide_that_all_in_use_failed() -> None:
     async def main() -> None:
-        async with farm(1) as (replicas, servers), FakeVllm() as further:
+        async with replica_servers(1) as (replicas, servers), FakeVllm() as further:
             await replicas.add(VllmEngine(further.url, name="other", version=4))
-            servers[0].broken = {PAUSE}
+            servers[0].failing_paths = {PAUSE}
             with pytest.raises(EngineError, match="pause failed everywhere"):
                 await replicas.pause()
-            servers[0].broken = {RESUME}
+            servers[0].failing_paths = {RESUME}
             await replicas.pause()
-            further.broken = {RESUME}
+            further.failing_paths = {RESUME}
             with pytest.raises(EngineError, match="resume failed everywhere"):
                 await replicas.resume(5)
-            further.broken = set()
+            further.failing_paths = set()
             await replicas.resume(5)
-            assert replicas.behind == ("0",), "what was behind has the new weights now"
+            assert replicas.stale == ("0",), "what was behind has the new weights now"
             chunks = await collect(replicas.generate(PROMPT, params(1)))
-            assert (versions_of(chunks), asked([*servers, further])) == ([5], [0, 1])
+            assert (versions_of(chunks), request_counts([*servers, further])) == ([5], [0, 1])
 
     run(main())
 
 
 def test_a_replica_of_another_version_is_not_used_before_it_took_part_in_an_update() -> None:
     async def main() -> None:
-        async with farm(1) as (replicas, servers), FakeVllm() as old, FakeVllm() as new:
+        async with replica_servers(1) as (replicas, servers), FakeVllm() as old, FakeVllm() as new:
             await replicas.pause()
             servers[0].weights = 5
             await replicas.resume(5)
             await replicas.add(VllmEngine(old.url, name="old"))
             await replicas.add(VllmEngine(new.url, name="new", version=9))
-            assert replicas.behind == ("old", "new")
+            assert replicas.stale == ("old", "new")
             assert replicas.version == 5
             for session in "abc":
                 chunks = await collect(replicas.generate(PROMPT, params(1), session=session))
                 assert versions_of(chunks) == [5]
-            assert asked([*servers, old, new]) == [3, 0, 0]
+            assert request_counts([*servers, old, new]) == [3, 0, 0]
             await replicas.pause()
             await replicas.resume()
-            assert replicas.behind == ("old", "new"), "no new version, no new weights"
+            assert replicas.stale == ("old", "new"), "no new version, no new weights"
             await replicas.pause()
             for server in (*servers, old, new):
                 server.weights = 6
             await replicas.resume(6)
-            assert replicas.behind == ()
+            assert replicas.stale == ()
             for session in "def":
                 assert_sampled_by(await collect(replicas.generate(PROMPT, params(1), session=session)))
-            assert min(asked([old, new])) > 0
+            assert min(request_counts([old, new])) > 0
 
     run(main())
 
@@ -249,9 +249,9 @@ def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled
     updates: list[tuple[set[int], set[int], int]], counts: list[int], whole: bool
 ) -> None:
     async def main() -> None:
-        async with farm(3) as (replicas, servers):
+        async with replica_servers(3) as (replicas, servers):
             for server in servers:
-                server.breathes = True
+                server.yields_between_events = True
             prompts = [[number + 1] for number in range(len(counts))]
             tasks = [
                 asyncio.create_task(
@@ -265,22 +265,22 @@ def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled
                 for _ in range(ticks):
                     await asyncio.sleep(0)
                 for number, server in enumerate(servers):
-                    server.broken = {PAUSE} if number in no_pause else set()
-                    server.broken |= {RESUME} if number in no_resume else set()
+                    server.failing_paths = {PAUSE} if number in no_pause else set()
+                    server.failing_paths |= {RESUME} if number in no_resume else set()
                 try:
                     await replicas.pause()
                 except EngineError:
                     for server in servers:
-                        server.broken = set()
+                        server.failing_paths = set()
                     await replicas.pause()
                 for server in servers:
                     # Who missed the pause misses the weights.
-                    server.weights = server.weights if PAUSE in server.broken else version
+                    server.weights = server.weights if PAUSE in server.failing_paths else version
                 try:
                     await replicas.resume(version)
                 except EngineError:
                     for server in servers:
-                        server.broken -= {RESUME}
+                        server.failing_paths -= {RESUME}
                     await replicas.resume(version)
             for prompt, count, chunks in zip(prompts, counts, await asyncio.gather(*tasks), strict=True):
                 assert len(ids_of(chunks)) == count
@@ -291,8 +291,8 @@ def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled
 
 def test_a_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
     async def main() -> None:
-        async with farm(1) as (replicas, _), FakeVllm() as further:
-            further.broken = {"/pause?mode=abort&clear_cache=true"}
+        async with replica_servers(1) as (replicas, _), FakeVllm() as further:
+            further.failing_paths = {"/pause?mode=abort&clear_cache=true"}
             await replicas.pause()
             engine = VllmEngine(further.url)
             with pytest.raises(EngineError, match="broken"):

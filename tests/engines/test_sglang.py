@@ -9,8 +9,7 @@ import pytest
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.engines.base import Engine
 from branchline.engines.sglang import SglangEngine, SglangReader
-from tests.engines.fake import FakeSglang
-from tests.engines.model import (
+from tests.engines.fake_model import (
     EOS,
     PROMPT,
     collect,
@@ -20,9 +19,10 @@ from tests.engines.model import (
     logprobs_of,
     params,
     run,
-    take,
+    take_tokens,
     versions_of,
 )
+from tests.engines.fake_servers import FakeSglang
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -33,15 +33,15 @@ def test_ids_and_logprobs_are_exact_whatever_an_event_repeats(
 ) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
-            server.incremental, server.piece, server.per_event = incremental, piece, per_event
+            server.incremental, server.write_size, server.ids_per_event = incremental, piece, per_event
             engine: Engine = SglangEngine(server.url, version=3)
             chunks = await collect(engine.generate(PROMPT, params(8)))
             ids, logprobs = continuation(PROMPT, 8)
             assert ids_of(chunks) == ids
             assert logprobs_of(chunks) == float32(logprobs)
             assert versions_of(chunks) == [3] * 8
-            assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-            assert server.paths() == ["/generate"], "what ended by itself is not aborted"
+            assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            assert server.request_paths() == ["/generate"], "what ended by itself is not aborted"
             await engine.close()
 
     run(main())
@@ -94,11 +94,11 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
 def test_an_answer_that_nobody_watches_is_one_chunk(incremental: bool, gathers: bool) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
-            server.incremental, server.gathers = incremental, gathers
+            server.incremental, server.supports_stream_interval = incremental, gathers
             engine = SglangEngine(server.url)
             (chunk,) = await collect(engine.generate(PROMPT, params(70, whole=True)))
             ids, logprobs = continuation(PROMPT, 70)
-            assert (ids_of([chunk]), chunk.finish) == (ids, "length")
+            assert (ids_of([chunk]), chunk.finish_reason) == (ids, "length")
             assert logprobs_of([chunk]) == float32(logprobs)
             assert server.bodies[0]["sampling_params"]["stream_interval"] > 1
             await engine.close()
@@ -161,7 +161,7 @@ def test_the_stop_id_is_the_last_id() -> None:
             engine = SglangEngine(server.url)
             chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=(EOS,))))
             assert ids_of(chunks) == [*continuation(PROMPT, 3)[0], EOS]
-            assert chunks[-1].finish == "stop"
+            assert chunks[-1].finish_reason == "stop"
             await engine.close()
 
     run(main())
@@ -173,10 +173,10 @@ def test_readiness_is_asked_without_a_generation() -> None:
             engine = SglangEngine(server.url)
             with pytest.raises(EngineError):
                 await engine.ready()
-            server.answers = {"/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]}}
+            server.json_by_path = {"/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]}}
             await engine.ready()
             assert engine.max_context == 64
-            assert set(server.paths()) == {"/v1/models"}
+            assert set(server.request_paths()) == {"/v1/models"}
             await engine.close()
 
     run(main())
@@ -186,13 +186,13 @@ def test_a_stream_closed_early_is_aborted_by_its_id() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             server.hold_after = 2
-            server.answers = {"/abort_request": None}
+            server.json_by_path = {"/abort_request": None}
             engine = SglangEngine(server.url)
             stream = engine.generate(PROMPT, params())
             await anext(stream)
             await stream.aclose()
             await server.aborted.wait()
-            assert server.asked[-1] == ("/abort_request", {"rid": server.bodies[0]["rid"]})
+            assert server.requests[-1] == ("/abort_request", {"rid": server.bodies[0]["rid"]})
             await engine.close()
 
     run(main())
@@ -227,7 +227,7 @@ def test_a_stream_that_breaks_gives_what_came_and_an_error() -> None:
             server.die_after = 2
             engine = SglangEngine(server.url)
             stream = engine.generate(PROMPT, params())
-            chunks = await take(stream, 2)
+            chunks = await take_tokens(stream, 2)
             with pytest.raises(EngineError):
                 await anext(stream)
             assert ids_of(chunks) == continuation(PROMPT, 2)[0]
@@ -241,7 +241,7 @@ def test_events_that_the_last_one_repeats_are_not_read() -> None:
     last = json.dumps({"output_ids": [7, 8], "meta_info": meta}).encode()
     reader = SglangReader("sglang")
     reader.read([b"anything", last])
-    assert (reader.ids, reader.logprobs, reader.finish) == ([7, 8], [-1.0, -2.0], None)
+    assert (reader.ids, reader.logprobs, reader.finish_reason) == ([7, 8], [-1.0, -2.0], None)
 
 
 def test_ids_that_do_not_fit_their_logprobs_are_not_believed() -> None:
@@ -261,11 +261,11 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version() ->
     async def main() -> None:
         async with FakeSglang() as server:
             paths = ("/pause_generation", "/update_weight_version", "/continue_generation")
-            server.answers = dict.fromkeys(paths, True)
+            server.json_by_path = dict.fromkeys(paths, True)
             server.hold_after = 3
             engine = SglangEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(8))
-            chunks = await take(stream, 3)
+            chunks = await take_tokens(stream, 3)
             held = asyncio.create_task(collect(stream))
             await engine.pause()
             server.weights, server.hold_after = 1, None
@@ -274,8 +274,8 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version() ->
             before, _ = continuation(PROMPT, 3, weights=0)
             assert ids_of(chunks) == before + continuation([*PROMPT, *before], 5, weights=1)[0]
             assert versions_of(chunks) == [4] * 3 + [5] * 5
-            assert [path for path in server.paths() if path in paths] == list(paths)
-            assert dict(server.asked)["/update_weight_version"]["new_version"] == "5"
+            assert [path for path in server.request_paths() if path in paths] == list(paths)
+            assert dict(server.requests)["/update_weight_version"]["new_version"] == "5"
             await engine.close()
 
     run(main())

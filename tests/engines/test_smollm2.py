@@ -19,8 +19,8 @@ import branchline.engines.smollm2 as smollm2
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import InputError
 from branchline.core.message import Message
-from branchline.core.runs import as_ids
-from branchline.engines.smollm2 import NAME, REQUIREMENT, smollm2_folder, unpack
+from branchline.core.token_arrays import as_ids
+from branchline.engines.smollm2 import MODEL_NAME, REQUIREMENT, convert_gguf, smollm2_folder
 from tests.engines.tiny_gguf import CONTEXT, HEAD, KEY_HEADS, TOKENS, draw_weights, write_gguf
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,8 +59,8 @@ def test_the_folder_is_made_once_in_the_users_cache(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = smollm2_folder()
-    assert folder == tmp_path / "branchline" / "models" / NAME
-    assert capsys.readouterr().err == f"branchline: unpacking {NAME} into {folder}, once\n"
+    assert folder == tmp_path / "branchline" / "models" / MODEL_NAME
+    assert capsys.readouterr().err == f"branchline: unpacking {MODEL_NAME} into {folder}, once\n"
     assert smollm2_folder() == folder
     assert capsys.readouterr().err == ""
     assert len(packed) == 1
@@ -72,13 +72,13 @@ def test_without_a_named_cache_it_lies_in_the_home(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert smollm2_folder() == tmp_path / ".cache" / "branchline" / "models" / NAME
+    assert smollm2_folder() == tmp_path / ".cache" / "branchline" / "models" / MODEL_NAME
 
 
 def test_two_at_once_share_one_folder(
     packed: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, write = threading.Barrier(2), smollm2.unpack
+    both, write = threading.Barrier(2), smollm2.convert_gguf
 
     def meet(file: Path, folder: Path) -> None:
         write(file, folder)
@@ -91,10 +91,10 @@ def test_two_at_once_share_one_folder(
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [tmp_path / NAME] * 2
+    assert found == [tmp_path / MODEL_NAME] * 2
     assert len(packed) == 2
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
-    assert (tmp_path / NAME / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [MODEL_NAME]
+    assert (tmp_path / MODEL_NAME / "config.json").exists()
 
 
 def test_a_failure_leaves_nothing_behind(
@@ -147,7 +147,7 @@ def weights() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(weights: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("tiny")
-    unpack(write_gguf(place / "tiny.gguf", weights), place)
+    convert_gguf(write_gguf(place / "tiny.gguf", weights), place)
     return place
 
 
@@ -184,10 +184,10 @@ def test_digits_stand_apart_and_what_is_before_them_stays_whole(folder: Path) ->
 def test_the_codec_knows_the_template_and_what_ends_a_reply(folder: Path) -> None:
     codec = GenericCodec.open(folder)
     assert codec.stop_ids == {2}
-    assert codec.terminators == {2}
-    assert codec.tokenizer.named_tokens["bos_token"] == "<|im_start|>"
+    assert codec.terminator_ids == {2}
+    assert codec.tokenizer.special_tokens["bos_token"] == "<|im_start|>"
     asked = [Message("user", "hi")]
-    assert codec.tokenizer.render(asked) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert codec.tokenizer.render_prompt(asked) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @needs_gguf
@@ -211,7 +211,7 @@ def test_transformers_opens_the_folder_as_it_is_meant(folder: Path) -> None:
 def test_a_file_that_cuts_text_otherwise_is_refused(weights: dict[str, Any], tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "other.gguf", weights, pre="qwen2")
     with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre: got 'qwen2', expected 'smollm'"):
-        unpack(file, tmp_path)
+        convert_gguf(file, tmp_path)
 
 
 # -- the real model --------------------------------------------------------------------------------------
@@ -240,14 +240,16 @@ def test_text_is_cut_as_llama_cpp_cuts_it(model: Path) -> None:
 @needs_gguf
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_it_knows_the_capital_of_france(model: Path) -> None:
-    from branchline.chat.base import Shown
+    from branchline.chat.base import NewMessage
     from branchline.engines.base import SamplingParams
     from branchline.engines.hf.engine import HfEngine
 
     codec = GenericCodec.open(model)
-    asked = [Shown(Message("user", "What is the capital of France?"))]
+    asked = [NewMessage(Message("user", "What is the capital of France?"))]
     extension = codec.extend((), asked)
-    prompt = np.concatenate([*(piece.ids for piece in extension.pieces), extension.opening])
+    prompt = np.concatenate(
+        [*(piece.ids for piece in extension.message_tokens), extension.generation_prompt_ids]
+    )
 
     async def main() -> list[int]:
         engine = HfEngine.load(model)
@@ -258,4 +260,4 @@ def test_it_knows_the_capital_of_france(model: Path) -> None:
 
     said = asyncio.run(main())
     assert said[-1] == 2
-    assert codec.parse(as_ids(said)).text == "The capital of France is Paris."
+    assert codec.parse(as_ids(said)).content == "The capital of France is Paris."

@@ -8,12 +8,11 @@ import pytest
 from msgspec import Raw
 
 from branchline.core.errors import EngineError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Engine, SamplingParams
-from branchline.engines.http import Server
+from branchline.engines.http import ServerConfig
 from branchline.engines.vllm import VllmEngine, VllmReader
-from tests.engines.fake import FakeVllm
-from tests.engines.model import (
+from tests.engines.fake_model import (
     EOS,
     PROMPT,
     collect,
@@ -24,9 +23,10 @@ from tests.engines.model import (
     params,
     round_trip,
     run,
-    take,
+    take_tokens,
     versions_of,
 )
+from tests.engines.fake_servers import FakeVllm
 
 
 @pytest.mark.parametrize("piece", [0, 1, 7, 100, 4096])
@@ -34,14 +34,14 @@ from tests.engines.model import (
 def test_ids_and_logprobs_are_exact_across_any_boundary(piece: int, per_event: int) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.piece, server.per_event = piece, per_event
+            server.write_size, server.ids_per_event = piece, per_event
             engine: Engine = VllmEngine(server.url, version=3)
             chunks = await collect(engine.generate(PROMPT, params(8)))
             ids, logprobs = continuation(PROMPT, 8)
             assert ids_of(chunks) == ids
             assert logprobs_of(chunks) == float32(logprobs)
             assert versions_of(chunks) == [3] * 8
-            assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
             await engine.close()
 
     run(main())
@@ -50,7 +50,7 @@ def test_ids_and_logprobs_are_exact_across_any_boundary(piece: int, per_event: i
 def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            engine = VllmEngine(Server(server.url + "/v1", api_key="k"), model="m", version=4)
+            engine = VllmEngine(ServerConfig(server.url + "/v1", api_key="k"), model="m", version=4)
             asked = params(
                 3,
                 temperature=0.5,
@@ -99,7 +99,7 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
 def test_max_tokens_is_always_sent_and_nothing_is_probed() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.answers = {
+            server.json_by_path = {
                 "/health": None,
                 "/v1/models": {"data": [{"id": "tiny", "max_model_len": 64}]},
             }
@@ -108,7 +108,7 @@ def test_max_tokens_is_always_sent_and_nothing_is_probed() -> None:
             await engine.ready()
             assert (engine.model, engine.max_context) == ("tiny", 64)
             await collect(engine.generate(PROMPT, SamplingParams()))
-            assert server.paths() == ["/health", "/v1/models", "/v1/completions"]
+            assert server.request_paths() == ["/health", "/v1/models", "/v1/completions"]
             assert server.bodies[0]["max_tokens"] == SamplingParams().max_tokens
             await engine.close()
 
@@ -125,7 +125,7 @@ def test_the_stop_id_is_the_last_id(stop_id: int) -> None:
             engine = VllmEngine(server.url)
             chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=stop_ids)))
             assert ids_of(chunks) == ([*ids, EOS] if stop_id == EOS else ids)
-            assert chunks[-1].finish == "stop"
+            assert chunks[-1].finish_reason == "stop"
             await engine.close()
 
     run(main())
@@ -141,7 +141,7 @@ def test_events_that_say_nothing_of_ids_are_passed_over(whole: bool) -> None:
             engine = VllmEngine(server.url)
             chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=(EOS,), whole=whole)))
             assert ids_of(chunks) == [*continuation(PROMPT, 2)[0], EOS]
-            assert chunks[-1].finish == "stop"
+            assert chunks[-1].finish_reason == "stop"
             await engine.close()
 
     run(main())
@@ -164,7 +164,7 @@ def test_what_cannot_be_believed_is_an_error_behind_what_can(choice: Any, words:
             server.event_after = (2, {"choices": [choice]})
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params(whole=whole))
-            assert ids_of(await take(stream, 2)) == continuation(PROMPT, 2)[0]
+            assert ids_of(await take_tokens(stream, 2)) == continuation(PROMPT, 2)[0]
             with pytest.raises(EngineError, match=words):
                 await anext(stream)
             await engine.close()
@@ -184,7 +184,7 @@ def test_a_server_that_saw_another_prompt_is_not_believed() -> None:
     run(main())
 
 
-def said(prompt: str, text: str = "…", **more: Any) -> bytes:
+def completion_event(prompt: str, text: str = "…", **more: Any) -> bytes:
     """An event as a server that writes without spaces says it; the prompt stands in it as it is given."""
     choice = {
         "text": text,
@@ -199,7 +199,7 @@ def said(prompt: str, text: str = "…", **more: Any) -> bytes:
 @pytest.mark.parametrize("prompt", ["[5,6,7]", "[5, 6, 7]", " [5,6,7]", "[5,6,7 ]", "\n[ 5,\n6,7]", "null"])
 def test_a_prompt_is_ours_however_it_is_written(prompt: str) -> None:
     reader = VllmReader("e", b"[5,6,7]")
-    reader.read([said(prompt)])
+    reader.read([completion_event(prompt)])
     assert (reader.ids, reader.logprobs) == ([1], [-0.5])
 
 
@@ -210,7 +210,7 @@ def test_a_prompt_is_ours_however_it_is_written(prompt: str) -> None:
 def test_a_prompt_that_is_not_ours_to_the_last_id_is_an_error(prompt: str, before: int) -> None:
     reader = VllmReader("e", b"[5,6,7]")
     with pytest.raises(EngineError, match="e: the server saw another prompt"):
-        reader.read([said("[5,6,7]")] * before + [said(prompt)])
+        reader.read([completion_event("[5,6,7]")] * before + [completion_event(prompt)])
     assert reader.ids == [1] * before
 
 
@@ -218,11 +218,11 @@ def test_a_prompt_that_is_not_ours_to_the_last_id_is_an_error(prompt: str, befor
 @pytest.mark.parametrize("spaces", [False, True])
 def test_a_text_that_looks_like_our_prompt_is_a_text(seen: list[int], spaces: bool) -> None:
     text = '"prompt_token_ids":[5,6,7],\\"prompt_token_ids\\":[5,6,7]'
-    event = said(str(seen) if spaces else str(seen).replace(" ", ""), text, stop_reason=text)
+    event = completion_event(str(seen) if spaces else str(seen).replace(" ", ""), text, stop_reason=text)
     assert b'\\"prompt_token_ids' in event
     reader = VllmReader("e", b"[5,6,7]")
     if seen == [5, 6, 7]:
-        is_passed_over = reader._without_prompt(event) != event
+        is_passed_over = reader._strip_prompt(event) != event
         assert is_passed_over != spaces
         reader.read([event])
         assert reader.ids == [1]
@@ -234,7 +234,7 @@ def test_a_text_that_looks_like_our_prompt_is_a_text(seen: list[int], spaces: bo
 @pytest.mark.parametrize("seen", ["[5,6,7]", "[5,6,8]"])
 def test_our_prompt_elsewhere_does_not_stand_for_the_one_that_was_seen(seen: str) -> None:
     reader = VllmReader("e", b"[5,6,7]")
-    event = said(seen, other={"prompt_token_ids": [5, 6, 7]})
+    event = completion_event(seen, other={"prompt_token_ids": [5, 6, 7]})
     if seen == "[5,6,7]":
         reader.read([event])
         assert reader.ids == [1]
@@ -247,9 +247,9 @@ def test_an_event_before_the_one_with_the_prompt_says_nothing_of_it() -> None:
     reader = VllmReader("e", b"[5,6,7]")
     reader.read([b'{"choices":[]}'])
     with pytest.raises(EngineError, match="another prompt"):
-        reader.read([said("[5,6]")])
+        reader.read([completion_event("[5,6]")])
     reader = VllmReader("e", b"[5,6,7]")
-    reader.read([b'{"choices":[]}', said("[5,6,7]"), said("null")])
+    reader.read([b'{"choices":[]}', completion_event("[5,6,7]"), completion_event("null")])
     assert reader.ids == [1, 1]
 
 
@@ -259,11 +259,11 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
         async with FakeVllm() as server:
             if server_can_pause:
                 for path in ("/pause?mode=abort&clear_cache=true", "/resume", "/update_weight_version"):
-                    server.answers[path] = {}
+                    server.json_by_path[path] = {}
             server.hold_after = 3
             engine = VllmEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(8, seed=1))
-            chunks = await take(stream, 3)
+            chunks = await take_tokens(stream, 3)
             held = asyncio.create_task(collect(stream))
             await engine.pause()
             await server.aborted.wait()
@@ -281,13 +281,13 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
             assert ids_of(chunks) == before + after
             assert logprobs_of(chunks)[3:] == float32(logprobs)
             assert versions_of(chunks) == [4] * 3 + [5] * 5
-            assert chunks[-1].finish == "length"
+            assert chunks[-1].finish_reason == "length"
             assert ids_of(late_chunks) == continuation(PROMPT, 2, weights=1)[0]
             assert versions_of(late_chunks) == [5, 5]
             went_on = next(body for body in server.bodies if len(body["prompt"]) == 6)
             assert (went_on["max_tokens"], went_on["seed"], went_on["cache_salt"]) == (5, 7, "v5")
-            controls = [path for path in server.paths() if path in server.answers]
-            assert controls == list(server.answers)[:1] + list(server.answers)[:0:-1]
+            controls = [path for path in server.request_paths() if path in server.json_by_path]
+            assert controls == list(server.json_by_path)[:1] + list(server.json_by_path)[:0:-1]
             await engine.close()
 
     run(main())
@@ -299,7 +299,7 @@ def test_chunks_that_arrived_before_a_pause_are_handed_out_while_it_lasts() -> N
             server.hold_after = 3
             engine = VllmEngine(server.url)
             stream = engine.generate(PROMPT, params())
-            chunks = await take(stream, 3)
+            chunks = await take_tokens(stream, 3)
             await engine.pause()
             await engine.resume(1)
             server.hold_after = None
@@ -333,7 +333,7 @@ def test_sleep_pauses_and_says_whether_the_server_can() -> None:
         async with FakeVllm() as server:
             engine = VllmEngine(server.url)
             assert not await engine.sleep()
-            server.answers = {"/sleep?level=2": None, "/wake_up": None}
+            server.json_by_path = {"/sleep?level=2": None, "/wake_up": None}
             assert await engine.sleep(2)
             assert await engine.wake_up()
             waiting = asyncio.create_task(collect(engine.generate(PROMPT, params())))
@@ -351,8 +351,8 @@ def test_nothing_is_asked_where_nothing_is_left_to_ask() -> None:
         async with FakeVllm() as server:
             engine = VllmEngine(server.url, version=2)
             (chunk,) = await collect(engine.generate(PROMPT, params(0)))
-            assert (len(chunk.ids), chunk.finish, chunk.version) == (0, "length", 2)
-            assert not server.asked
+            assert (len(chunk.ids), chunk.finish_reason, chunk.version) == (0, "length", 2)
+            assert not server.requests
             await engine.close()
 
     run(main())
@@ -373,10 +373,10 @@ def test_a_resume_waits_for_the_pause_before_it() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             paths = ["/pause?mode=abort&clear_cache=true", "/resume"]
-            server.answers = dict.fromkeys(paths, True)
+            server.json_by_path = dict.fromkeys(paths, True)
             engine = VllmEngine(server.url)
             await asyncio.gather(engine.pause(), engine.resume())
-            assert server.paths() == paths
+            assert server.request_paths() == paths
             assert ids_of(await collect(engine.generate(PROMPT, params(2)))) == continuation(PROMPT, 2)[0]
             await engine.close()
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import ContextLengthError, EngineError, EngineInputError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.vllm import VllmEngine
-from tests.engines.model import collect, float32, ids_of, logprobs_of, run, take, versions_of
-from tests.engines.replay import Replay
+from tests.engines.fake_model import collect, float32, ids_of, logprobs_of, run, take_tokens, versions_of
+from tests.engines.recorded_server import RecordedServer
 
 FOLDER = Path(__file__).parent / "recorded" / "vllm-0.32.0"
 MODEL = "SmolLM2-135M-Instruct"
@@ -23,7 +23,7 @@ PARIS = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 """The capital of France is Paris.<|im_end|>"""
 
 
-def asked(name: str, **more: Any) -> SamplingParams:
+def recorded_params(name: str, **more: Any) -> SamplingParams:
     """The parameters that a recorded request came from."""
     body = json.loads((FOLDER / f"{name}.request").read_bytes())
     seed = body.get("seed")
@@ -40,7 +40,7 @@ def asked(name: str, **more: Any) -> SamplingParams:
     )
 
 
-def said(name: str) -> tuple[list[int], list[float]]:
+def recorded_output(name: str) -> tuple[list[int], list[float]]:
     """The ids and logprobs in a recording, read without the adapter."""
     ids: list[int] = []
     logprobs: list[float] = []
@@ -51,14 +51,14 @@ def said(name: str) -> tuple[list[int], list[float]]:
     return ids, logprobs
 
 
-def replayed(name: str, piece: int = 0, **more: Any) -> list[Chunk]:
+def replay(name: str, piece: int = 0, **more: Any) -> list[Chunk]:
     """What the engine makes of a recording."""
     chunks: list[Chunk] = []
 
     async def main() -> None:
-        async with Replay(FOLDER, name, piece=piece) as server:
+        async with RecordedServer(FOLDER, name, piece=piece) as server:
             engine = VllmEngine(server.url, model=MODEL, version=0)
-            chunks.extend(await collect(engine.generate(PROMPT, asked(name, **more))))
+            chunks.extend(await collect(engine.generate(PROMPT, recorded_params(name, **more))))
             await engine.close()
 
     run(main())
@@ -68,12 +68,12 @@ def replayed(name: str, piece: int = 0, **more: Any) -> list[Chunk]:
 @pytest.mark.parametrize("piece", [0, 1, 13, 512])
 @pytest.mark.parametrize("name", ["stop", "length", "stop_id", "stop_text", "seeded", "grammar"])
 def test_ids_and_logprobs_are_the_servers_however_its_bytes_arrive(name: str, piece: int) -> None:
-    chunks = replayed(name, piece)
-    ids, logprobs = said(name)
+    chunks = replay(name, piece)
+    ids, logprobs = recorded_output(name)
     assert ids_of(chunks) == ids
     assert logprobs_of(chunks) == float32(logprobs)
     assert versions_of(chunks) == [0] * len(ids)
-    assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,15 @@ def test_ids_and_logprobs_are_the_servers_however_its_bytes_arrive(name: str, pi
     ],
 )
 def test_what_ended_a_generation_is_its_last_id(name: str, ids: list[int], finish: str) -> None:
-    chunks = replayed(name)
+    chunks = replay(name)
     assert ids_of(chunks) == ids
-    assert chunks[-1].finish == finish
+    assert chunks[-1].finish_reason == finish
 
 
 @pytest.mark.parametrize("piece", [0, 100])
 def test_a_generation_nobody_reads_along_is_gathered_by_the_server(piece: int) -> None:
-    (chunk,) = replayed("whole", piece, whole=True)
-    ids, logprobs = said("whole")
+    (chunk,) = replay("whole", piece, whole=True)
+    ids, logprobs = recorded_output("whole")
     assert ids_of([chunk]) == ids
     assert logprobs_of([chunk]) == float32(logprobs)
     assert len(re.findall(rb"data: \{", (FOLDER / "whole.reply").read_bytes())) == 2
@@ -103,7 +103,7 @@ def test_a_generation_nobody_reads_along_is_gathered_by_the_server(piece: int) -
 
 def test_under_a_grammar_logprobs_are_of_what_it_allows() -> None:
     """vLLM masks before it takes even its raw logprobs: a token that had to come has logprob 0."""
-    chunks = replayed("grammar")
+    chunks = replay("grammar")
     forced = {85, 2}  # The e of "blue", and the end.
     told = dict(zip(ids_of(chunks), logprobs_of(chunks), strict=True))
     assert {token for token, logprob in told.items() if logprob == 0.0} == forced
@@ -123,10 +123,10 @@ def test_a_refusal_is_told_in_the_servers_words(
 ) -> None:
     async def main() -> None:
         prompt = as_ids(json.loads((FOLDER / f"{name}.request").read_bytes())["prompt"])
-        async with Replay(FOLDER, name, piece=piece) as server:
+        async with RecordedServer(FOLDER, name, piece=piece) as server:
             engine = VllmEngine(server.url, model="nope" if name == "unknown_model" else MODEL)
             with pytest.raises(kind, match=re.escape(words)) as raised:
-                await collect(engine.generate(prompt, asked(name)))
+                await collect(engine.generate(prompt, recorded_params(name)))
             assert type(raised.value) is kind
             await engine.close()
 
@@ -135,10 +135,10 @@ def test_a_refusal_is_told_in_the_servers_words(
 
 def test_a_generation_that_somebody_else_aborts_at_the_server_fails_behind_what_was_said() -> None:
     async def main() -> None:
-        async with Replay(FOLDER, "aborted") as server:
+        async with RecordedServer(FOLDER, "aborted") as server:
             engine = VllmEngine(server.url, model=MODEL)
-            stream = engine.generate(PROMPT, asked("aborted"))
-            assert ids_of(await take(stream, 1)) == [504]
+            stream = engine.generate(PROMPT, recorded_params("aborted"))
+            assert ids_of(await take_tokens(stream, 1)) == [504]
             with pytest.raises(EngineError, match="ended a generation by 'abort'"):
                 await anext(stream)
             await engine.close()
@@ -148,7 +148,7 @@ def test_a_generation_that_somebody_else_aborts_at_the_server_fails_behind_what_
 
 def test_a_server_that_is_ready_says_its_model_and_length() -> None:
     async def main() -> None:
-        async with Replay(FOLDER, "health", "models") as server:
+        async with RecordedServer(FOLDER, "health", "models") as server:
             engine = VllmEngine(server.url)
             await engine.ready()
             assert (engine.model, engine.max_context) == (MODEL, 512)
@@ -159,7 +159,7 @@ def test_a_server_that_is_ready_says_its_model_and_length() -> None:
 
 def test_a_server_with_development_endpoints_is_paused_and_told_the_version() -> None:
     async def main() -> None:
-        async with Replay(FOLDER, "pause", "weight_version", "resume") as server:
+        async with RecordedServer(FOLDER, "pause", "weight_version", "resume") as server:
             engine = VllmEngine(server.url)
             await engine.pause()
             await engine.resume(5)
@@ -171,7 +171,7 @@ def test_a_server_with_development_endpoints_is_paused_and_told_the_version() ->
 
 def test_a_server_without_them_is_left_alone() -> None:
     async def main() -> None:
-        async with Replay(FOLDER, "pause_absent") as server:
+        async with RecordedServer(FOLDER, "pause_absent") as server:
             engine = VllmEngine(server.url)
             await engine.pause()
             await engine.resume()
@@ -182,9 +182,9 @@ def test_a_server_without_them_is_left_alone() -> None:
 
 def test_the_recordings_are_of_the_version_they_are_named_after() -> None:
     async def main() -> None:
-        async with Replay(FOLDER, "version") as server:
+        async with RecordedServer(FOLDER, "version") as server:
             engine = VllmEngine(server.url)
-            assert await engine.client.get("/version") == {"version": "0.32.0"}
+            assert await engine.client.get_json("/version") == {"version": "0.32.0"}
             await engine.close()
 
     run(main())

@@ -17,8 +17,10 @@ def samples() -> list[Sample]:
     session = Session("s", codec)
     turn = session.prepare(Request((Message("user", "u"),)))
     logprobs = np.array([-0.5, np.nan], np.float32)
-    session.commit(turn, Generation(codec.spell(Message("assistant", "A1")), logprobs, 7))
-    return export_samples(session.tree, ExportPolicy(missing_logprobs=True), session="s", reward=1.0).samples
+    session.commit(turn, Generation(codec.encode_reply(Message("assistant", "A1")), logprobs, 7))
+    return export_samples(
+        session.tree, ExportPolicy(include_missing_logprobs=True), session="s", reward=1.0
+    ).samples
 
 
 def test_a_sample_reads_back_as_it_was(tmp_path: Path) -> None:

@@ -21,49 +21,49 @@ from branchline import (
     ToyCodec,
     export_samples,
 )
-from branchline.testing.behaviours import Behaviour
-from branchline.testing.player import Player
+from branchline.testing.plan_runner import PlanRunner
+from branchline.testing.plans import PlanGenerator
 
 CODEC = ToyCodec()
 
 
-def say(
+def commit_reply(
     session: Session, messages: list[Message], said: str, delivery: Delivery = Delivery.DELIVERED
 ) -> Message:
     turn = session.prepare(Request(tuple(messages)))
     answer = Message("assistant", said)
-    ids = CODEC.spell(answer)
+    ids = CODEC.encode_reply(answer)
     call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32), message=answer)).call
-    session.deliver(call, delivery)
+    session.record_delivery(call, delivery)
     return answer
 
 
-def fork() -> Session:
+def forked_session() -> Session:
     """A1 with three continuations: AA, BBB, and CCCC."""
     session = Session("s", CODEC)
     ask = Message("user", "u")
-    said = say(session, [ask], "A1")
+    said = commit_reply(session, [ask], "A1")
     for text, answer in (("x", "AA"), ("y", "BBB"), ("z", "CCCC")):
-        say(session, [ask, said, Message("user", text)], answer)
+        commit_reply(session, [ask, said, Message("user", text)], answer)
     return session
 
 
 def test_a_shared_token_is_split_over_the_leaves_through_it() -> None:
-    samples = export_samples(fork().tree).samples
+    samples = export_samples(forked_session().tree).samples
     assert [sample.shares[:2].tolist() for sample in samples] == [pytest.approx([1 / 3, 1 / 3])] * 3
     assert [sample.shares[-2:].tolist() for sample in samples] == [[1, 1]] * 3
     assert [CODEC.decode(sample.prompt_ids) for sample in samples] == ["user:u\nassistant:"] * 3
 
 
 def test_first_trains_a_shared_token_in_one_sample_and_shows_it_as_context_in_the_others() -> None:
-    samples = export_samples(fork().tree, ExportPolicy(shares="first")).samples
+    samples = export_samples(forked_session().tree, ExportPolicy(shares="first")).samples
     assert [sample.trained_tokens for sample in samples] == [4, 3, 4]
     assert CODEC.decode(samples[1].prompt_ids) == "user:u\nassistant:A1user:y\nassistant:"
     assert all((sample.shares[sample.response_mask == 1] == 1).all() for sample in samples)
 
 
 def test_all_trains_it_everywhere_in_full() -> None:
-    samples = export_samples(fork().tree, ExportPolicy(shares="all")).samples
+    samples = export_samples(forked_session().tree, ExportPolicy(shares="all")).samples
     assert [sample.trained_tokens for sample in samples] == [4, 5, 6]
     assert all((sample.shares[sample.response_mask == 1] == 1).all() for sample in samples)
 
@@ -71,8 +71,8 @@ def test_all_trains_it_everywhere_in_full() -> None:
 def test_a_cancelled_leaf_is_dropped_and_what_came_before_it_is_not() -> None:
     session = Session("s", CODEC)
     ask = Message("user", "u")
-    said = say(session, [ask], "A1")
-    say(session, [ask, said, Message("user", "x")], "half", Delivery.CANCELLED)
+    said = commit_reply(session, [ask], "A1")
+    commit_reply(session, [ask, said, Message("user", "x")], "half", Delivery.CANCELLED)
     export = export_samples(session.tree)
     (sample,) = export.samples
     assert CODEC.decode(sample.response_ids) == "A1"
@@ -82,7 +82,7 @@ def test_a_cancelled_leaf_is_dropped_and_what_came_before_it_is_not() -> None:
 
 
 def test_a_cause_can_be_dropped_with_everything_below_it() -> None:
-    session = fork()
+    session = forked_session()
     export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.EDIT})))
     assert len(export.samples) == 1
     assert sorted((drop.reason, drop.tokens) for drop in export.report.dropped) == [("edit", 3), ("edit", 4)]
@@ -92,7 +92,7 @@ def test_a_cause_can_be_dropped_with_everything_below_it() -> None:
 @pytest.mark.parametrize("keep", ["last", "random"])
 def test_a_cap_keeps_the_final_sample_and_shares_still_sum_to_one(keep: str) -> None:
     for seed in range(5):
-        export = export_samples(fork().tree, ExportPolicy(max_samples=2, keep=keep, seed=seed))  # type: ignore[arg-type]
+        export = export_samples(forked_session().tree, ExportPolicy(max_samples=2, keep=keep, seed=seed))  # type: ignore[arg-type]
         assert len(export.samples) == 2
         assert CODEC.decode(export.samples[-1].response_ids).endswith("CCCC")
         assert [sample.shares[:2].tolist() for sample in export.samples] == [[0.5, 0.5]] * 2
@@ -102,9 +102,9 @@ def test_a_cap_keeps_the_final_sample_and_shares_still_sum_to_one(keep: str) -> 
 
 def test_a_length_cap_cuts_and_accounts_for_the_rest() -> None:
     prompt = len("user:u\nassistant:")
-    export = export_samples(fork().tree, ExportPolicy(max_tokens=prompt + 1))
+    export = export_samples(forked_session().tree, ExportPolicy(max_tokens=prompt + 1))
     assert [len(sample) for sample in export.samples] == [prompt + 1] * 3
-    assert all(sample.finish == "length" and sample.truncated_tokens for sample in export.samples)
+    assert all(sample.finish_reason == "length" and sample.truncated_tokens for sample in export.samples)
     assert export.report.trained_tokens == 1
     assert sum(drop.tokens for drop in export.report.dropped if drop.reason == "over_length") == 1 + 2 + 3 + 4
 
@@ -122,8 +122,8 @@ def test_under_every_cap_each_token_is_trained_with_weight_one_or_dropped_for_on
     seed: int, steps: int, shares: str, most: int | None, tokens: int | None, keep: str
 ) -> None:
     codec = ToyCodec.chatml()
-    player = Player(Session("s", codec), codec)
-    player.play(Behaviour(Random(seed)).plan(steps))
+    player = PlanRunner(Session("s", codec), codec)
+    player.run(PlanGenerator(Random(seed)).generate(steps))
     policy = ExportPolicy(shares=shares, max_samples=most, max_tokens=tokens, keep=keep)  # type: ignore[arg-type]
     export = export_samples(player.session.tree, policy)
     report = export.report
@@ -137,7 +137,7 @@ def test_under_every_cap_each_token_is_trained_with_weight_one_or_dropped_for_on
 def test_samples_can_be_read_before_the_session_ends() -> None:
     session = Session("s", CODEC)
     assert export_samples(session.tree).samples == []
-    say(session, [Message("user", "u")], "A1")
+    commit_reply(session, [Message("user", "u")], "A1")
     assert len(export_samples(session.tree, session="s", reward=0.5).samples) == 1
 
 
@@ -145,10 +145,10 @@ def test_equal_answers_are_trained_once_where_that_is_asked_for() -> None:
     session = Session("s", CODEC)
     ask = Message("user", "u")
     for _ in range(3):
-        said = say(session, [ask], "same")
-    say(session, [ask, said, Message("user", "x")], "end")
+        said = commit_reply(session, [ask], "same")
+    commit_reply(session, [ask, said, Message("user", "x")], "end")
     assert export_samples(session.tree).report.trained_tokens == 15
-    export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.TWIN})))
+    export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.DUPLICATE})))
     assert export.report.trained_tokens == 7
     assert CODEC.decode(export.samples[0].response_ids).endswith("end")
 

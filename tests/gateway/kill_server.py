@@ -29,24 +29,24 @@ import numpy as np
 from branchline.chat.toy import ToyCodec
 from branchline.core.call import Delivery
 from branchline.core.message import Message
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine
-from branchline.gateway import calls
+from branchline.gateway.asgi_request import AsgiRequest
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.exchange import Exchange
 from branchline.gateway.protocols import chat
 from branchline.gateway.server import Gateway
+from branchline.runtime import call_lifecycle
 from branchline.tree import journal
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 
 CODEC = ToyCodec.chatml()
-KILL = "BRANCHLINE_KILL"
+KILL_VARIABLE = "BRANCHLINE_KILL"
 READY = b"ready\n"
 
 
-class Place(StrEnum):
+class KillPoint(StrEnum):
     """Where a process can be made to kill itself."""
 
     REPLAY = "replay"
@@ -69,9 +69,9 @@ class Place(StrEnum):
     """The answer is handed over, the journal does not know."""
 
 
-UNWRITTEN = (Place.STREAMING, Place.ENGINE_END, Place.QUEUED, Place.TRANSACTION)
+BEFORE_JOURNAL = (KillPoint.STREAMING, KillPoint.ENGINE_END, KillPoint.QUEUED, KillPoint.TRANSACTION)
 """A call killed here is in no journal."""
-WRITTEN = (Place.JOURNALED, Place.FINISHED, Place.DELIVERED)
+AFTER_JOURNAL = (KillPoint.JOURNALED, KillPoint.FINISHED, KillPoint.DELIVERED)
 """A call killed here is in the journal; of the other places nobody can say."""
 
 
@@ -90,7 +90,7 @@ def reply_to(prompt_ids: Ids, mark: str = "") -> Message:
     """The one thing to say behind these ids; every second has a mark, so that asking again shows."""
     digest = hashlib.blake2b(np.ascontiguousarray(prompt_ids, np.int32).tobytes()).hexdigest()
     text = digest[: 20 + 4 * int(digest[0], 16)] + (f" #{mark}" if is_marked(digest) else "")
-    return Message("assistant", text, reasoning=digest[-12:] if digest[2] in "0123" else "")
+    return Message("assistant", text, reasoning_content=digest[-12:] if digest[2] in "0123" else "")
 
 
 def is_marked(digest: str) -> bool:
@@ -99,21 +99,21 @@ def is_marked(digest: str) -> bool:
 
 def is_reply(prompt_ids: Ids, ids: Ids) -> bool:
     """Whether these ids are what the engine says behind those."""
-    mark = CODEC.parse(ids).text.partition(" #")[2]
-    return CODEC.spell(reply_to(prompt_ids, mark)).tolist() == ids.tolist()
+    mark = CODEC.parse(ids).content.partition(" #")[2]
+    return CODEC.encode_reply(reply_to(prompt_ids, mark)).tolist() == ids.tolist()
 
 
 # -- where it dies -----------------------------------------------------------------------------------
 
 
-class Board:
+class PhaseCounts:
     """Calls in flight by phase, in a shared map of a file: the kernel keeps it when the process dies."""
 
     def __init__(self, file: Path) -> None:
         self._counts = np.memmap(file, np.int64, "w+", shape=(len(Phase),))
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def count_during(self, phase: Phase) -> Iterator[None]:
         self._counts[phase] += 1
         try:
             yield
@@ -124,12 +124,12 @@ class Board:
         self._counts[phase] += count
 
 
-def read_board(folder: Path) -> list[int]:
+def read_phase_counts(folder: Path) -> list[int]:
     """How many calls were in each phase when the process died."""
     return np.fromfile(folder / "board", np.int64).tolist()
 
 
-def read_dead(folder: Path) -> list[str]:
+def read_killed_calls(folder: Path) -> list[str]:
     """The calls that were at the place where the process killed itself."""
     file = folder / "dead"
     return file.read_text().split() if file.exists() else []
@@ -140,12 +140,12 @@ class Failpoint:
 
     def __init__(self, spec: str, dead: Path) -> None:
         place, _, countdown = spec.partition(":")
-        self._place = Place(place) if place else None
+        self._place = KillPoint(place) if place else None
         self._left = int(countdown or 0)
         self._dead = dead
         dead.unlink(missing_ok=True)
 
-    def reach(self, place: Place, *calls: str, at_last: bool = False) -> None:
+    def reach(self, place: KillPoint, *calls: str, at_last: bool = False) -> None:
         if place == self._place:
             self._left -= 1
             if self._left <= 0 or at_last:
@@ -156,14 +156,14 @@ class Failpoint:
 class Engine(ScriptedEngine):
     """The scripted engine, seen on the board."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: PhaseCounts) -> None:
         super().__init__(CODEC, lambda ask: reply_to(ask.prompt_ids, secrets.token_hex(3)), chunk_size=9)
         self._board = board
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncIterator[Chunk]:
-        with self._board.during(Phase.SAMPLING):
+        with self._board.count_during(Phase.SAMPLING):
             async for chunk in super().generate(prompt_ids, params, session=session):
                 yield chunk
 
@@ -181,39 +181,39 @@ class _Connection:
 
     def execute(self, statement: str, *values: Any) -> Any:
         if statement == "COMMIT" or statement.startswith("INSERT INTO records ("):
-            self._failpoint.reach(Place.TRANSACTION, *self._calls)
+            self._failpoint.reach(KillPoint.TRANSACTION, *self._calls)
         return self._db.execute(statement, *values)
 
 
-def _install(failpoint: Failpoint, board: Board) -> None:
+def _install(failpoint: Failpoint, board: PhaseCounts) -> None:
     """Puts the failpoint at its places."""
-    commit_and_wait, commit, deliver = calls.commit, Session.commit, Session.deliver
-    said, end, send = chat.Stream.said, chat.Stream.end, Exchange.stream
+    commit_and_wait, commit, deliver = call_lifecycle.commit_call, Session.commit, Session.record_delivery
+    said, end, send = chat.ChatStream.encode_delta, chat.ChatStream.encode_end, AsgiRequest.send_chunk
     ending: ContextVar[str] = ContextVar("ending")
     replay = Journal.replay
 
     async def commit_and_journal(live: Any, turn: Any, generations: Any, record: Any) -> Any:
-        with board.during(Phase.COMMITTING):
-            failpoint.reach(Place.ENGINE_END, record.call_id)
+        with board.count_during(Phase.COMMITTING):
+            failpoint.reach(KillPoint.ENGINE_END, record.call_id)
             call = await commit_and_wait(live, turn, generations, record)
         board.add(Phase.JOURNALED, 1)
-        failpoint.reach(Place.JOURNALED, record.call_id)
+        failpoint.reach(KillPoint.JOURNALED, record.call_id)
         return call
 
     def commit_call(session: Any, *args: Any, **options: Any) -> Any:
         committed = commit(session, *args, **options)
-        failpoint.reach(Place.COMMITTED, committed.call.id)
+        failpoint.reach(KillPoint.COMMITTED, committed.call.id)
         return committed
 
     def deliver_call(session: Any, call: Any, delivery: Delivery = Delivery.DELIVERED) -> Any:
         if delivery == Delivery.DELIVERED:
-            failpoint.reach(Place.DELIVERED, call.id)
+            failpoint.reach(KillPoint.DELIVERED, call.id)
         if delivery != Delivery.CANCELLED:
             board.add(Phase.JOURNALED, -1)
         return deliver(session, call, delivery)
 
     def say(stream: Any, event: Any) -> Any:
-        failpoint.reach(Place.STREAMING, stream.call_id)
+        failpoint.reach(KillPoint.STREAMING, stream.call_id)
         return said(stream, event)
 
     def say_end(stream: Any, event: Any) -> Any:
@@ -223,7 +223,7 @@ def _install(failpoint: Failpoint, board: Board) -> None:
     async def send_bytes(exchange: Any, data: bytes, *, last: bool = False) -> None:
         await send(exchange, data, last=last)
         if last:
-            failpoint.reach(Place.FINISHED, ending.get())
+            failpoint.reach(KillPoint.FINISHED, ending.get())
 
     def at_failpoints(write: Any) -> Any:
         def write_batch(own: Any, batch: Any) -> Any:
@@ -231,7 +231,7 @@ def _install(failpoint: Failpoint, board: Board) -> None:
             written = [record[2][1] for record in records if record[0] == "commit"]
             if not written:
                 return write(own, batch)
-            failpoint.reach(Place.QUEUED, *written)
+            failpoint.reach(KillPoint.QUEUED, *written)
             db = own._db
             own._db = _Connection(db, failpoint, written)
             try:
@@ -243,14 +243,14 @@ def _install(failpoint: Failpoint, board: Board) -> None:
 
     def replay_all(own: Any) -> Any:
         for record in replay(own):
-            failpoint.reach(Place.REPLAY)
+            failpoint.reach(KillPoint.REPLAY)
             yield record
-        failpoint.reach(Place.REPLAY, at_last=True)
+        failpoint.reach(KillPoint.REPLAY, at_last=True)
 
-    calls.commit = commit_and_journal
-    Exchange.stream = send_bytes  # type: ignore[method-assign]
-    Session.commit, Session.deliver = commit_call, deliver_call  # type: ignore[method-assign]
-    chat.Stream.said, chat.Stream.end = say, say_end  # type: ignore[method-assign]
+    call_lifecycle.commit_call = commit_and_journal
+    AsgiRequest.send_chunk = send_bytes  # type: ignore[method-assign]
+    Session.commit, Session.record_delivery = commit_call, deliver_call  # type: ignore[method-assign]
+    chat.ChatStream.encode_delta, chat.ChatStream.encode_end = say, say_end  # type: ignore[method-assign]
     Journal._commit = at_failpoints(Journal._commit)  # type: ignore[method-assign]
     Journal._insert = at_failpoints(Journal._insert)  # type: ignore[method-assign]
     Journal.replay = replay_all  # type: ignore[method-assign]
@@ -258,8 +258,8 @@ def _install(failpoint: Failpoint, board: Board) -> None:
 
 
 async def serve(folder: Path, port: int, admin_key: str) -> None:
-    board = Board(folder / "board")
-    _install(Failpoint(os.environ.get(KILL, ""), folder / "dead"), board)
+    board = PhaseCounts(folder / "board")
+    _install(Failpoint(os.environ.get(KILL_VARIABLE, ""), folder / "dead"), board)
     gateway = Gateway(
         engine=Engine(board),
         codec=CODEC,

@@ -21,32 +21,32 @@ from hypothesis import HealthCheck, given, settings
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError
-from branchline.engines.scripted import Ask, Reply, ScriptedEngine
+from branchline.engines.scripted import ScriptedEngine, ScriptedReply, ScriptedRequest
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.live import SessionOptions
-from branchline.gateway.model import WIRES, Place
-from branchline.gateway.sessions import Sessions
+from branchline.gateway.model_api import PROTOCOLS, ModelRoute
+from branchline.runtime.managed_session import SessionOptions
+from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Journal
-from tests.gateway.running import Agent, agent, run
-from tests.gateway.spoiling import (
+from tests.gateway.harness import Agent, agent, run
+from tests.gateway.mutations import (
     BODIES,
     CHAT,
     CONTROL,
-    NASTY,
+    HOSTILE_VALUES,
     control_requests,
-    encoded,
+    encode_body,
+    json_paths,
     model_requests,
-    places,
-    spoiled,
+    replaced_at,
 )
 
 ADMIN = "ak-admin"
 ANSWER_S = 20.0
 BREAK = "break now"
 """A prompt with these words breaks the engine."""
-REPLY = Message("assistant", "so", reasoning="hm", calls=(ToolCall("look", '{"at": 1}'),))
-CALLS = [verb for verb in BODIES if WIRES[verb].count is None]
+REPLY = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", '{"at": 1}'),))
+CALLS = [verb for verb in BODIES if PROTOCOLS[verb].count_response is None]
 """The rest reads the same bodies and only counts."""
 Header = tuple[bytes, bytes]
 fuzzed = settings(
@@ -60,7 +60,7 @@ fuzzed = settings(
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """What came back."""
 
     status: int
@@ -77,7 +77,7 @@ class Answer:
         return [json.loads(text) for text in data if text != "[DONE]"]
 
 
-class Errors(logging.Handler):
+class ErrorLog(logging.Handler):
     """Remembers what was logged as an error."""
 
     def __init__(self) -> None:
@@ -87,29 +87,29 @@ class Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._seen.append(self.format(record))
 
-    def taken(self) -> list[str]:
+    def drain(self) -> list[str]:
         """What was logged since this was asked last."""
         seen, self._seen = self._seen, []
         return seen
 
 
-class Target:
+class FuzzTarget:
     """A gateway with a journal, called as a server calls it: any bytes can be said this way."""
 
     def __init__(self, folder: Path) -> None:
-        self.errors = Errors()
+        self.errors = ErrorLog()
         self.journal = Journal(folder / "fuzz.journal")
         self._runner = asyncio.Runner()
         codec = ToyCodec.chatml()
-        self.sessions = Sessions(codec, journal=self.journal)
+        self.sessions = SessionStore(codec, journal=self.journal)
         self.app = GatewayApp(
             ScriptedEngine(codec, _rule),
             self.sessions,
             GatewayConfig(admin_key=ADMIN, max_body_bytes=1 << 20),
         )
-        self._runner.run(self._sit())
+        self._runner.run(self._run_loop())
 
-    async def _sit(self) -> None:
+    async def _run_loop(self) -> None:
         logging.getLogger("branchline").addHandler(self.errors)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Target:
         body: bytes | Sequence[bytes] = b"",
         headers: Sequence[Header] = (),
         query: bytes = b"",
-    ) -> Answer:
+    ) -> HttpAnswer:
         """The answer to one request, within a time."""
         chunks = [body] if isinstance(body, bytes) else list(body)
         length = str(sum(map(len, chunks))).encode()
@@ -153,7 +153,7 @@ class Target:
         }
         return self._runner.run(asyncio.wait_for(self._send(scope, chunks), ANSWER_S))
 
-    async def _send(self, scope: Any, chunks: list[bytes]) -> Answer:
+    async def _send(self, scope: Any, chunks: list[bytes]) -> HttpAnswer:
         sent: list[Any] = []
         pending = iter(enumerate(chunks, start=1))
 
@@ -170,21 +170,21 @@ class Target:
         assert sent[0]["type"] == "http.response.start"
         assert not sent[-1].get("more_body", False)
         kind = dict(sent[0]["headers"]).get(b"content-type", b"").decode()
-        return Answer(sent[0]["status"], kind, b"".join(part.get("body", b"") for part in sent[1:]))
+        return HttpAnswer(sent[0]["status"], kind, b"".join(part.get("body", b"") for part in sent[1:]))
 
 
-def _rule(ask: Ask) -> Reply:
-    return EngineError("it broke") if BREAK in ask.text else REPLY
+def _rule(ask: ScriptedRequest) -> ScriptedReply:
+    return EngineError("it broke") if BREAK in ask.prompt_text else REPLY
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    target = Target(tmp_path_factory.mktemp("fuzz"))
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzTarget]:
+    target = FuzzTarget(tmp_path_factory.mktemp("fuzz"))
     yield target
     target.close()
 
 
-def check(target: Target, answer: Answer, *, is_messages: bool = False, most: int = 499) -> None:
+def check(target: FuzzTarget, answer: HttpAnswer, *, is_messages: bool = False, most: int = 499) -> None:
     """Answered, or refused as the protocol refuses; nothing logged; and the next one is served."""
     assert answer.status <= most, answer.body
     if answer.status >= 400:
@@ -193,13 +193,13 @@ def check(target: Target, answer: Answer, *, is_messages: bool = False, most: in
         assert answer.events
     elif answer.kind == "application/json":
         assert answer.json is not None
-    assert target.errors.taken() == []
+    assert target.errors.drain() == []
     _, key, _ = target.open()
     good = target.send("POST", "/v1/chat/completions", key=key, body=b'{"messages":[{"role":"user"}]}')
     assert good.status == 200, good.body
 
 
-def assert_refusal(answer: Answer, is_messages: bool) -> None:
+def assert_refusal(answer: HttpAnswer, is_messages: bool) -> None:
     assert answer.kind == "application/json"
     envelope = answer.json
     problem = envelope["error"]
@@ -214,11 +214,11 @@ def assert_refusal(answer: Answer, is_messages: bool) -> None:
 
 
 def test_every_route_is_here() -> None:
-    assert set(BODIES) == set(WIRES)
-    app = GatewayApp(ScriptedEngine(), Sessions(ToyCodec()))
+    assert set(BODIES) == set(PROTOCOLS)
+    app = GatewayApp(ScriptedEngine(), SessionStore(ToyCodec()))
     routes = {
         (method, route.path)
-        for route in app.control.asgi.routes
+        for route in app.control_api.asgi.routes
         for method in route.methods  # type: ignore[attr-defined]
         if method != "HEAD"
     }
@@ -229,32 +229,36 @@ def test_every_route_is_here() -> None:
 
 
 @pytest.mark.parametrize("verb", BODIES)
-def test_a_good_request_is_answered_whole_and_streamed(target: Target, verb: str) -> None:
+def test_a_good_request_is_answered_whole_and_streamed(target: FuzzTarget, verb: str) -> None:
     _, key, _ = target.open()
     for stream in (False, True):
-        answer = target.send("POST", f"/v1/{verb}", key=key, body=encoded({**BODIES[verb], "stream": stream}))
+        answer = target.send(
+            "POST", f"/v1/{verb}", key=key, body=encode_body({**BODIES[verb], "stream": stream})
+        )
         assert answer.status == 200, answer.body
         check(target, answer)
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_every_field_may_hold_anything(target: Target, verb: str) -> None:
+def test_every_field_may_hold_anything(target: FuzzTarget, verb: str) -> None:
     session, key, control = target.open()
-    for number, (place, value) in enumerate(product(places(BODIES[verb]), NASTY)):
+    for number, (place, value) in enumerate(product(json_paths(BODIES[verb]), HOSTILE_VALUES)):
         # Each place is asked for whole and streamed, as there is an odd number of values.
-        body = spoiled({**BODIES[verb], "stream": number % 2 == 0}, place, value)
-        answer = target.send("POST", f"/v1/{verb}", key=key, body=encoded(body))
+        body = replaced_at({**BODIES[verb], "stream": number % 2 == 0}, place, value)
+        answer = target.send("POST", f"/v1/{verb}", key=key, body=encode_body(body))
         assert answer.status < 500, (place, value, answer.body)
         if answer.status != 200:
             assert_refusal(answer, verb.startswith("messages"))
-        assert not target.errors.taken(), (place, value)
+        assert not target.errors.drain(), (place, value)
     for view in ("", "/tree", "/timelines", "/samples", "/report"):
         check(target, target.send("GET", f"/sessions/{session}{view}", key=control))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_an_engine_that_fails_is_told_apart_from_a_mistake(target: Target, verb: str, stream: bool) -> None:
+def test_an_engine_that_fails_is_told_apart_from_a_mistake(
+    target: FuzzTarget, verb: str, stream: bool
+) -> None:
     _, key, _ = target.open()
     text = json.dumps({**BODIES[verb], "stream": stream})
     body = text.replace("be brief", BREAK).replace("once upon", BREAK).encode()
@@ -265,11 +269,11 @@ def test_an_engine_that_fails_is_told_apart_from_a_mistake(target: Target, verb:
 
 @fuzzed
 @given(request=model_requests())
-def test_no_request_makes_the_model_api_fail(target: Target, request: dict[str, Any]) -> None:
+def test_no_request_makes_the_model_api_fail(target: FuzzTarget, request: dict[str, Any]) -> None:
     session, key, _ = target.open()
     request["path"] = request["path"].replace("{own}", session)
-    place = Place.find(unquote(request["path"]))
-    is_messages = place is not None and place.verb in ("messages", "messages/count_tokens")
+    place = ModelRoute.parse(unquote(request["path"]))
+    is_messages = place is not None and place.endpoint in ("messages", "messages/count_tokens")
     check(target, target.send(**request, key=key), is_messages=is_messages)
 
 
@@ -278,11 +282,11 @@ def test_no_request_makes_the_model_api_fail(target: Target, request: dict[str, 
 
 @pytest.mark.parametrize(("method", "path", "body"), [row for row in CONTROL if row[2] is not None])
 def test_every_field_of_the_control_api_may_hold_anything(
-    target: Target, method: str, path: str, body: Any
+    target: FuzzTarget, method: str, path: str, body: Any
 ) -> None:
-    for place, value in product(places(body), NASTY):
+    for place, value in product(json_paths(body), HOSTILE_VALUES):
         session, key, _ = target.open()
-        sent = encoded(spoiled(body, place, value))
+        sent = encode_body(replaced_at(body, place, value))
         answer = target.send(method, path.replace("{id}", session), key=ADMIN, body=sent)
         assert answer.status < 500, (place, value, answer.body)
         if answer.status >= 400:
@@ -290,15 +294,15 @@ def test_every_field_of_the_control_api_may_hold_anything(
         elif path == "/sessions":
             session, key = answer.json["id"], answer.json["api_key"]
         # Whatever a session was told, it can be called and read.
-        called = target.send("POST", "/v1/chat/completions", key=key, body=encoded(CHAT))
+        called = target.send("POST", "/v1/chat/completions", key=key, body=encode_body(CHAT))
         shown = target.send("GET", f"/sessions/{session}/samples", key=ADMIN)
         assert called.status < 500, (place, value, called.body)
         assert shown.status == 200, (place, value, shown.body)
-        assert not target.errors.taken(), (place, value)
+        assert not target.errors.drain(), (place, value)
 
 
 @pytest.mark.parametrize("given", ["0", "0.001", "-1", "nan", "inf", "1e400", "", "x", "%ff", "%F0%9F%99%82"])
-def test_waiting_ends(target: Target, given: str) -> None:
+def test_waiting_ends(target: FuzzTarget, given: str) -> None:
     session, _, control = target.open()
     answer = target.send("GET", f"/sessions/{session}/wait", key=control, query=f"timeout_s={given}".encode())
     check(target, answer)
@@ -306,7 +310,7 @@ def test_waiting_ends(target: Target, given: str) -> None:
 
 @fuzzed
 @given(request=control_requests())
-def test_no_request_makes_the_control_api_fail(target: Target, request: dict[str, Any]) -> None:
+def test_no_request_makes_the_control_api_fail(target: FuzzTarget, request: dict[str, Any]) -> None:
     session, api, control = target.open()
     request["path"] = request["path"].replace("{own}", session)
     request["key"] = {"{admin}": ADMIN, "{api}": api, "{control}": control}.get(request["key"], "")
@@ -316,10 +320,11 @@ def test_no_request_makes_the_control_api_fail(target: Target, request: dict[str
     check(target, answer)
 
 
-def test_what_all_this_left_behind_is_read_back(target: Target) -> None:
+def test_what_all_this_left_behind_is_read_back(target: FuzzTarget) -> None:
     held = {live.id: len(live.session.tree.calls) for live in target.sessions}
     read = {
-        live.id: len(live.session.tree.calls) for live in Sessions(ToyCodec.chatml(), journal=target.journal)
+        live.id: len(live.session.tree.calls)
+        for live in SessionStore(ToyCodec.chatml(), journal=target.journal)
     }
     assert {id: read.get(id) for id in held} == held
 
@@ -356,16 +361,16 @@ def test_the_server_outlives_what_is_hardly_http() -> None:
     async def test() -> None:
         async with agent("here") as a:
             for how, request in RAW.items():
-                answer = await asyncio.wait_for(_talk(a, *request, hangs_up=how in HALF), ANSWER_S)
+                answer = await asyncio.wait_for(_send_raw(a, *request, hangs_up=how in HALF), ANSWER_S)
                 if how not in HALF:
                     assert 100 <= int(answer.split(b" ")[1]) < 500, (how, answer)
                 assert how != "chunked" or answer.startswith(b"HTTP/1.1 200 OK"), answer
-                assert await a.say("p") == "here", how
+                assert await a.ask_text("p") == "here", how
 
     run(test)
 
 
-async def _talk(a: Agent, method: bytes, header: bytes, body: bytes, *, hangs_up: bool) -> bytes:
+async def _send_raw(a: Agent, method: bytes, header: bytes, body: bytes, *, hangs_up: bool) -> bytes:
     host, _, port = a.gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     key = a.session.api_key.encode()

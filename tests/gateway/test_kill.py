@@ -30,19 +30,19 @@ import httpx
 import numpy as np
 import pytest
 
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.scripted import scripted_logprobs
 from tests.gateway.kill_server import (
+    AFTER_JOURNAL,
+    BEFORE_JOURNAL,
     CODEC,
-    KILL,
+    KILL_VARIABLE,
     READY,
-    UNWRITTEN,
-    WRITTEN,
+    KillPoint,
     Phase,
-    Place,
     is_reply,
-    read_board,
-    read_dead,
+    read_killed_calls,
+    read_phase_counts,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -50,17 +50,17 @@ ADMIN = "ak-of-the-kill-test"
 OUTSIDE = "outside"
 EPISODES, AGENTS = 4, 3
 """Sessions at once, and agents at once in each."""
-LONGEST_COUNTDOWN = {Place.STREAMING: 250, Place.REPLAY: 200}
+LONGEST_COUNTDOWN = {KillPoint.STREAMING: 250, KillPoint.REPLAY: 200}
 OTHER_COUNTDOWN = 40
-LONGEST_LIFE_S = 0.6
-PATIENCE_S = 30.0
+MAX_PROCESS_LIFE_S = 0.6
+TIMEOUT_S = 30.0
 """A process that neither serves nor dies for this long is a failure."""
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 
 
 @dataclass(frozen=True)
-class Told:
+class AcknowledgedAnswer:
     """An acknowledged answer: everything its client knows of it."""
 
     call: str
@@ -81,35 +81,35 @@ class Episode:
     id: str
     api_key: str
     control_key: str
-    told: list[Told] = field(default_factory=list)
-    talks: dict[str, list[tuple[Told, int]]] = field(default_factory=dict)
+    answers: list[AcknowledgedAnswer] = field(default_factory=list)
+    conversations: dict[str, list[tuple[AcknowledgedAnswer, int]]] = field(default_factory=dict)
     """What each agent goes on from, turn by turn: an answer, and which of its choices."""
     rewards: list[float] = field(default_factory=list)
     finalized: bool = False
 
 
 @dataclass
-class Life:
+class ServerProcess:
     """One process, from its start to its kill."""
 
     process: asyncio.subprocess.Process
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
     retries: int = 0
     """How many requests broke with it."""
 
 
 @dataclass(frozen=True)
-class Killed:
+class Kill:
     """A kill that happened, and how far the calls in flight were."""
 
     place: str
-    life: Life
+    process: ServerProcess
     in_flight: list[int]
     at_place: list[str]
     """The calls that were at the place."""
 
 
-class Ordeal:
+class KillHarness:
     """A gateway that is killed, the agents that use it, and what they have been told."""
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -117,26 +117,26 @@ class Ordeal:
         self._rng = Random(seed)
         self._port = _free_port()
         self._url = f"http://127.0.0.1:{self._port}"
-        self._http = httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
         self._serving = asyncio.Event()
-        self._life: Life | None = None
+        self._life: ServerProcess | None = None
         self._is_ending = False
         self._names = count()
         self.episodes: list[Episode] = []
         self._unchecked: list[Episode] = []
-        self.killed: list[Killed] = []
+        self.killed: list[Kill] = []
         self._found: set[str] = set()
-        self._unconfirmed: Killed | None = None
+        self._unconfirmed: Kill | None = None
         self.twins = 0
         self.lost: list[str] = []
         self.violations: list[str] = []
 
     async def run(self, places: Sequence[str]) -> None:
         """One kill after another, then everybody ends in peace and everything is checked."""
-        load = asyncio.gather(*(self._play_episodes(Random(self._rng.random())) for _ in range(EPISODES)))
+        load = asyncio.gather(*(self._run_episodes(Random(self._rng.random())) for _ in range(EPISODES)))
         try:
             for place in places:
-                await self._live_and_die(place, load)
+                await self._run_until_kill(place, load)
             self._is_ending = True
             await self._start()
             self._serving.set()
@@ -151,45 +151,45 @@ class Ordeal:
 
     # -- the process ---------------------------------------------------------------------------------
 
-    async def _live_and_die(self, place: str, load: asyncio.Future[Any]) -> None:
+    async def _run_until_kill(self, place: str, load: asyncio.Future[Any]) -> None:
         spec = ""
         if place != OUTSIDE:
-            countdown = LONGEST_COUNTDOWN.get(Place(place), OTHER_COUNTDOWN)
+            countdown = LONGEST_COUNTDOWN.get(KillPoint(place), OTHER_COUNTDOWN)
             spec = f"{place}:{self._rng.randint(1, countdown)}"
         life, serves = await self._start(spec)
         if serves:
             self._serving.set()
             dead = asyncio.ensure_future(life.process.wait())
-            patience_s = self._rng.uniform(0, LONGEST_LIFE_S) if place == OUTSIDE else PATIENCE_S
+            patience_s = self._rng.uniform(0, MAX_PROCESS_LIFE_S) if place == OUTSIDE else TIMEOUT_S
             await asyncio.wait({dead, load}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if load.done():
                 load.result()  # an agent met something that no retry mends
             if place == OUTSIDE:
                 life.process.send_signal(signal.SIGKILL)
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 assert await dead == -signal.SIGKILL, f"{place}: ended with {dead.result()}"
         await self._end()
-        killed = Killed(place, life, read_board(self._folder), read_dead(self._folder))
+        killed = Kill(place, life, read_phase_counts(self._folder), read_killed_calls(self._folder))
         self.killed.append(killed)
         if killed.at_place:
             self._unconfirmed = killed
 
-    async def _start(self, spec: str = "") -> tuple[Life, bool]:
+    async def _start(self, spec: str = "") -> tuple[ServerProcess, bool]:
         """A process, and whether it lives to answer; if so, it is checked against what clients know."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.gateway.kill_server", str(self._folder), str(self._port), ADMIN),
             cwd=ROOT,
-            env={**os.environ, KILL: spec},
+            env={**os.environ, KILL_VARIABLE: spec},
             stdout=asyncio.subprocess.PIPE,
         )
-        life = self._life = Life(process)
+        life = self._life = ServerProcess(process)
         assert process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             said = await process.stdout.readline()
         if said != READY:
             assert await process.wait() == -signal.SIGKILL, f"did not start: {process.returncode}"
-            assert spec.startswith(Place.REPLAY), f"died before its time: {spec}"
+            assert spec.startswith(KillPoint.REPLAY), f"died before its time: {spec}"
             return life, False
         await self._check_all()
         self._confirm_last_kill()
@@ -201,9 +201,9 @@ class Ordeal:
         if killed is None:
             return
         found = [call in self._found for call in killed.at_place]
-        if killed.place in WRITTEN:
+        if killed.place in AFTER_JOURNAL:
             assert all(found), f"killed {killed.place}, and not in the journal: {killed.at_place}"
-        elif killed.place in UNWRITTEN:
+        elif killed.place in BEFORE_JOURNAL:
             assert not any(found), f"killed {killed.place}, and in the journal: {killed.at_place}"
 
     async def _end(self) -> None:
@@ -212,24 +212,26 @@ class Ordeal:
             if self._life.process.returncode is None:
                 self._life.process.kill()
             await self._life.process.wait()
-            self._life.over.set()
+            self._life.exited.set()
 
     # -- the load ------------------------------------------------------------------------------------
 
-    async def _play_episodes(self, rng: Random) -> None:
+    async def _run_episodes(self, rng: Random) -> None:
         while not self._is_ending:
             episode = await self._open()
             async with asyncio.TaskGroup() as agents:
                 for number in range(AGENTS):
-                    agents.create_task(self._talk(episode, f"agent-{number}", Random(rng.random())))
+                    agents.create_task(
+                        self._run_conversation(episode, f"agent-{number}", Random(rng.random()))
+                    )
             score = rng.random()
             await self._control(episode, "reward", {"score": score})
             episode.rewards.append(score)
             await self._control(episode, "finalize", {})
             episode.finalized = True
 
-    async def _talk(self, episode: Episode, agent: str, rng: Random) -> None:
-        talk = episode.talks.setdefault(agent, [])
+    async def _run_conversation(self, episode: Episode, agent: str, rng: Random) -> None:
+        talk = episode.conversations.setdefault(agent, [])
         messages = [{"role": "system", "content": f"You are {agent}."}]
         for turn in range(rng.randint(3, 6)):
             messages.append({"role": "user", "content": f"{turn}: {rng.random()}"})
@@ -239,7 +241,9 @@ class Ordeal:
             talk.append((told, choice))
             messages.append({"role": "assistant", "content": told.texts[choice]})
 
-    async def _ask(self, episode: Episode, agent: str, body: dict[str, Any], rng: Random) -> Told:
+    async def _ask(
+        self, episode: Episode, agent: str, body: dict[str, Any], rng: Random
+    ) -> AcknowledgedAnswer:
         """An acknowledged answer, however often it takes."""
         by_key_alone = rng.random() < 0.5
         path = "/v1/chat/completions" if by_key_alone else f"/sessions/{episode.id}/v1/chat/completions"
@@ -247,16 +251,16 @@ class Ordeal:
         for attempt in count():
             life = await self._alive()
             retry = {"x-stainless-retry-count": str(attempt)} if attempt else {}
-            call = self._streamed if body["stream"] else self._whole
+            call = self._request_streamed if body["stream"] else self._request
             told = await call(episode, agent, path, body, {**headers, **retry})
             if told is not None:
                 return told
             await self._wait_for_end(life)
         raise AssertionError
 
-    async def _whole(
+    async def _request(
         self, episode: Episode, agent: str, path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> Told | None:
+    ) -> AcknowledgedAnswer | None:
         response = await self._post(path, body, headers)
         if response is None:
             return None
@@ -264,17 +268,17 @@ class Ordeal:
         texts = [choice["message"]["content"] for choice in choices]
         outputs = [choice["token_ids"] for choice in choices]
         return self._acknowledged(
-            episode, Told(response["id"], agent, response["prompt_token_ids"], outputs, texts)
+            episode, AcknowledgedAnswer(response["id"], agent, response["prompt_token_ids"], outputs, texts)
         )
 
-    async def _streamed(
+    async def _request_streamed(
         self, episode: Episode, agent: str, path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> Told | None:
+    ) -> AcknowledgedAnswer | None:
         outputs: list[list[int]] = [[] for _ in range(body["n"])]
         texts = [""] * body["n"]
         prompt_ids: list[int] = []
         left = set(range(body["n"]))
-        told: Told | None = None
+        told: AcknowledgedAnswer | None = None
         try:
             async with self._http.stream("POST", self._url + path, json=body, headers=headers) as response:
                 assert response.status_code == 200, (await response.aread()).decode()
@@ -292,17 +296,17 @@ class Ordeal:
                             left.discard(index)
                     if not left and told is None:
                         # Acknowledged: from here on it does not matter how the connection ends.
-                        told = Told(event["id"], agent, prompt_ids, outputs, texts)
+                        told = AcknowledgedAnswer(event["id"], agent, prompt_ids, outputs, texts)
                         self._acknowledged(episode, told)
         except httpx.TransportError:
             return told
         assert told is not None, f"a stream of {episode.id} ended in peace and without a finish"
         return told
 
-    def _acknowledged(self, episode: Episode, told: Told) -> Told:
+    def _acknowledged(self, episode: Episode, told: AcknowledgedAnswer) -> AcknowledgedAnswer:
         for ids, text in zip(told.outputs, told.texts, strict=True):
-            assert CODEC.parse(as_ids(ids)).text == text, "the text told is not that of the ids told"
-        episode.told.append(told)
+            assert CODEC.parse(as_ids(ids)).content == text, "the text told is not that of the ids told"
+        episode.answers.append(told)
         return told
 
     async def _open(self) -> Episode:
@@ -335,16 +339,16 @@ class Ordeal:
         assert response.status_code in (200, 201), f"{path}: {response.status_code} {response.text}"
         return response.json()
 
-    async def _alive(self) -> Life:
+    async def _alive(self) -> ServerProcess:
         await self._serving.wait()
         assert self._life is not None
         return self._life
 
-    async def _wait_for_end(self, life: Life) -> None:
+    async def _wait_for_end(self, life: ServerProcess) -> None:
         """A connection that breaks means a process that died; any other is a failure."""
         life.retries += 1
-        async with asyncio.timeout(PATIENCE_S):
-            await life.over.wait()
+        async with asyncio.timeout(TIMEOUT_S):
+            await life.exited.wait()
 
     # -- the checks ----------------------------------------------------------------------------------
 
@@ -366,8 +370,8 @@ class Ordeal:
         tree = await self._get(f"/sessions/{episode.id}/tree", episode.control_key)
         nodes = _Nodes(tree["nodes"])
         self._check_tree(episode, nodes)
-        for agent, talk in episode.talks.items():
-            twins = self._check_talk(episode, agent, talk, nodes)
+        for agent, talk in episode.conversations.items():
+            twins = self._check_conversation(episode, agent, talk, nodes)
             self.twins += twins if final else 0
         if final:
             await self._check_exports(episode)
@@ -378,7 +382,7 @@ class Ordeal:
             prompt_ids, ids = nodes.split(node)
             if not is_reply(as_ids(prompt_ids), as_ids(ids)):
                 self.violations.append(f"{episode.id}: node {node['id']} does not follow from its prompt")
-        for told in episode.told:
+        for told in episode.answers:
             outputs = nodes.by_call.get(told.call, [])
             if len(outputs) != len(told.outputs):
                 self.lost.append(f"{episode.id}: {told.call}, {told.tokens} tokens")
@@ -387,7 +391,9 @@ class Ordeal:
                 if nodes.split(node) != (told.prompt_ids, ids):
                     self.violations.append(f"{episode.id}: {told.call} is not what was told")
 
-    def _check_talk(self, episode: Episode, agent: str, talk: list[tuple[Told, int]], nodes: _Nodes) -> int:
+    def _check_conversation(
+        self, episode: Episode, agent: str, talk: list[tuple[AcknowledgedAnswer, int]], nodes: _Nodes
+    ) -> int:
         """The path of the last answer is the conversation: every turn sampled, each as it was told.
 
         Says how many turns stand there as an equal sibling, sampled for a try that never got through.
@@ -416,7 +422,7 @@ class Ordeal:
         report = await self._get(f"/sessions/{episode.id}/report", episode.control_key)
         dropped = {entry["call"] for entry in report["dropped"]}
         self.lost += [
-            f"{episode.id}: {told.call} is not trained" for told in episode.told if told.call in dropped
+            f"{episode.id}: {told.call} is not trained" for told in episode.answers if told.call in dropped
         ]
 
     async def _get(self, path: str, key: str) -> Any:
@@ -429,15 +435,15 @@ class Ordeal:
     def table(self) -> str:
         phases = [phase.name.lower() for phase in Phase]
         lines = [f"{'killed':14}{'kills':>7}" + "".join(f"{name:>12}" for name in phases) + f"{'retries':>9}"]
-        for place in (*Place, OUTSIDE, "all"):
+        for place in (*KillPoint, OUTSIDE, "all"):
             rows = [kill for kill in self.killed if place in (kill.place, "all")]
             cut = [sum(kill.in_flight[phase] for kill in rows) for phase in Phase]
             lines.append(
                 f"{place:14}{len(rows):7}"
                 + "".join(f"{number:12}" for number in cut)
-                + f"{sum(kill.life.retries for kill in rows):9}"
+                + f"{sum(kill.process.retries for kill in rows):9}"
             )
-        told = [told for episode in self.episodes for told in episode.told]
+        told = [told for episode in self.episodes for told in episode.answers]
         lines.append(
             f"{len(self.episodes)} sessions, {len(told)} acknowledged replies with "
             f"{sum(one.tokens for one in told)} tokens: lost {len(self.lost)}, "
@@ -482,9 +488,9 @@ def _free_port() -> int:
     raise AssertionError("no free port")
 
 
-def _endure(folder: Path, places: Sequence[str], seed: int, limit_s: float) -> Ordeal:
-    async def run() -> Ordeal:
-        ordeal = Ordeal(folder, seed)
+def _run_kills(folder: Path, places: Sequence[str], seed: int, limit_s: float) -> KillHarness:
+    async def run() -> KillHarness:
+        ordeal = KillHarness(folder, seed)
         async with asyncio.timeout(limit_s):
             await ordeal.run(places)
         return ordeal
@@ -493,14 +499,14 @@ def _endure(folder: Path, places: Sequence[str], seed: int, limit_s: float) -> O
     ordeal = asyncio.run(run())
     print(f"\nseed {seed}, {time.monotonic() - started:.1f} s\n{ordeal.table()}")
     assert Counter(kill.place for kill in ordeal.killed) == Counter(places)
-    assert any(episode.told for episode in ordeal.episodes)
+    assert any(episode.answers for episode in ordeal.episodes)
     assert not ordeal.lost, ordeal.lost[:10]
     assert not ordeal.violations, ordeal.violations[:10]
     return ordeal
 
 
 def test_three_kills_lose_nothing_acknowledged(tmp_path: Path) -> None:
-    _endure(tmp_path, [Place.QUEUED, Place.JOURNALED, Place.FINISHED], seed=1, limit_s=60)
+    _run_kills(tmp_path, [KillPoint.QUEUED, KillPoint.JOURNALED, KillPoint.FINISHED], seed=1, limit_s=60)
 
 
 @pytest.mark.slow
@@ -508,10 +514,10 @@ def test_fifty_kills_under_load_lose_nothing_acknowledged(tmp_path: Path) -> Non
     seed = int(os.environ.get("BRANCHLINE_KILL_SEED", "0")) or Random().randrange(1, 2**31)
     rng = Random(seed)
     # Every place four times, in any order behind the first; the rest from outside, at any moment.
-    places: list[str] = [place for place in Place for _ in range(4)]
+    places: list[str] = [place for place in KillPoint for _ in range(4)]
     places += [OUTSIDE] * (49 - len(places))
     rng.shuffle(places)
-    places = [Place.JOURNALED, *places]  # a first process has nothing to replay
-    ordeal = _endure(tmp_path, places, seed, limit_s=240)
+    places = [KillPoint.JOURNALED, *places]  # a first process has nothing to replay
+    ordeal = _run_kills(tmp_path, places, seed, limit_s=240)
     cut = np.sum([kill.in_flight for kill in ordeal.killed], axis=0)
     assert (cut > 0).all(), "no kill cut a call in some phase"

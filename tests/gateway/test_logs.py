@@ -15,11 +15,11 @@ import pytest
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError
-from branchline.engines.scripted import Ask, Reply, ScriptedEngine, replies
-from branchline.gateway.logs import Format, JsonFormatter, TextFormatter, configure_logs, exception_text
-from branchline.gateway.record import Failure
+from branchline.engines.scripted import ScriptedEngine, ScriptedReply, ScriptedRequest, replies
+from branchline.gateway.logs import JsonFormatter, LogFormat, TextFormatter, configure_logging, exception_text
 from branchline.gateway.server import Gateway, GatewaySession
-from tests.gateway.running import run
+from branchline.runtime.call_record import CallFailure
+from tests.gateway.harness import run
 
 SECRET = "marzipan"
 """What agents and models talk about here; the letters of it must not be in a log."""
@@ -32,7 +32,7 @@ TOOLS = [
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("branchline")
     handlers, level = list(root.handlers), ours.level
     yield
@@ -40,20 +40,20 @@ def _logging_as_it_was() -> Iterator[None]:
     ours.setLevel(level)
 
 
-def rule(ask: Ask) -> Reply:
+def rule(ask: ScriptedRequest) -> ScriptedReply:
     """Does what the prompt asks for; whatever it says or raises speaks of the secret."""
-    if "unexpected" in ask.text:
-        raise ValueError(ask.text)
-    if "engine down" in ask.text:
-        return EngineError(f"the server said: {ask.text}")
-    if "caused" in ask.text:
-        return ConnectionRefusedError(ask.text)
-    if "call a tool" in ask.text:
-        return Message("assistant", SECRET, calls=(ToolCall("look", json.dumps({"at": SECRET})),))
+    if "unexpected" in ask.prompt_text:
+        raise ValueError(ask.prompt_text)
+    if "engine down" in ask.prompt_text:
+        return EngineError(f"the server said: {ask.prompt_text}")
+    if "caused" in ask.prompt_text:
+        return ConnectionRefusedError(ask.prompt_text)
+    if "call a tool" in ask.prompt_text:
+        return Message("assistant", SECRET, tool_calls=(ToolCall("look", json.dumps({"at": SECRET})),))
     return f"you like {SECRET}"
 
 
-async def _talk(gateway: Gateway, http: httpx.AsyncClient) -> tuple[GatewaySession, list[str]]:
+async def _send_all_requests(gateway: Gateway, http: httpx.AsyncClient) -> tuple[GatewaySession, list[str]]:
     """Every kind of request, right and wrong; gives the keys that were used."""
     s = await gateway.session(agent="main", group="g7")
     wrong = "sk-bl-wrong-" + SECRET
@@ -108,28 +108,28 @@ async def _send_garbage(url: str) -> None:
     await writer.wait_closed()
 
 
-def _everything(format: Format, contents: bool) -> tuple[str, GatewaySession, list[str]]:
+def _logged_output(format: LogFormat, contents: bool) -> tuple[str, GatewaySession, list[str]]:
     """All that is logged, at every level, while a gateway has all kinds of visitors."""
     stream = io.StringIO()
     found: list[Any] = []
 
     async def test() -> None:
-        note = configure_logs(format, "debug", contents, stream)
+        note = configure_logging(format, "debug", contents, stream)
         codec = ToyCodec()
         engine = ScriptedEngine(codec, rule)
         async with (
             Gateway(engine=engine, codec=codec, observers=[note]) as gateway,
             httpx.AsyncClient(timeout=20) as http,
         ):
-            found.extend(await _talk(gateway, http))
+            found.extend(await _send_all_requests(gateway, http))
 
     run(test)
     return stream.getvalue(), *found
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_no_key_and_no_message_is_logged(format: Format) -> None:
-    told, session, keys = _everything(format, contents=False)
+def test_no_key_and_no_message_is_logged(format: LogFormat) -> None:
+    told, session, keys = _logged_output(format, contents=False)
     assert SECRET not in told
     for key in keys:
         assert key not in told
@@ -139,8 +139,8 @@ def test_no_key_and_no_message_is_logged(format: Format) -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_messages_are_logged_when_asked_for_and_keys_are_not(format: Format) -> None:
-    told, _, keys = _everything(format, contents=True)
+def test_messages_are_logged_when_asked_for_and_keys_are_not(format: LogFormat) -> None:
+    told, _, keys = _logged_output(format, contents=True)
     assert told.count(SECRET) > 15
     assert "you like" in told
     for key in keys:
@@ -148,7 +148,7 @@ def test_messages_are_logged_when_asked_for_and_keys_are_not(format: Format) -> 
 
 
 def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
-    told, session, _ = _everything("json", contents=False)
+    told, session, _ = _logged_output("json", contents=False)
     lines = [json.loads(line) for line in told.splitlines()]
     calls = [line for line in lines if line["logger"] == "branchline.calls"]
     assert len({line["call"] for line in calls}) == len(calls) == 15
@@ -201,7 +201,7 @@ def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
 
 
 def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
-    told, _, _ = _everything("json", contents=False)
+    told, _, _ = _logged_output("json", contents=False)
     lines = [json.loads(line) for line in told.splitlines()]
     wrong = [line for line in lines if line["message"] == "call" and line["outcome"] != "ok"]
     assert [(line["outcome"], line["level"], line["error"], line.get("field")) for line in wrong[:6]] == [
@@ -215,7 +215,7 @@ def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
 
 
 def test_sessions_that_open_and_end_have_lines() -> None:
-    told, session, _ = _everything("json", contents=False)
+    told, session, _ = _logged_output("json", contents=False)
     lines = [json.loads(line) for line in told.splitlines()]
     opened, other, ended = [line for line in lines if line["logger"] == "branchline.sessions"]
     assert (opened["message"], opened["session"], opened["agent"]) == ("session opened", session.id, "main")
@@ -228,7 +228,7 @@ def test_a_client_that_leaves_is_a_cancelled_call() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
-        note = configure_logs("json", stream=stream)
+        note = configure_logging("json", stream=stream)
         gone = asyncio.Event()
 
         def noted(record: Any) -> None:
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_is_a_cancelled_call() -> None:
             host, port = gateway.url.removeprefix("http://").split(":")
             with socket.create_connection((host, int(port))) as client:
                 client.sendall((head + body).encode())
-                while not engine.asked:
+                while not engine.received_prompts:
                     await asyncio.sleep(0)
             await gone.wait()
 
@@ -258,7 +258,7 @@ def test_a_quieter_level_keeps_what_failed() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
-        note = configure_logs("text", "warning", stream=stream)
+        note = configure_logging("text", "warning", stream=stream)
         engine = ScriptedEngine(ToyCodec(), rule)
         async with Gateway(engine=engine, codec=engine.codec, observers=[note]) as gateway:
             s = await gateway.session()
@@ -308,7 +308,7 @@ def test_what_other_libraries_say_of_a_task_that_failed_quotes_nothing() -> None
     stream = io.StringIO()
 
     async def test() -> None:
-        configure_logs("json", stream=stream)
+        configure_logging("json", stream=stream)
 
         async def fail() -> None:
             raise ValueError(SECRET)
@@ -343,13 +343,13 @@ def test_a_traceback_shows_causes_and_leaves_out_their_words() -> None:
 def test_an_error_that_is_its_own_cause_is_told_once() -> None:
     error = EngineError(SECRET)
     error.__cause__ = error
-    assert exception_text(error) == Failure.of(error).kind == "EngineError"
+    assert exception_text(error) == CallFailure.from_error(error).error_type == "EngineError"
 
 
 def test_setting_up_again_replaces_what_was_set_up() -> None:
     first, second = io.StringIO(), io.StringIO()
-    configure_logs(stream=first)
-    configure_logs(stream=second)
+    configure_logging(stream=first)
+    configure_logging(stream=second)
     logging.getLogger("branchline.gateway").info("here")
     assert not first.getvalue()
     assert second.getvalue().endswith(" INFO    branchline.gateway here\n")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from branchline.core.errors import EngineError
-from tests.gateway.running import agent, run
+from tests.gateway.harness import agent, run
 
 
 def test_calls_tokens_times_echoes_and_forks_are_counted() -> None:
     async def test() -> None:
         async with agent("A1 ", EngineError("down"), "A2", "A3") as a:
-            await a.say("p")
+            await a.ask_text("p")
             assert (await a.ask("p", "A1", "x")).status_code == 502
             assert (await a.ask("p", n=0)).status_code == 400
-            await a.say("p", "A1", "x")
-            await a.say("p")
+            await a.ask_text("p", "A1", "x")
+            await a.ask_text("p")
             control = {"authorization": f"Bearer {a.session.control_key}"}
             await a.http.post(f"{a.gateway.url}/sessions/{a.session.id}/finalize", headers=control)
             text = (await a.http.get(f"{a.gateway.url}/metrics")).text

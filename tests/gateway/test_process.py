@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from branchline.gateway import process
-from branchline.gateway.process import calm_gc, run_serving
+from branchline.gateway.process import run_server, tune_gc
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
@@ -31,7 +31,7 @@ def test_the_result_is_what_the_program_gives(loops: str) -> None:
         await asyncio.sleep(0)
         return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 
-    assert run_serving(main()) == loops
+    assert run_server(main()) == loops
 
 
 def test_an_error_is_the_programs_own(loops: str) -> None:
@@ -39,7 +39,7 @@ def test_an_error_is_the_programs_own(loops: str) -> None:
         raise LookupError("nothing there")
 
     with pytest.raises(LookupError, match="nothing there"):
-        run_serving(main())
+        run_server(main())
 
 
 def test_what_still_runs_at_the_end_is_ended_and_not_left(loops: str) -> None:
@@ -65,7 +65,7 @@ def test_what_still_runs_at_the_end_is_ended_and_not_left(loops: str) -> None:
         assert not running.done()
         return asyncio.get_running_loop()
 
-    loop = run_serving(main())
+    loop = run_server(main())
     assert sorted(ends) == ["generator", "task"]
     assert loop.is_closed()
 
@@ -83,7 +83,7 @@ def test_a_signal_that_is_handled_interrupts_nothing(loops: str) -> None:
         return "stopped"
 
     before = signal.getsignal(signal.SIGINT)
-    assert run_serving(main()) == "stopped"
+    assert run_server(main()) == "stopped"
     assert signal.getsignal(signal.SIGINT) == before
 
 
@@ -98,7 +98,7 @@ def test_a_signal_that_nobody_handles_ends_the_program_in_order(loops: str) -> N
             ends.append("main")
 
     with pytest.raises(KeyboardInterrupt):
-        run_serving(main())
+        run_server(main())
     assert ends == ["main"]
 
 
@@ -113,7 +113,7 @@ def _own_pace() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_pace")
 def test_garbage_is_looked_for_rarely_and_not_among_what_is_there() -> None:
     there = [object()]
-    calm_gc()
+    tune_gc()
     assert gc.get_threshold() == (100_000, 20, 50)
     assert gc.get_freeze_count() > 0
     assert not any(one is there for one in gc.get_objects())
@@ -126,5 +126,5 @@ def test_serving_is_calm_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> None:
         order.append("main")
 
-    run_serving(main())
+    run_server(main())
     assert order == ["calm", "main"]

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline import Delivery, ToyCodec
-from branchline.engines.scripted import Ask, ScriptedEngine
+from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
 from branchline.engines.vllm import VllmEngine
-from tests.engines.fake import FakeVllm
-from tests.gateway.running import Agent, agent, run
+from tests.engines.fake_servers import FakeVllm
+from tests.gateway.harness import Agent, agent, run
 
 ANSWER = "a long answer about many things"
 
 
-def _rest(ask: Ask) -> str:
+def _rest_of_answer(ask: ScriptedRequest) -> str:
     """The same answer always, and behind a part of it the rest."""
-    _, _, begun = ask.text.rpartition("assistant:")
+    _, _, begun = ask.prompt_text.rpartition("assistant:")
     return ANSWER.removeprefix(begun) if ANSWER.startswith(begun) else ANSWER
 
 
-class Held(ScriptedEngine):
+class HeldEngine(ScriptedEngine):
     """Waits behind so many ids of each request."""
 
     hold_after: list[int]
@@ -43,8 +43,8 @@ class Held(ScriptedEngine):
             yield chunk
 
 
-def _engine(*holds: int) -> Held:
-    engine = Held(ToyCodec.chatml(), _rest, chunk_size=1)
+def _engine(*holds: int) -> HeldEngine:
+    engine = HeldEngine(ToyCodec.chatml(), _rest_of_answer, chunk_size=1)
     engine.hold_after = list(holds)
     engine.held = asyncio.Event()
     return engine
@@ -86,7 +86,7 @@ def test_however_often_it_was_cancelled_the_answer_is_the_whole_one_and_counts_o
             assert bytes(sample["response_ids"][:-1]).decode() == ANSWER
             assert all(sample["response_mask"])
             # Each request went on behind the ids before it, and nothing was sampled twice.
-            for ids, done in zip(a.engine.asked[1:], accumulate(holds), strict=True):
+            for ids, done in zip(a.engine.received_prompts[1:], accumulate(holds), strict=True):
                 assert bytes(ids.tolist()[-done:]).decode() == ANSWER[:done]
             assert (await a.get(""))["sampled_tokens"] == len(ANSWER) + 1
 
@@ -126,10 +126,10 @@ def test_what_a_server_had_sent_when_the_client_left_is_kept(stream: bool) -> No
             server.hold_after = 5
             async with agent(fleet=VllmEngine(server.url), sampling={"max_tokens": 9}) as a:
                 asking = asyncio.create_task(a.ask("p", stream=stream))
-                await server.held.wait()
+                await server.is_held.wait()
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                tree = a.session.live.session.tree
+                tree = a.session.managed.session.tree
                 while not tree.calls or tree.delivery(tree.calls[0]) != Delivery.CANCELLED:
                     await asyncio.sleep(0.001)
                 ids = tree.nodes[-1].sampled_ids
@@ -142,12 +142,12 @@ def test_what_a_server_had_sent_when_the_client_left_is_kept(stream: bool) -> No
 def test_nothing_is_kept_behind_a_stop_text_though_the_server_had_sent_more() -> None:
     async def test() -> None:
         async with FakeVllm() as server:
-            server.per_event = 3
+            server.ids_per_event = 3
             async with agent(fleet=VllmEngine(server.url), sampling={"max_tokens": 12}) as a:
                 whole = (await a.ask("p")).json()["choices"][0]["message"]["content"]
                 answer = (await a.ask("p", stop=whole[1], return_token_ids=True)).json()["choices"][0]
                 assert answer["message"]["content"] == whole[: whole.index(whole[1])]
-                assert len(a.session.live.session.tree.nodes[-1].sampled_ids or ()) == len(
+                assert len(a.session.managed.session.tree.nodes[-1].sampled_ids or ()) == len(
                     answer["token_ids"]
                 )
 
@@ -163,7 +163,7 @@ def test_what_is_left_of_the_tokens_is_all_that_is_sampled(most: int) -> None:
             choice = answer["choices"][0]
             assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWER[:most], "length")
             assert answer["usage"]["completion_tokens"] == most
-            assert len(a.engine.asked) == (1 if most == 3 else 2)
+            assert len(a.engine.received_prompts) == (1 if most == 3 else 2)
 
     run(test)
 
@@ -180,7 +180,7 @@ def test_what_was_sampled_before_counts_once_against_a_sessions_limit(
                 call = await _cancelled(a, call)
             answer = (await a.ask("p", headers={"x-branchline-resume": call})).json()["choices"][0]
             assert (answer["message"]["content"], answer["finish_reason"]) == (said, finish)
-            live = a.session.live
+            live = a.session.managed
             assert live.sampled_tokens == min(tokens, len(ANSWER) + 1)
             assert live.reserved_tokens == 0
             assert (await a.ask("q")).status_code == (409 if finish == "length" else 200)
@@ -196,8 +196,8 @@ def test_an_answer_that_nobody_heard_is_told_again_though_its_session_has_no_tok
             again = (await a.ask("p", headers=name)).json()["choices"][0]
             assert (first["message"]["content"], first["finish_reason"]) == (ANSWER[:10], "length")
             assert again == first
-            assert a.session.live.sampled_tokens == 10
-            assert len(a.engine.asked) == 1
+            assert a.session.managed.sampled_tokens == 10
+            assert len(a.engine.received_prompts) == 1
 
     run(test)
 
@@ -206,7 +206,7 @@ def test_a_call_that_goes_on_reserves_only_what_it_has_not_sampled_yet() -> None
     async def test() -> None:
         async with agent(engine=_engine(20, 4), limits={"tokens": 40}) as a:
             call = await _cancelled(a)
-            live = a.session.live
+            live = a.session.managed
             headers = {"x-branchline-resume": call}
             a.engine.held.clear()  # type: ignore[attr-defined]
             going_on = asyncio.create_task(a.ask("p", headers=headers, max_tokens=32))
@@ -240,8 +240,8 @@ def test_a_cancelled_call_that_nobody_goes_on_from_counts() -> None:
     async def test() -> None:
         async with agent(engine=_engine(3), limits={"calls": 1}) as a:
             call = await _cancelled(a)
-            while a.session.live.running:
-                await next(iter(a.session.live.running.values())).wait()
+            while a.session.managed.running_calls:
+                await next(iter(a.session.managed.running_calls.values())).wait()
             assert (await a.ask("p")).status_code == 409
             assert (await a.ask("p", headers={"x-branchline-resume": call})).status_code == 200
 

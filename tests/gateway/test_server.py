@@ -20,10 +20,10 @@ from branchline.core.errors import InputError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
-from tests.gateway.running import Agent, agent, run
+from tests.gateway.harness import Agent, agent, run
 
-SLOWLY = GatewayConfig(drain_s=1000)
-AT_ONCE = GatewayConfig(drain_s=0)
+LONG_DRAIN = GatewayConfig(drain_s=1000)
+NO_DRAIN = GatewayConfig(drain_s=0)
 SAID = "one two three four five six seven"
 
 
@@ -45,10 +45,10 @@ def _admin(gateway: Gateway) -> dict[str, str]:
 
 def test_a_stop_answers_those_who_wait_for_a_session() -> None:
     async def test() -> None:
-        async with agent("x", config=SLOWLY) as a:
+        async with agent("x", config=LONG_DRAIN) as a:
             waiting = asyncio.create_task(a.get("/wait?timeout_s=3000"))
             inside = asyncio.create_task(a.session.wait())
-            await _until(lambda: len(a.session.live.left_open._waiters) == 2)  # type: ignore[attr-defined]
+            await _until(lambda: len(a.session.managed.ended_event._waiters) == 2)  # type: ignore[attr-defined]
             await a.gateway.stop()
             assert (await waiting)["state"] == "open"
             assert await inside == "open"
@@ -56,7 +56,7 @@ def test_a_stop_answers_those_who_wait_for_a_session() -> None:
     run(test)
 
 
-async def _half_said(a: Agent) -> asyncio.Task[str]:
+async def _half_streamed(a: Agent) -> asyncio.Task[str]:
     """A streamed call of which the first words have come and the rest is held; what its client reads."""
     gate, begun = a.engine.gate, asyncio.Event()
     assert gate is not None
@@ -73,7 +73,7 @@ async def _half_said(a: Agent) -> asyncio.Task[str]:
         return heard
 
     async def one_chunk() -> None:
-        await _until(lambda: bool(a.engine.asked))
+        await _until(lambda: bool(a.engine.received_prompts))
         gate.set()
         await asyncio.sleep(0)
         gate.clear()
@@ -91,14 +91,14 @@ def _held() -> ScriptedEngine:
 @pytest.mark.parametrize("how", ["drained", "hurried"])
 def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: str, tmp_path: Path) -> None:
     async def test() -> None:
-        config = AT_ONCE if how == "drained" else SLOWLY
+        config = NO_DRAIN if how == "drained" else LONG_DRAIN
         async with agent(engine=_held(), config=config, journal=tmp_path / "j") as a:
-            reading = await _half_said(a)
+            reading = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
             if how == "hurried":
-                await _until(lambda: a.gateway.app.control.stopping.is_set())
+                await _until(lambda: a.gateway.app.control_api.stopping.is_set())
                 assert not stopping.done()
-                a.gateway.hurry()
+                a.gateway.stop_now()
             await stopping
             with pytest.raises(httpx.RemoteProtocolError):
                 await reading
@@ -107,7 +107,7 @@ def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: 
             tree = again.sessions.get(session_id).session.tree
             (call,) = tree.calls
             assert tree.delivery(call) == Delivery.CANCELLED
-            text = tree.nodes[call.outputs[0]].message.text
+            text = tree.nodes[call.outputs[0]].message.content
             assert text
             assert SAID.startswith(text)
             assert text != SAID
@@ -117,42 +117,42 @@ def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: 
 
 def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops() -> None:
     async def test() -> None:
-        async with agent(engine=_held(), config=SLOWLY) as a:
-            reading = await _half_said(a)
+        async with agent(engine=_held(), config=LONG_DRAIN) as a:
+            reading = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
-            await _until(lambda: a.gateway.app.control.stopping.is_set())
+            await _until(lambda: a.gateway.app.control_api.stopping.is_set())
             assert a.engine.gate is not None
             a.engine.gate.set()
             assert await reading == SAID
             await stopping
-            (call,) = a.session.live.session.tree.calls
-            assert a.session.live.session.tree.delivery(call) == Delivery.DELIVERED
+            (call,) = a.session.managed.session.tree.calls
+            assert a.session.managed.session.tree.delivery(call) == Delivery.DELIVERED
 
     run(test)
 
 
 def test_a_policy_that_is_paused_does_not_hold_up_a_stop() -> None:
     async def test() -> None:
-        async with agent("x", config=AT_ONCE) as a:
-            await a.gateway.app.fleet.pause()
+        async with agent("x", config=NO_DRAIN) as a:
+            await a.gateway.app.router.pause()
             asking = asyncio.create_task(a.ask("p"))
-            await _until(lambda: bool(a.engine.asked))
+            await _until(lambda: bool(a.engine.received_prompts))
             await a.gateway.stop()
             refused = await asking
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert not a.session.live.session.tree.calls
+            assert not a.session.managed.session.tree.calls
 
     run(test)
 
 
 def test_a_client_that_never_sends_its_body_does_not_hold_up_a_stop() -> None:
     async def test() -> None:
-        async with agent("x", config=AT_ONCE) as a:
+        async with agent("x", config=NO_DRAIN) as a:
             host, _, port = a.gateway.url.removeprefix("http://").rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(b"POST /sessions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n")
             writer.write(f"authorization: Bearer {a.gateway.admin_key}\r\n\r\n{{".encode())
-            await _until(lambda: bool(a.gateway.app._running))
+            await _until(lambda: bool(a.gateway.app._request_tasks))
             await a.gateway.stop()
             assert (await reader.readline()).split()[1] == b"503"
             writer.close()
@@ -278,13 +278,13 @@ def test_without_keys_a_page_from_elsewhere_can_do_nothing(headers: dict[str, st
         async with agent("x", config=config) as a:
             url = f"http://127.0.0.1:{a.gateway._port}"
             paused = await a.http.post(f"{url}/policy/pause", content=b"{}", headers=headers)
-            await a.gateway.app.fleet.resume()
+            await a.gateway.app.router.resume()
             body = {"messages": [{"role": "user", "content": "p"}]}
             answered = await a.http.post(f"{url}/v1/chat/completions", json=body, headers=headers)
             assert (paused.status_code, answered.status_code) == (status, status)
             if status == 403:
                 assert paused.json()["error"]["type"] == "permission_error"
-                assert not a.engine.asked
+                assert not a.engine.received_prompts
 
     run(test)
 
@@ -310,12 +310,12 @@ def test_behind_a_default_session_that_has_ended_comes_another(tmp_path: Path) -
             async with _gateway(config=OPEN, journal=tmp_path / "j") as gateway:
                 assert await call(gateway) == ["default"]
                 gateway.sessions.get("default").last_used -= 10**6
-                await gateway.app.control.expire()
+                await gateway.app.control_api.expire_idle()
                 assert await call(gateway) == ["default-2"]
                 assert await call(gateway) == ["default-2"]
-                await gateway.app.control.end(gateway.sessions.get("default-2"), "aborted")
+                await gateway.app.control_api.end_session(gateway.sessions.get("default-2"), "aborted")
             async with _gateway(config=OPEN, journal=tmp_path / "j") as again:
-                again.sessions.forget(again.sessions.get("default"))
+                again.sessions.evict(again.sessions.get("default"))
                 assert await call(again) == ["default-3"]
 
     run(test)
@@ -328,13 +328,13 @@ def test_a_session_can_be_read_waited_for_and_completed_in_a_program() -> None:
     async def test() -> None:
         async with agent("A1", "A2") as a:
             assert await a.session.wait(0) == "open"
-            await a.say("p")
+            await a.ask_text("p")
             waiting = asyncio.create_task(a.session.wait())
             assert len((await a.session.samples())["samples"]) == 1
             await a.session.complete("done")
             assert await waiting == "completed"
-            assert a.session.live.reason == "done"
-            await a.say("p", "A1", "q")
+            assert a.session.managed.reason == "done"
+            await a.ask_text("p", "A1", "q")
             assert (await a.session.finalize())["report"] == (await a.session.samples())["report"]
             assert await a.session.wait() == "finalized"
 

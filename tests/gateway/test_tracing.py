@@ -17,12 +17,12 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
-from tests.gateway.collecting import Collector
-from tests.gateway.running import run
+from tests.gateway.harness import run
+from tests.gateway.otel import SpanCollector
 
 SECRET = "marzipan"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-LOOK = Message("assistant", "", reasoning="hm", calls=(ToolCall("look", '{"at": 1}', "call_1"),))
+LOOK = Message("assistant", "", reasoning_content="hm", tool_calls=(ToolCall("look", '{"at": 1}', "call_1"),))
 
 
 def _attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -30,11 +30,11 @@ def _attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent("A1", "A2", agent="main", group="g7") as a:
-            await a.say("p")
+            await a.ask_text("p")
             await a.stream("p", "A1", "x")
             await a.session.reward(0.5)
             await a.session.finalize()
@@ -68,11 +68,11 @@ def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
 
 
 def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_conventions() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent("A1", "A2 and more", agent="main", group="g7") as a:
-            await a.say("p")
+            await a.ask_text("p")
             await a.stream("p", " A1", "x", temperature=0.5, top_p=0.9, top_k=5, seed=7, max_tokens=2, n=2)
 
     run(test)
@@ -122,7 +122,7 @@ def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_convent
 
 
 def test_a_bare_prompt_is_a_text_completion() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent("A1") as a:
@@ -139,7 +139,7 @@ def test_a_bare_prompt_is_a_text_completion() -> None:
 
 @pytest.mark.parametrize("contents", [False, True])
 def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> None:
-    collector = Collector(contents)
+    collector = SpanCollector(contents)
 
     async def test() -> None:
         async with collector.agent(EngineError(f"no {SECRET}")) as a:
@@ -164,7 +164,7 @@ def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> N
 
 
 def test_messages_are_in_no_span_unless_asked_for() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent(SECRET, EngineError(SECRET), metadata={"about": SECRET}) as a:
@@ -180,7 +180,7 @@ def test_messages_are_in_no_span_unless_asked_for() -> None:
 
 
 def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
-    collector = Collector(contents=True)
+    collector = SpanCollector(contents=True)
 
     async def test() -> None:
         async with collector.agent(LOOK, "done") as a:
@@ -188,7 +188,7 @@ def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
             user = {"role": "user", "content": [{"type": "text", "text": "see"}, picture]}
             answer = (await a.ask(user, tools=TOOLS, stop=["END"])).json()["choices"][0]["message"]
             result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "a door"}
-            await a.say(user, answer, result, tools=TOOLS)
+            await a.ask_text(user, answer, result, tools=TOOLS)
 
     run(test)
     first, second = (_attributes(span) for span in collector.calls)
@@ -213,7 +213,7 @@ def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
 
 
 def test_the_span_a_client_calls_from_is_linked() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent("A1") as a:
@@ -233,11 +233,11 @@ def test_the_span_a_client_calls_from_is_linked() -> None:
 
 
 def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: Path) -> None:
-    before, after = Collector(), Collector()
+    before, after = SpanCollector(), SpanCollector()
 
     async def test() -> None:
         async with before.agent("A1", journal=tmp_path / "j", id="s1") as a:
-            await a.say("p")
+            await a.ask_text("p")
             key = a.session.api_key
         codec = ToyCodec()
         async with (
@@ -245,14 +245,14 @@ def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: P
                 engine=ScriptedEngine(codec, replies("A2")),
                 codec=codec,
                 journal=tmp_path / "j",
-                observers=[after.tracing.note_call],
-                on_end=[after.tracing.note_end],
+                observers=[after.tracing.record_call],
+                on_session_end=[after.tracing.record_session_end],
             ) as gateway,
             httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as http,
         ):
             body = {"messages": [{"role": "user", "content": "q"}]}
             await http.post(f"{gateway.url}/v1/chat/completions", json=body)
-            await gateway.app.control.end(gateway.sessions.get("s1"), "finalized")
+            await gateway.app.control_api.end_session(gateway.sessions.get("s1"), "finalized")
 
     run(test)
     assert not before.roots, "a session that a journal keeps is not over"
@@ -265,11 +265,11 @@ def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: P
 
 
 def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent("A1") as a:
-            await a.say("p")
+            await a.ask_text("p")
             await a.gateway.session(id="idle")
 
     run(test)
@@ -279,12 +279,12 @@ def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
 
 
 def test_the_same_name_in_another_gateway_is_another_trace() -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     async def test() -> None:
         for _ in range(2):
             async with collector.agent("A1", id="default") as a:
-                await a.say("p")
+                await a.ask_text("p")
 
     run(test)
     assert len({span.context.trace_id for span in collector.roots}) == 2
@@ -293,17 +293,17 @@ def test_the_same_name_in_another_gateway_is_another_trace() -> None:
 
 @pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0, 0), (0.5, 1, 9), (1.0, 10, 10)])
 def test_a_sampler_keeps_all_of_a_session_or_nothing(ratio: float, least: int, most: int) -> None:
-    collector = Collector(sampler=ParentBased(TraceIdRatioBased(ratio)))
+    collector = SpanCollector(sampler=ParentBased(TraceIdRatioBased(ratio)))
 
     async def test() -> None:
         async with collector.agent("A1") as a:
             for number in range(10):
                 session = await a.gateway.session(id=f"s{number}")
                 # What the trace's id is made from, so that the same ones are kept every time.
-                session.live.created = float(number)
+                session.managed.created_at = float(number)
                 one = replace(a, session=session)
-                await one.say("p")
-                await one.say("p")
+                await one.ask_text("p")
+                await one.ask_text("p")
 
     run(test)
     traces = [span.context.trace_id for span in collector.spans]

@@ -14,17 +14,17 @@ from branchline import ToyCodec
 from branchline.core.errors import InputError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
-from branchline.gateway.tracing import CAPTURE, Tracing
-from tests.gateway.collecting import Collector
-from tests.gateway.receiver import Receiver
-from tests.gateway.running import run
+from branchline.gateway.tracing import CAPTURE_CONTENT_VARIABLE, Tracing
+from tests.gateway.harness import run
+from tests.gateway.otel import SpanCollector
+from tests.gateway.otlp_receiver import OtlpReceiver
 
 SECRET = "marzipan"
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as running:
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as running:
         yield running
 
 
@@ -33,7 +33,10 @@ async def _traced(tracing: Tracing, said: str = "A1") -> float:
     engine = ScriptedEngine(ToyCodec(), replies(said))
     slowest = 0.0
     async with Gateway(
-        engine=engine, codec=engine.codec, observers=[tracing.note_call], on_end=[tracing.note_end]
+        engine=engine,
+        codec=engine.codec,
+        observers=[tracing.record_call],
+        on_session_end=[tracing.record_session_end],
     ) as gateway:
         s = await gateway.session()
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {s.api_key}"}) as http:
@@ -49,11 +52,11 @@ async def _traced(tracing: Tracing, said: str = "A1") -> float:
 
 @pytest.mark.parametrize("contents", ["", "false", "true", "SPAN_ONLY"])
 def test_spans_go_where_the_environment_says(
-    contents: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    contents: str, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue")
-    monkeypatch.setenv(CAPTURE, contents)
+    monkeypatch.setenv(CAPTURE_CONTENT_VARIABLE, contents)
     tracing = Tracing.from_environment()
 
     async def test() -> None:
@@ -81,7 +84,7 @@ def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    silent = Receiver()  # it listens, and nobody answers
+    silent = OtlpReceiver()  # it listens, and nobody answers
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{silent.url}/v1/traces")
     # Spans are sent as soon as there are two: while calls go on.
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
@@ -103,7 +106,7 @@ def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_litt
 
 
 def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:
-    collector = Collector()
+    collector = SpanCollector()
     assert collector.tracing.close()
 
     async def test() -> None:
@@ -116,7 +119,7 @@ def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:
 def test_a_span_that_cannot_be_made_harms_no_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector = Collector()
+    collector = SpanCollector()
 
     def fail(*_: object) -> None:
         raise RuntimeError("no more spans")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import branchline.gateway.views as views
-from tests.gateway.running import agent, run
+from tests.gateway.harness import agent, run
 
 
 @pytest.mark.parametrize(
@@ -29,17 +29,17 @@ def test_a_call_does_not_wait_for_a_view_that_takes_its_time(
 
     async def test() -> None:
         async with agent("A1", "A2") as a:
-            await a.say("p")
+            await a.ask_text("p")
             monkeypatch.setattr(views, part, slow)
             reading = asyncio.create_task(a.get(path))
             await asyncio.to_thread(begun.wait, 10)
-            await a.say("p", "A1", "q")
+            await a.ask_text("p", "A1", "q")
             go_on.set()
             told = await reading
             assert was_let == [True]
             # It shows what there was when it was asked for.
             assert "A2" not in str(told)
-            assert len(a.session.live.session.tree.calls) == 2
+            assert len(a.session.managed.session.tree.calls) == 2
             monkeypatch.setattr(views, part, real)
             calls = len(told["nodes"]) if path == "/tree" else len(told[path[1:]][0]["calls"])
             assert calls == (2 if path == "/tree" else 1)
@@ -50,7 +50,7 @@ def test_a_call_does_not_wait_for_a_view_that_takes_its_time(
 def test_a_sample_says_which_group_it_belongs_to_and_what_was_said_of_its_session() -> None:
     async def test() -> None:
         async with agent("A1", group="g7", metadata={"task": 3}) as a:
-            await a.say("p")
+            await a.ask_text("p")
             (sample,) = (await a.get("/samples"))["samples"]
             assert (sample["group"], sample["metadata"]) == ("g7", {"task": 3})
 

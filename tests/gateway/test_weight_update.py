@@ -10,9 +10,18 @@ import httpx
 import pytest
 
 from branchline.chat.toy import ToyCodec
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.gateway.server import Gateway, GatewaySession
-from tests.engines.tiny import Gate, collect, greedy, hf, plain, run, running, tiny
+from tests.engines.tiny_model import (
+    ForwardGate,
+    collect,
+    greedy,
+    hf,
+    reference_ids,
+    run,
+    running_engine,
+    tiny_model,
+)
 
 OLD, NEW = 3, 4
 TOKENS, FORWARDS = 60, 25
@@ -76,7 +85,7 @@ def outputs(line: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]
 
 async def fresh(seed: int, ids: list[int], max_tokens: int) -> list[int]:
     """What an engine that never knew other weights samples behind these ids."""
-    async with running(tiny(seed)) as engine:
+    async with running_engine(tiny_model(seed)) as engine:
         return (await collect(engine, as_ids(ids), greedy(max_tokens))).ids
 
 
@@ -84,7 +93,7 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
-        model, codec = tiny(), ToyCodec()
+        model, codec = tiny_model(), ToyCodec()
         engine = hf.HfEngine(model, version=OLD)
         pause = engine.pause
         await pause()
@@ -106,7 +115,7 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
             ]
             while engine.stats.waiting < len(clients):
                 await asyncio.sleep(0)
-            gate = Gate(model, FORWARDS)
+            gate = ForwardGate(model, FORWARDS)
 
             async def pause_in_a_step() -> None:
                 asked = asyncio.create_task(pause())
@@ -120,7 +129,7 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
             assert await policy("pause") == {"paused": True, "version": OLD}
             late = Client(http, await gateway.session())
             streams.append(asyncio.create_task(late.ask("late")))
-            await engine.swap(tiny(seed=1).state_dict(), NEW)
+            await engine.swap(tiny_model(seed=1).state_dict(), NEW)
             assert await policy("resume", version=NEW) == {"paused": False, "version": NEW}
             await asyncio.gather(*streams)
 
@@ -129,14 +138,14 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
                 assert codec.decode(as_ids(prompt_ids)) == f"user:{question}\nassistant:"
                 # No client notices: the stream is whole, and more than one event of it came.
                 assert (client.finish, len(ids)) == ("length", TOKENS)
-                assert client.text == codec.parse(as_ids(ids), "length").text
+                assert client.text == codec.parse(as_ids(ids), "length").content
                 assert client.events > 2
                 # Versions change once, where the pause fell.
                 before = versions.count(OLD)
                 assert versions == [OLD] * before + [NEW] * (TOKENS - before)
                 assert FORWARDS - 8 <= before <= FORWARDS
                 # On either side of it stands what those weights alone give behind the same ids.
-                assert ids[:before] == plain(tiny(), as_ids(prompt_ids), before)
+                assert ids[:before] == reference_ids(tiny_model(), as_ids(prompt_ids), before)
                 behind = [*prompt_ids, *ids[:before]]
                 assert ids[before:] == await fresh(1, behind, TOKENS - before)
 
@@ -160,7 +169,7 @@ def test_resuming_under_a_new_version_over_http_is_enough_where_weights_changed_
     """A trainer that shares the model needs no swap: it pauses, steps its optimizer, resumes."""
 
     async def body() -> None:
-        model = tiny()
+        model = tiny_model()
         engine = hf.HfEngine(model, version=OLD)
         async with (
             Gateway(engine=engine, codec=ToyCodec()) as gateway,
@@ -171,12 +180,12 @@ def test_resuming_under_a_new_version_over_http_is_enough_where_weights_changed_
             await client.ask("p")
             said = client.text
             await http.post(f"{gateway.url}/policy/pause", headers=keys)
-            model.load_state_dict(tiny(seed=1).state_dict())
+            model.load_state_dict(tiny_model(seed=1).state_dict())
             await http.post(f"{gateway.url}/policy/resume", json={"version": NEW}, headers=keys)
             await client.ask("p", said, "q")
             first, second = outputs(await client.timeline())
         assert (set(first[2]), set(second[2])) == ({OLD}, {NEW})
-        assert first[1] == plain(tiny(), as_ids(first[0]), TOKENS)
+        assert first[1] == reference_ids(tiny_model(), as_ids(first[0]), TOKENS)
         assert second[1] == await fresh(1, second[0], TOKENS)
 
     run(body())

@@ -10,17 +10,32 @@ import branchline
 from branchline.core.errors import EngineError, InputError
 from branchline.core.message import Message
 from branchline.loop import agents
-from branchline.loop.agents import Setting, check_tasks, find_agent, run_agent
+from branchline.loop.agent_loop import AgentLoop
+from branchline.loop.agents import AgentContext, check_tasks, find_agent, run_agent
 from branchline.loop.cancel import CancelToken
 from branchline.loop.interactions.registry import InteractionRegistry
-from branchline.loop.machine import AgentLoop
-from branchline.loop.output import output_of
-from branchline.loop.state import Ending, LoopLimits, LoopState, Task
+from branchline.loop.output import build_output
+from branchline.loop.state import LoopLimits, LoopState, StopReason, Task
 from branchline.loop.tools.registry import ToolRegistry
-from tests.loop.playing import Deed, Deeds, Script, Stage, Turn, User, stage
-from tests.loop.running import run
+from tests.loop.clock_runner import run
+from tests.loop.harness import (
+    LoopHarness,
+    LoopScript,
+    ScriptedTool,
+    ScriptedToolCall,
+    ScriptedTurn,
+    ScriptedUser,
+    loop_harness,
+)
 
-SCRIPT = Script((Turn("look", deeds=(Deed(text="found"),)), Turn("so"), Turn("end")), user=("and?",))
+SCRIPT = LoopScript(
+    (
+        ScriptedTurn("look", tool_calls=(ScriptedToolCall(result="found"),)),
+        ScriptedTurn("so"),
+        ScriptedTurn("end"),
+    ),
+    user_messages=("and?",),
+)
 PROMPT = (Message("user", "Begin."),)
 
 
@@ -30,47 +45,47 @@ def _own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_agents", dict(agents._agents))
 
 
-def setting_of(s: Stage, **options: Any) -> Setting:
-    return Setting(s.model, ToolRegistry([s.tool]), InteractionRegistry([s.user]), **options)
+def context_for(s: LoopHarness, **options: Any) -> AgentContext:
+    return AgentContext(s.model, ToolRegistry([s.tool]), InteractionRegistry([s.user]), **options)
 
 
 @pytest.mark.parametrize("name", ["", "single_turn"])
 def test_a_task_that_names_nobody_is_one_answer_without_tools(name: str) -> None:
     async def test() -> None:
-        async with stage(SCRIPT) as s:
-            state = await run_agent(LoopState.begin(Task(PROMPT, agent_name=name)), setting_of(s))
+        async with loop_harness(SCRIPT) as s:
+            state = await run_agent(LoopState.begin(Task(PROMPT, agent_name=name)), context_for(s))
             assert (state.assistant_turns, state.user_turns) == (1, 0)
-            assert state.reason is Ending.ASSISTANT_TURNS, "it wanted a tool, and there was none"
+            assert state.reason is StopReason.ASSISTANT_TURNS, "it wanted a tool, and there was none"
             assert (s.tool.created, s.user.started) == (0, 0)
-            assert "tools:" not in s.codec.decode(s.engine.asked[0][1])
+            assert "tools:" not in s.codec.decode(s.engine.requests[0][1])
 
     run(test)
 
 
 def test_the_tool_agent_uses_the_tools_and_the_interaction_of_the_task() -> None:
     async def test() -> None:
-        async with stage(SCRIPT) as s:
+        async with loop_harness(SCRIPT) as s:
             task = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
-            state = await run_agent(LoopState.begin(task), setting_of(s))
-            assert (state.reason, state.assistant_turns, state.user_turns) == (Ending.INTERACTION, 3, 2)
+            state = await run_agent(LoopState.begin(task), context_for(s))
+            assert (state.reason, state.assistant_turns, state.user_turns) == (StopReason.INTERACTION, 3, 2)
             plain = Task(PROMPT, agent_name="tool", tools=())
-            s.engine.memory.clear()
-            state = await run_agent(LoopState.begin(plain), setting_of(s))
-            assert state.messages[2].text == "Unknown function 'deed'. Available tools: []"
-            assert state.reason is Ending.STOP
+            s.engine.prompts_by_session.clear()
+            state = await run_agent(LoopState.begin(plain), context_for(s))
+            assert state.messages[2].content == "Unknown function 'deed'. Available tools: []"
+            assert state.reason is StopReason.STOP
 
     run(test)
 
 
 def test_a_tasks_own_limits_go_before_everybodys() -> None:
     async def test() -> None:
-        async with stage(SCRIPT) as s:
+        async with loop_harness(SCRIPT) as s:
             everybody = LoopLimits(max_assistant_turns=1)
             own = LoopLimits(max_assistant_turns=2)
             for limits, turns in ((None, 1), (own, 2)):
-                s.engine.memory.clear()
+                s.engine.prompts_by_session.clear()
                 task = Task(PROMPT, agent_name="tool", limits=limits)
-                state = await run_agent(LoopState.begin(task), setting_of(s, limits=everybody))
+                state = await run_agent(LoopState.begin(task), context_for(s, limits=everybody))
                 assert state.assistant_turns == turns
 
     run(test)
@@ -79,28 +94,28 @@ def test_a_tasks_own_limits_go_before_everybodys() -> None:
 def test_agents_are_found_by_the_name_they_were_given() -> None:
     async def test() -> None:
         @branchline.agent("echo")
-        async def echo(state: LoopState, setting: Setting) -> LoopState:
-            state.messages.append(Message("assistant", state.messages[-1].text))
+        async def echo(state: LoopState, setting: AgentContext) -> LoopState:
+            state.messages.append(Message("assistant", state.messages[-1].content))
             return state
 
         @branchline.agent("shout")
-        async def shout(state: LoopState, setting: Setting) -> LoopState:
-            state.messages.append(Message("assistant", state.messages[-1].text.upper()))
+        async def shout(state: LoopState, setting: AgentContext) -> LoopState:
+            state.messages.append(Message("assistant", state.messages[-1].content.upper()))
             return state
 
-        async with stage(SCRIPT) as s:
+        async with loop_harness(SCRIPT) as s:
             tasks = [Task(PROMPT, agent_name=name) for name in ("echo", "shout", "echo")]
-            states = [await run_agent(LoopState.begin(task), setting_of(s)) for task in tasks]
-            assert [state.messages[-1].text for state in states] == ["Begin.", "BEGIN.", "Begin."]
-            assert not s.engine.asked
+            states = [await run_agent(LoopState.begin(task), context_for(s)) for task in tasks]
+            assert [state.messages[-1].content for state in states] == ["Begin.", "BEGIN.", "Begin."]
+            assert not s.engine.requests
 
     run(test)
 
 
 def test_unknown_names_are_refused_before_anything_runs() -> None:
     async def test() -> None:
-        async with stage(SCRIPT) as s:
-            tools, interactions = ToolRegistry([s.tool]), InteractionRegistry([User(())])
+        async with loop_harness(SCRIPT) as s:
+            tools, interactions = ToolRegistry([s.tool]), InteractionRegistry([ScriptedUser(())])
             good = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
             check_tasks([good, Task(PROMPT)], tools, interactions)
             for bad, words in (
@@ -112,10 +127,10 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
                 with pytest.raises(InputError, match=rf"^tasks\[1\]\.{words}"):
                     check_tasks([good, bad], tools, interactions)
             with pytest.raises(InputError, match="'single_turn', 'tool'"):
-                await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), setting_of(s))
+                await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), context_for(s))
             with pytest.raises(InputError, match=r"tools\[0\]: got 'deed', expected one of \[\]"):
                 check_tasks([good])
-            assert not s.engine.asked
+            assert not s.engine.requests
             assert not s.tool.created
 
     run(test)
@@ -124,7 +139,7 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
 def test_a_name_stands_for_one_agent() -> None:
     def define(word: str) -> Any:
         @branchline.agent("mine")
-        async def mine(state: LoopState, setting: Setting) -> LoopState:
+        async def mine(state: LoopState, setting: AgentContext) -> LoopState:
             state.detail = word
             return state
 
@@ -136,7 +151,7 @@ def test_a_name_stands_for_one_agent() -> None:
     with pytest.raises(InputError, match=r"'mine' is .*mine already"):
 
         @branchline.agent("mine")
-        async def other(state: LoopState, setting: Setting) -> LoopState:
+        async def other(state: LoopState, setting: AgentContext) -> LoopState:
             return state
 
     with pytest.raises(InputError, match="agent: got the name ''"):
@@ -145,15 +160,17 @@ def test_a_name_stands_for_one_agent() -> None:
 
 # -- agents of one's own -----------------------------------------------------------------------------
 
-TALK = Script((Turn("one two", holds=(1,)), Turn("three"), Turn("four")))
+CONVERSATION = LoopScript(
+    (ScriptedTurn("one two", cancel_points=(1,)), ScriptedTurn("three"), ScriptedTurn("four"))
+)
 
 
-def task_of(name: str, **options: Any) -> LoopState:
+def state_for(name: str, **options: Any) -> LoopState:
     return LoopState.begin(Task(PROMPT, agent_name=name, **options))
 
 
 @branchline.agent("twice")
-async def twice(state: LoopState, setting: Setting) -> LoopState:
+async def twice(state: LoopState, setting: AgentContext) -> LoopState:
     """Goes on from wherever its state was left."""
     while state.assistant_turns < 2:
         if state.messages[-1].role == "assistant":
@@ -166,17 +183,21 @@ async def twice(state: LoopState, setting: Setting) -> LoopState:
 @pytest.mark.parametrize("over_http", [False, True])
 def test_what_an_agent_asks_is_in_its_output(over_http: bool) -> None:
     async def test() -> None:
-        async with stage(TALK.uninterrupted, over_http=over_http) as s:
-            state = await run_agent(task_of("twice"), setting_of(s))
-            assert [message.text for message in state.messages[1:]] == ["one two", "Are you sure?", "three"]
-            assert (state.is_over, state.reason, state.assistant_turns) == (True, Ending.STOP, 2)
+        async with loop_harness(CONVERSATION.uninterrupted, over_http=over_http) as s:
+            state = await run_agent(state_for("twice"), context_for(s))
+            assert [message.content for message in state.messages[1:]] == [
+                "one two",
+                "Are you sure?",
+                "three",
+            ]
+            assert (state.is_finished, state.reason, state.assistant_turns) == (True, StopReason.STOP, 2)
             assert state.calls == [reply.call_id for reply in s.model.replies]
             assert state.tokens == len(s.model.replies[1].prompt_ids) + len(s.model.replies[1].ids)
             assert state.metrics.generate_s > 0
-            output = await output_of(state, s.model)
+            output = await build_output(state, s.model)
             assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
             assert output.reward_score == 1.0
-            assert await run_agent(state, setting_of(s)) is state
+            assert await run_agent(state, context_for(s)) is state
             assert len(s.model.replies) == 2, "what is over is not run again"
 
     run(test)
@@ -186,10 +207,10 @@ def test_what_an_agent_asks_is_in_its_output(over_http: bool) -> None:
 @pytest.mark.parametrize("over_http", [False, True])
 def test_an_agent_that_is_cancelled_goes_on_behind_what_was_sampled(over_http: bool, by_token: bool) -> None:
     async def test() -> None:
-        async with stage(TALK, over_http=over_http) as s:
-            state, cancel = task_of("twice"), CancelToken()
-            running = asyncio.create_task(run_agent(state, setting_of(s, cancel=cancel)))
-            await s.engine.held.wait()
+        async with loop_harness(CONVERSATION, over_http=over_http) as s:
+            state, cancel = state_for("twice"), CancelToken()
+            running = asyncio.create_task(run_agent(state, context_for(s, cancel=cancel)))
+            await s.engine.at_cancel_point.wait()
             if by_token:
                 cancel.cancel()
                 assert await running is state
@@ -197,41 +218,45 @@ def test_an_agent_that_is_cancelled_goes_on_behind_what_was_sampled(over_http: b
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancel, state.is_over, state.metrics.num_preempted) == (True, False, 1)
+            assert (state.is_cancel, state.is_finished, state.metrics.num_preempted) == (True, False, 1)
             state = LoopState.decode(state.encode())
-            state = await run_agent(state, setting_of(s, cancel=CancelToken()))
-            assert (state.is_cancel, state.is_over) == (False, True)
-            assert [message.text for message in state.messages[1:]] == ["one two", "Are you sure?", "three"]
-            first, again = [prompt for _, prompt in s.engine.asked[:2]]
+            state = await run_agent(state, context_for(s, cancel=CancelToken()))
+            assert (state.is_cancel, state.is_finished) == (False, True)
+            assert [message.content for message in state.messages[1:]] == [
+                "one two",
+                "Are you sure?",
+                "three",
+            ]
+            first, again = [prompt for _, prompt in s.engine.requests[:2]]
             assert len(again) == len(first) + 1, "behind the one id it had said"
-            assert len((await output_of(state, s.model)).outputs) == 1
+            assert len((await build_output(state, s.model)).outputs) == 1
 
     run(test)
 
 
 def test_a_token_that_was_used_lets_no_agent_begin() -> None:
     async def test() -> None:
-        async with stage(TALK) as s:
+        async with loop_harness(CONVERSATION) as s:
             cancel = CancelToken()
             cancel.cancel()
-            state = await run_agent(task_of("twice"), setting_of(s, cancel=cancel))
+            state = await run_agent(state_for("twice"), context_for(s, cancel=cancel))
             assert state.is_cancel
-            assert not s.engine.asked
+            assert not s.engine.requests
 
     run(test)
 
 
 def test_a_call_that_was_begun_behind_another_prompt_is_made_anew() -> None:
     async def test() -> None:
-        async with stage(TALK) as s:
-            setting, state = setting_of(s), task_of("x")
+        async with loop_harness(CONVERSATION) as s:
+            setting, state = context_for(s), state_for("x")
             asking = asyncio.create_task(setting.ask(state))
-            await s.engine.held.wait()
+            await s.engine.at_cancel_point.wait()
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             begun = state.call
             state.messages.append(Message("user", "Something else."))
-            assert (await setting.ask(state)).message.text == "three"
+            assert (await setting.ask(state)).message.content == "three"
             assert state.calls == [s.model.replies[0].call_id] != [begun]
             assert state.call == ""
 
@@ -240,22 +265,22 @@ def test_a_call_that_was_begun_behind_another_prompt_is_made_anew() -> None:
 
 def test_other_conversations_are_asked_side_by_side_and_trained_too() -> None:
     @branchline.agent("debate")
-    async def debate(state: LoopState, setting: Setting) -> LoopState:
+    async def debate(state: LoopState, setting: AgentContext) -> LoopState:
         sides = [[Message("user", f"Speak for {side}.")] for side in ("cats", "dogs")]
         replies = await asyncio.gather(*[setting.ask(state, side) for side in sides])
-        state.messages += [Message("user", reply.message.text) for reply in replies]
+        state.messages += [Message("user", reply.message.content) for reply in replies]
         await setting.ask(state, params={"temperature": 0.5}, tools=[TOOL])
         return state
 
     async def test() -> None:
-        async with stage(TALK.uninterrupted) as s:
+        async with loop_harness(CONVERSATION.uninterrupted) as s:
             limits = LoopLimits(max_new_tokens=4)
-            state = task_of("debate", limits=limits, sampling={"temperature": 0.1})
-            state = await run_agent(state, setting_of(s))
+            state = state_for("debate", limits=limits, sampling={"temperature": 0.1})
+            state = await run_agent(state, context_for(s))
             assert state.assistant_turns == 1
             assert [len(reply.ids) for reply in s.model.replies] == [4, 4, 4]
             assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
-            assert len((await output_of(state, s.model)).outputs) == 3
+            assert len((await build_output(state, s.model)).outputs) == 3
             assert "looks" in s.codec.decode(s.model.replies[2].prompt_ids)
             assert [call.sampling["temperature"] for call in s.tree.calls] == [0.1, 0.1, 0.5]
 
@@ -267,16 +292,16 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "It look
 
 def test_a_call_that_was_made_behind_everybodys_back_is_trained_too() -> None:
     @branchline.agent("direct")
-    async def direct(state: LoopState, setting: Setting) -> LoopState:
+    async def direct(state: LoopState, setting: AgentContext) -> LoopState:
         reply = await setting.model.ask(state.messages)
         state.messages.append(reply.message)
         async with AgentLoop(setting.model, state, limits=LoopLimits(max_assistant_turns=1)) as loop:
             return await loop.run(setting.cancel)
 
     async def test() -> None:
-        async with stage(TALK.uninterrupted) as s:
-            state = await run_agent(task_of("direct"), setting_of(s, cancel=CancelToken()))
-            output = await output_of(state, s.model)
+        async with loop_harness(CONVERSATION.uninterrupted) as s:
+            state = await run_agent(state_for("direct"), context_for(s, cancel=CancelToken()))
+            output = await build_output(state, s.model)
             assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
             assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
 
@@ -285,37 +310,37 @@ def test_a_call_that_was_made_behind_everybodys_back_is_trained_too() -> None:
 
 def test_a_loop_inside_an_agent_is_cancelled_with_it() -> None:
     @branchline.agent("looping")
-    async def looping(state: LoopState, setting: Setting) -> LoopState:
+    async def looping(state: LoopState, setting: AgentContext) -> LoopState:
         async with AgentLoop(setting.model, state, tools=setting.tools and setting.tools.select()) as loop:
             return await loop.run(setting.cancel)
 
     async def test() -> None:
-        async with stage(TALK) as s:
+        async with loop_harness(CONVERSATION) as s:
             cancel = CancelToken()
-            running = asyncio.create_task(run_agent(task_of("looping"), setting_of(s, cancel=cancel)))
-            await s.engine.held.wait()
+            running = asyncio.create_task(run_agent(state_for("looping"), context_for(s, cancel=cancel)))
+            await s.engine.at_cancel_point.wait()
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.is_over, s.tool.released) == (True, False, 1)
-            state = await run_agent(state, setting_of(s))
-            assert (state.reason, state.is_over, s.tool.released) == (Ending.STOP, True, 2)
+            assert (state.is_cancel, state.is_finished, s.tool.released) == (True, False, 1)
+            state = await run_agent(state, context_for(s))
+            assert (state.reason, state.is_finished, s.tool.released) == (StopReason.STOP, True, 2)
 
     run(test)
 
 
 def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
     @branchline.agent("broken")
-    async def broken(state: LoopState, setting: Setting) -> LoopState:
+    async def broken(state: LoopState, setting: AgentContext) -> LoopState:
         await setting.model.ask(state.messages)
         raise ValueError("broken")
 
     async def test() -> None:
-        async with stage(TALK.uninterrupted) as s:
-            state = task_of("broken")
+        async with loop_harness(CONVERSATION.uninterrupted) as s:
+            state = state_for("broken")
             with pytest.raises(ValueError, match="broken"):
-                await run_agent(state, setting_of(s))
+                await run_agent(state, context_for(s))
             assert len(state.calls) == 1
-            assert not state.is_over
+            assert not state.is_finished
 
     run(test)
 
@@ -323,18 +348,20 @@ def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
 @pytest.mark.parametrize("left_by", ["token", "task", "error"])
 def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) -> None:
     @branchline.agent("judged")
-    async def judged(state: LoopState, setting: Setting) -> LoopState:
+    async def judged(state: LoopState, setting: AgentContext) -> LoopState:
         async with AgentLoop(setting.model, state, tools=setting.tools and setting.tools.select()) as loop:
             await loop.run(setting.cancel)
         reply = await setting.ask(state, [Message("user", "Judge it.")])
-        state.score = float(len(reply.message.text))
+        state.score = float(len(reply.message.content))
         return state
 
     async def test() -> None:
-        async with stage(Script((Turn("one"), Turn("three", holds=(1,))))) as s:
-            state, cancel = task_of("judged"), CancelToken()
-            running = asyncio.create_task(run_agent(state, setting_of(s, cancel=cancel)))
-            await s.engine.held.wait()
+        async with loop_harness(
+            LoopScript((ScriptedTurn("one"), ScriptedTurn("three", cancel_points=(1,))))
+        ) as s:
+            state, cancel = state_for("judged"), CancelToken()
+            running = asyncio.create_task(run_agent(state, context_for(s, cancel=cancel)))
+            await s.engine.at_cancel_point.wait()
             if left_by == "token":
                 cancel.cancel()
                 assert await running is state
@@ -342,19 +369,19 @@ def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) ->
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancel, state.is_over, state.assistant_turns) == (True, False, 1)
+            assert (state.is_cancel, state.is_finished, state.assistant_turns) == (True, False, 1)
             if left_by == "error":
                 s.engine.failure = EngineError("gone")
                 with pytest.raises(EngineError, match="gone"):
-                    await run_agent(state, setting_of(s))
-                assert (state.is_cancel, state.is_over) == (False, False)
+                    await run_agent(state, context_for(s))
+                assert (state.is_cancel, state.is_finished) == (False, False)
                 s.engine.failure = None
-            state = await run_agent(LoopState.decode(state.encode()), setting_of(s))
-            assert (state.is_cancel, state.is_over, state.reason) == (False, True, Ending.STOP)
+            state = await run_agent(LoopState.decode(state.encode()), context_for(s))
+            assert (state.is_cancel, state.is_finished, state.reason) == (False, True, StopReason.STOP)
             assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"deed": 0.5}, 1)
-            assert [message.text for message in state.messages[1:]] == ["one"]
+            assert [message.content for message in state.messages[1:]] == ["one"]
             assert state.calls == [reply.call_id for reply in s.model.replies]
-            assert await run_agent(state, setting_of(s)) is state
+            assert await run_agent(state, context_for(s)) is state
             assert len(s.model.replies) == 2, "what is over is not run again"
 
     run(test)
@@ -362,7 +389,7 @@ def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) ->
 
 def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_to_go_on_with() -> None:
     @branchline.agent("impatient")
-    async def impatient(state: LoopState, setting: Setting) -> LoopState:
+    async def impatient(state: LoopState, setting: AgentContext) -> LoopState:
         own = CancelToken()
         async with AgentLoop(setting.model, state) as loop:
             running = asyncio.create_task(loop.run(own))
@@ -374,12 +401,16 @@ def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_
     held = asyncio.Event()
 
     async def test() -> None:
-        async with stage(TALK) as s:
-            s.engine.held = held
-            state = await run_agent(task_of("impatient"), setting_of(s, cancel=CancelToken()))
-            assert (state.is_cancel, state.is_over) == (True, False)
-            state = await run_agent(state, setting_of(s))
-            assert (state.is_cancel, state.is_over, state.messages[-1].text) == (False, True, "one two")
+        async with loop_harness(CONVERSATION) as s:
+            s.engine.at_cancel_point = held
+            state = await run_agent(state_for("impatient"), context_for(s, cancel=CancelToken()))
+            assert (state.is_cancel, state.is_finished) == (True, False)
+            state = await run_agent(state, context_for(s))
+            assert (state.is_cancel, state.is_finished, state.messages[-1].content) == (
+                False,
+                True,
+                "one two",
+            )
 
     run(test)
 
@@ -387,10 +418,12 @@ def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_
 @pytest.mark.parametrize(("asked", "sampled"), [(40, 5), (3, 3), (None, 5)])
 def test_what_an_agent_asks_for_does_not_lift_the_limit_of_an_answer(asked: Any, sampled: int) -> None:
     async def test() -> None:
-        async with stage(Script((Turn("a long answer"), Turn("a long answer")))) as s:
-            setting = setting_of(s, limits=LoopLimits(max_new_tokens=5))
-            reply = await setting.ask(task_of("x"), params={"max_tokens": asked})
-            other = await setting.ask(task_of("x"), [Message("user", "q")], params={"max_tokens": asked})
+        async with loop_harness(
+            LoopScript((ScriptedTurn("a long answer"), ScriptedTurn("a long answer")))
+        ) as s:
+            setting = context_for(s, limits=LoopLimits(max_new_tokens=5))
+            reply = await setting.ask(state_for("x"), params={"max_tokens": asked})
+            other = await setting.ask(state_for("x"), [Message("user", "q")], params={"max_tokens": asked})
             assert (len(reply.ids), len(other.ids)) == (sampled, sampled)
 
     run(test)
@@ -398,32 +431,32 @@ def test_what_an_agent_asks_for_does_not_lift_the_limit_of_an_answer(asked: Any,
 
 def test_a_number_of_tokens_that_is_none_is_refused_under_a_limit_too() -> None:
     async def test() -> None:
-        async with stage(TALK) as s:
-            setting = setting_of(s, limits=LoopLimits(max_new_tokens=5))
+        async with loop_harness(CONVERSATION) as s:
+            setting = context_for(s, limits=LoopLimits(max_new_tokens=5))
             for odd in ("many", 2.5, True):
                 with pytest.raises(InputError, match=f"max_tokens: got {odd!r}, expected a whole number"):
-                    await setting.ask(task_of("x"), params={"max_tokens": odd})
+                    await setting.ask(state_for("x"), params={"max_tokens": odd})
 
     run(test)
 
 
 def test_an_agent_that_returns_another_state_than_its_own_says_so() -> None:
     @branchline.agent("copies")
-    async def copies(state: LoopState, setting: Setting) -> LoopState:
+    async def copies(state: LoopState, setting: AgentContext) -> LoopState:
         new = LoopState.decode(state.encode())
         new.messages.append((await setting.model.ask(new.messages)).message)
         return new
 
     async def test() -> None:
-        async with stage(TALK.uninterrupted) as s:
-            state = task_of("copies")
+        async with loop_harness(CONVERSATION.uninterrupted) as s:
+            state = state_for("copies")
             with pytest.raises(
                 InputError,
                 match="agent 'copies': returned another LoopState, expected the LoopState it was given",
             ):
-                await run_agent(state, setting_of(s))
+                await run_agent(state, context_for(s))
             assert state.calls == [s.model.replies[0].call_id]
-            assert not state.is_over
+            assert not state.is_finished
 
     run(test)
 
@@ -432,7 +465,7 @@ async def few(state: LoopState) -> LoopState:
     return state
 
 
-def plain(state: LoopState, setting: Setting) -> LoopState:
+def plain(state: LoopState, setting: AgentContext) -> LoopState:
     return state
 
 
@@ -455,28 +488,28 @@ def test_what_cannot_be_an_agent_is_refused_where_it_is_named(function: Any, why
 
 def test_whatever_is_waited_for_with_a_state_and_a_setting_is_an_agent() -> None:
     class Echo:
-        async def __call__(self, state: LoopState, setting: Setting, *, word: str = "x") -> LoopState:
+        async def __call__(self, state: LoopState, setting: AgentContext, *, word: str = "x") -> LoopState:
             state.detail = word
             return state
 
     async def test() -> None:
         branchline.agent("object")(Echo())
         branchline.agent("partial")(functools.partial(Echo(), word="y"))
-        async with stage(TALK) as s:
-            assert (await run_agent(task_of("object"), setting_of(s))).detail == "x"
-            assert (await run_agent(task_of("partial"), setting_of(s))).detail == "y"
+        async with loop_harness(CONVERSATION) as s:
+            assert (await run_agent(state_for("object"), context_for(s))).detail == "x"
+            assert (await run_agent(state_for("partial"), context_for(s))).detail == "y"
 
     run(test)
 
 
 def test_an_agent_that_returns_no_state_says_so() -> None:
     @branchline.agent("nothing")
-    async def nothing(state: LoopState, setting: Setting) -> Any: ...
+    async def nothing(state: LoopState, setting: AgentContext) -> Any: ...
 
     async def test() -> None:
-        async with stage(TALK) as s:
+        async with loop_harness(CONVERSATION) as s:
             with pytest.raises(InputError, match="agent 'nothing': returned None, expected the LoopState"):
-                await run_agent(task_of("nothing"), setting_of(s))
+                await run_agent(state_for("nothing"), context_for(s))
 
     run(test)
 
@@ -485,7 +518,7 @@ def test_an_agent_that_returns_no_state_says_so() -> None:
     "named", [{"tools": ("deed",)}, {"tool_arguments": {"deed": {}}}, {"interaction": "user"}]
 )
 def test_a_task_whose_tools_nobody_would_see_is_refused(named: Any) -> None:
-    tools, interactions = ToolRegistry([Deeds(SCRIPT)]), InteractionRegistry([User(())])
+    tools, interactions = ToolRegistry([ScriptedTool(SCRIPT)]), InteractionRegistry([ScriptedUser(())])
     with pytest.raises(InputError, match=r"^tasks\[0\]\.agent_name: got none, .*: 'single_turn' has neither"):
         check_tasks([Task(PROMPT, **named)], tools, interactions)
     for name in ("tool", "single_turn"):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from branchline.loop.cancel import CancelToken
-from tests.loop.running import run
+from tests.loop.clock_runner import run
 
 
 async def _for_ever() -> None:
@@ -15,7 +15,7 @@ async def _for_ever() -> None:
 def test_work_that_ends_by_itself_is_not_cancelled() -> None:
     async def test() -> None:
         token = CancelToken()
-        assert await token.guard(asyncio.sleep(0))
+        assert await token.run_cancellable(asyncio.sleep(0))
         token.cancel()
         assert token.is_set
 
@@ -25,7 +25,7 @@ def test_work_that_ends_by_itself_is_not_cancelled() -> None:
 def test_one_token_cancels_all_and_each_caller_goes_on() -> None:
     async def test() -> None:
         token = CancelToken()
-        waiting = [asyncio.create_task(token.guard(_for_ever())) for _ in range(3)]
+        waiting = [asyncio.create_task(token.run_cancellable(_for_ever())) for _ in range(3)]
         await asyncio.sleep(0)
         token.cancel()
         assert await asyncio.gather(*waiting) == [False] * 3
@@ -38,7 +38,7 @@ def test_one_token_cancels_all_and_each_caller_goes_on() -> None:
 def test_a_cancelled_caller_is_cancelled_whatever_the_token_says(also_token: bool) -> None:
     async def test() -> None:
         token = CancelToken()
-        caller = asyncio.create_task(token.guard(_for_ever()))
+        caller = asyncio.create_task(token.run_cancellable(_for_ever()))
         await asyncio.sleep(0)
         if also_token:
             token.cancel()
@@ -53,7 +53,7 @@ def test_a_timeout_around_the_caller_is_a_timeout() -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
-                await CancelToken().guard(_for_ever())
+                await CancelToken().run_cancellable(_for_ever())
 
     run(test)
 
@@ -64,6 +64,6 @@ def test_an_error_of_the_work_is_the_callers() -> None:
             raise ValueError("broken")
 
         with pytest.raises(ValueError, match="broken"):
-            await CancelToken().guard(fail())
+            await CancelToken().run_cancellable(fail())
 
     run(test)

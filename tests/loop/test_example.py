@@ -5,21 +5,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from examples.loop.run import play
+from examples.loop.run import run_tasks
 
 from branchline.loop.output import LoopOutput
 from branchline.loop.state import LoopState
-from tests.loop.running import run
+from tests.loop.clock_runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_example_gives_the_same_tokens_in_process_and_over_http() -> None:
     async def test() -> None:
-        near, far = [await play(over_http=over_http) for over_http in (False, True)]
-        assert [_told(output) for output in near] == [_told(output) for output in far]
+        near, far = [await run_tasks(over_http=over_http) for over_http in (False, True)]
+        assert [_comparable(output) for output in near] == [_comparable(output) for output in far]
         assert [output.reward_score for output in near] == [1.0] * 3 + [None] * 3 + [0.75] * 3
-        answers = [_state(output).messages[-1].text for output in near[3:6]]
+        answers = [_state(output).messages[-1].content for output in near[3:6]]
         assert all(
             _state(output).task.extra["answer"] in answer
             for output, answer in zip(near[3:6], answers, strict=True)
@@ -36,7 +36,7 @@ def _state(output: LoopOutput) -> LoopState:
     return state
 
 
-def _told(output: LoopOutput) -> Any:
+def _comparable(output: LoopOutput) -> Any:
     ids = [(one.prompt_ids.tolist(), one.response_ids.tolist()) for one in output.outputs]
     return ids, output.response_mask.tolist(), output.response_logprobs.tolist(), output.num_turns
 

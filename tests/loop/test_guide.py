@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from branchline import (
+    AgentContext,
     BranchlineError,
     HttpModel,
     LoopLimits,
@@ -27,19 +28,18 @@ from branchline import (
     LoopState,
     Message,
     SessionModel,
-    Setting,
     Task,
     run_agent,
 )
-from branchline.cli.engines import build
-from branchline.cli.main import _parser
+from branchline.cli.engines import build_router
+from branchline.cli.main import build_parser
 from branchline.engines.scripted import ScriptedEngine
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.live import Limits, SessionOptions
 from branchline.gateway.server import Gateway
-from branchline.gateway.sessions import Sessions
-from branchline.loop.state import Ending
-from tests.loop.running import run
+from branchline.loop.state import StopReason
+from branchline.runtime.managed_session import SessionLimits, SessionOptions
+from branchline.runtime.session_store import SessionStore
+from tests.loop.clock_runner import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guides" / "loop.md").read_text()
@@ -135,16 +135,16 @@ def test_the_python_of_the_guide_is_one_program_that_runs_as_it_stands(tmp_path:
 
 def test_the_gateway_that_the_guide_starts_is_where_it_says_and_wants_no_key() -> None:
     async def test() -> None:
-        options = _parser().parse_args(command("branchline serve")[1:])
+        options = build_parser().parse_args(command("branchline serve")[1:])
         assert f"http://{options.host}:{options.port}" in TEXT
-        codec, fleet = build(options)
+        codec, fleet = build_router(options)
         config = GatewayConfig(auth=not options.no_auth)
         async with (
             Gateway(engine=fleet, codec=codec, config=config) as gateway,
             await HttpModel.open(gateway.url) as model,
         ):
             reply = await model.ask([Message("user", "What do 3 pears cost?")])
-            assert reply.message.text == "You said: What do 3 pears cost?"
+            assert reply.message.content == "You said: What do 3 pears cost?"
 
     run(test)
 
@@ -152,21 +152,21 @@ def test_the_gateway_that_the_guide_starts_is_where_it_says_and_wants_no_key() -
 @pytest.mark.parametrize(
     ("room", "limits", "ending", "error"),
     [
-        (3, Limits(), Ending.MODEL_LENGTH, "ContextLengthError"),
-        (None, Limits(calls=1), Ending.SESSION_CALLS, "out_of_calls"),
-        (None, Limits(tokens=1), Ending.SESSION_TOKENS, "out_of_tokens"),
+        (3, SessionLimits(), StopReason.MODEL_LENGTH, "ContextLengthError"),
+        (None, SessionLimits(calls=1), StopReason.SESSION_CALLS, "out_of_calls"),
+        (None, SessionLimits(tokens=1), StopReason.SESSION_TOKENS, "out_of_tokens"),
     ],
 )
 def test_an_agent_of_ones_own_is_told_by_an_error_what_ends_a_loop(
-    room: int | None, limits: Limits, ending: Ending, error: str
+    room: int | None, limits: SessionLimits, ending: StopReason, error: str
 ) -> None:
     assert f"`{ending}`" in section("An agent of your own")
     assert f"`{error}`" in section("An agent of your own")
 
     async def test() -> None:
         engine, task = ScriptedEngine(), Task((Message("user", "p"),), agent_name="tool")
-        live, _, _ = Sessions(engine.codec).open(SessionOptions(limits=limits))
-        setting = Setting(SessionModel(live, engine))
+        live, _, _ = SessionStore(engine.codec).open(SessionOptions(limits=limits))
+        setting = AgentContext(SessionModel(live, engine))
         await setting.ask(LoopState.begin(task))
         engine.max_context = room
         assert (await run_agent(LoopState.begin(task), setting)).reason is ending

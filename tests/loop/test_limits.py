@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from branchline.core.errors import InputError
-from branchline.loop.limits import LoopLimits, takes_none
+from branchline.loop.limits import LoopLimits, is_optional
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_a_limit_of_another_kind_is_refused_by_name_when_it_is_written(given: An
         LoopLimits(**given)
     told = str(refused.value)
     assert told.startswith(f"limits.{name}: {words}")
-    assert told.endswith("null for no limit") == takes_none(name), "nobody is told to write what is refused"
+    assert told.endswith("null for no limit") == is_optional(name), "nobody is told to write what is refused"
 
 
 def test_limits_that_fit_are_taken_and_come_back_as_they_were() -> None:
     limits = LoopLimits(max_user_turns=0, tool_response_length=0, wall_clock_s=60, tool_timeout_s=None)
     assert msgspec.json.decode(msgspec.json.encode(limits), type=LoopLimits) == limits
-    assert not limits.has_length
-    assert LoopLimits(response_length=1).has_length
-    assert LoopLimits(model_length=1).has_length
+    assert not limits.needs_token_counts
+    assert LoopLimits(response_length=1).needs_token_counts
+    assert LoopLimits(model_length=1).needs_token_counts

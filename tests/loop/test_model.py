@@ -8,31 +8,35 @@ from branchline import ToyCodec, timelines_of
 from branchline.core.errors import MessageError, SessionError
 from branchline.core.message import Message, ToolCall
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.live import LiveSession, SessionOptions
-from branchline.gateway.sessions import Sessions
 from branchline.loop.model import SessionModel
-from tests.loop.running import run
+from branchline.runtime.managed_session import ManagedSession, SessionOptions
+from branchline.runtime.session_store import SessionStore
+from tests.loop.clock_runner import run
 
 ASK = (Message("user", "p"),)
 
 
-def model_of(*said: Any, agent: str = "", **options: Any) -> tuple[SessionModel, LiveSession, ScriptedEngine]:
+def scripted_model(
+    *said: Any, agent: str = "", **options: Any
+) -> tuple[SessionModel, ManagedSession, ScriptedEngine]:
     codec = ToyCodec.chatml()
-    live, _, _ = Sessions(codec).open(SessionOptions(**options))
+    live, _, _ = SessionStore(codec).open(SessionOptions(**options))
     engine = ScriptedEngine(codec, replies(*said), version=3)
     return SessionModel(live, engine, agent=agent), live, engine
 
 
 def test_a_reply_is_what_the_tree_has_of_its_call() -> None:
     async def test() -> None:
-        model, live, _ = model_of(Message("assistant", "a", reasoning="r", calls=(ToolCall("f", "{}"),)))
+        model, live, _ = scripted_model(
+            Message("assistant", "a", reasoning_content="r", tool_calls=(ToolCall("f", "{}"),))
+        )
         reply = await model.ask(ASK)
         (call,) = live.session.tree.calls
         node = live.session.tree.nodes[call.outputs[0]]
         assert reply.call_id == call.id
         assert reply.message == node.message
         assert reply.message.id == call.id
-        assert reply.finish == "tool_calls"
+        assert reply.finish_reason == "tool_calls"
         assert [*reply.prompt_ids, *reply.ids] == live.session.tree.path_ids(node).tolist()
         assert reply.logprobs is not None
         assert node.output is not None
@@ -46,24 +50,24 @@ def test_a_reply_is_what_the_tree_has_of_its_call() -> None:
 
 def test_a_count_is_the_length_of_the_prompt_that_would_be_asked_and_leaves_nothing() -> None:
     async def test() -> None:
-        model, live, engine = model_of("ok")
+        model, live, engine = scripted_model("ok")
         tools = [{"type": "function", "function": {"name": "f"}}]
         params = {"chat_template_kwargs": {"deep": True}}
-        counted = await model.count(ASK, tools=tools, params=params)
-        assert (live.session.tree.calls, engine.asked) == ([], [])
+        counted = await model.count_tokens(ASK, tools=tools, params=params)
+        assert (live.session.tree.calls, engine.received_prompts) == ([], [])
         assert counted == len((await model.ask(ASK, tools=tools, params=params)).prompt_ids)
-        assert counted != await model.count(ASK)
+        assert counted != await model.count_tokens(ASK)
 
     run(test)
 
 
 def test_what_the_session_says_of_sampling_goes_before_what_the_loop_says() -> None:
     async def test() -> None:
-        model, live, _ = model_of(
+        model, live, _ = scripted_model(
             "a long answer", sampling={"temperature": 0.5, "max_tokens": 4}, sampling_defaults={"top_p": 0.9}
         )
         reply = await model.ask(ASK, params={"temperature": 1.0, "max_tokens": 100, "seed": 7})
-        assert (reply.message.text, reply.finish) == ("a lo", "length")
+        assert (reply.message.content, reply.finish_reason) == ("a lo", "length")
         sampling = live.session.tree.calls[0].sampling
         assert {name: sampling[name] for name in ("temperature", "top_p", "seed", "max_tokens")} == {
             "temperature": 0.5,
@@ -77,11 +81,11 @@ def test_what_the_session_says_of_sampling_goes_before_what_the_loop_says() -> N
 
 def test_stop_texts_and_single_calls_work_as_over_http() -> None:
     async def test() -> None:
-        two = Message("assistant", calls=(ToolCall("f", "{}"), ToolCall("g", "{}")))
-        model, _, _ = model_of("one two three", two)
-        assert (await model.ask(ASK, params={"stop": [" three"]})).message.text == "one two"
+        two = Message("assistant", tool_calls=(ToolCall("f", "{}"), ToolCall("g", "{}")))
+        model, _, _ = scripted_model("one two three", two)
+        assert (await model.ask(ASK, params={"stop": [" three"]})).message.content == "one two"
         reply = await model.ask((*ASK, Message("user", "q")), params={"parallel_tool_calls": False})
-        assert [call.name for call in reply.message.calls] == ["f"]
+        assert [call.name for call in reply.message.tool_calls] == ["f"]
 
     run(test)
 
@@ -96,26 +100,26 @@ def test_stop_texts_and_single_calls_work_as_over_http() -> None:
 )
 def test_wrong_params_are_refused_by_name_before_anything_is_asked(params: Any, field: str) -> None:
     async def test() -> None:
-        model, live, engine = model_of("ok")
+        model, live, engine = scripted_model("ok")
         with pytest.raises(MessageError, match=f"^{field}: got"):
             await model.ask(ASK, params=params)
-        assert (live.session.tree.calls, engine.asked) == ([], [])
+        assert (live.session.tree.calls, engine.received_prompts) == ([], [])
 
     run(test)
 
 
 def test_agents_of_one_session_are_told_apart() -> None:
     async def test() -> None:
-        model, live, engine = model_of("ok", agent="")
+        model, live, engine = scripted_model("ok", agent="")
         critic = SessionModel(live, engine, agent="critic")
         await model.ask(ASK)
         await critic.ask((Message("system", "s"), *ASK))
         assert [line.agent for line in timelines_of(live.session.tree)] == ["", "critic"]
-        named, _, _ = model_of("ok", agent="")
+        named, _, _ = scripted_model("ok", agent="")
         assert named.agent == ""
-        assert model_of("ok", agent="x")[0].agent == "x"
+        assert scripted_model("ok", agent="x")[0].agent == "x"
         codec = ToyCodec.chatml()
-        live, _, _ = Sessions(codec).open(SessionOptions(agent="main"))
+        live, _, _ = SessionStore(codec).open(SessionOptions(agent="main"))
         assert SessionModel(live, engine).agent == "main"
 
     run(test)
@@ -123,12 +127,12 @@ def test_agents_of_one_session_are_told_apart() -> None:
 
 def test_a_closed_session_takes_no_call_and_a_name_stands_for_one_prompt() -> None:
     async def test() -> None:
-        model, live, _ = model_of("ok")
-        await model.ask(ASK, name="mine")
+        model, live, _ = scripted_model("ok")
+        await model.ask(ASK, call_name="mine")
         with pytest.raises(SessionError) as refused:
-            await model.ask((Message("user", "q"),), name="mine")
+            await model.ask((Message("user", "q"),), call_name="mine")
         assert refused.value.kind == "conflict"
-        await live.end("finalized")
+        await live.set_state("finalized")
         with pytest.raises(SessionError) as closed:
             await model.ask(ASK)
         assert closed.value.kind == "closed"
@@ -138,7 +142,7 @@ def test_a_closed_session_takes_no_call_and_a_name_stands_for_one_prompt() -> No
 
 def test_samples_are_read_with_the_reward_of_the_session() -> None:
     async def test() -> None:
-        model, live, _ = model_of("ok")
+        model, live, _ = scripted_model("ok")
         assert await model.samples() == []
         await model.ask(ASK)
         await live.post_reward({"score": 0.5})

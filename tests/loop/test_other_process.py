@@ -7,37 +7,51 @@ from pathlib import Path
 import pytest
 
 from branchline import export_samples
+from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.cancel import CancelToken
-from branchline.loop.machine import AgentLoop
-from branchline.loop.remote import HttpModel
-from branchline.loop.state import Ending, LoopState, State
+from branchline.loop.http_model import HttpModel
+from branchline.loop.state import LoopPhase, LoopState, StopReason
 from branchline.loop.tools.registry import ToolRegistry
-from tests.gateway.running import agent
-from tests.loop import resuming
-from tests.loop.playing import Deed, Script, Talker, Turn, spelled, stage
-from tests.loop.running import run
+from tests.gateway.harness import agent
+from tests.loop import resume_worker
+from tests.loop.clock_runner import run
+from tests.loop.harness import (
+    LoopScript,
+    ResumableScriptedEngine,
+    ScriptedToolCall,
+    ScriptedTurn,
+    encode_answers,
+    loop_harness,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("where", [State.GENERATING, State.PROCESSING_TOOLS])
-def test_a_cancelled_loop_goes_on_in_another_process(where: State) -> None:
+@pytest.mark.parametrize("where", [LoopPhase.GENERATING, LoopPhase.PROCESSING_TOOLS])
+def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
     async def test() -> None:
-        held = (4,) if where is State.GENERATING else ()
-        script = Script((Turn("let me see", deeds=(Deed(),) * 2), Turn("so it is", holds=held)))
-        async with stage(script) as s:
+        held = (4,) if where is LoopPhase.GENERATING else ()
+        script = LoopScript(
+            (
+                ScriptedTurn("let me see", tool_calls=(ScriptedToolCall(),) * 2),
+                ScriptedTurn("so it is", cancel_points=held),
+            )
+        )
+        async with loop_harness(script) as s:
             codec = s.codec
-        engine = Talker(spelled(codec, script), [turn.holds for turn in script.turns])
+        engine = ResumableScriptedEngine(
+            encode_answers(codec, script), [turn.cancel_points for turn in script.turns]
+        )
         async with agent(engine=engine, codec=codec) as a:  # type: ignore[arg-type]
             url, key = a.session.base_url, a.session.api_key
             state = LoopState.begin(s.task(), "far")
             cancel = CancelToken()
             async with HttpModel(url, key) as model:
-                tools = ToolRegistry([resuming.deed])
+                tools = ToolRegistry([resume_worker.deed])
                 async with AgentLoop(model, state, tools=tools.select()) as loop:
                     running = asyncio.create_task(loop.run(cancel))
-                    if where is State.GENERATING:
-                        await engine.held.wait()
+                    if where is LoopPhase.GENERATING:
+                        await engine.at_cancel_point.wait()
                     else:
                         while state.state is not where:
                             await asyncio.sleep(0)
@@ -45,7 +59,7 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: State) -> None:
                     assert (await running).is_cancel
             assert state.state is where
             other = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tests.loop.resuming", url, key),
+                *(sys.executable, "-m", "tests.loop.resume_worker", url, key),
                 cwd=ROOT,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -53,11 +67,11 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: State) -> None:
             written, _ = await other.communicate(state.encode())
             assert other.returncode == 0
             again = LoopState.decode(written)
-            assert (again.reason, again.trajectory, again.is_cancel) == (Ending.STOP, "far", False)
-            assert [m.text for m in again.messages[2:]] == [
+            assert (again.reason, again.trajectory, again.is_cancel) == (StopReason.STOP, "far", False)
+            assert [m.content for m in again.messages[2:]] == [
                 *["let me see", "done elsewhere: 0, 0", "done elsewhere: 0, 1", "so it is"]
             ]
-            report = export_samples(a.session.live.session.tree).report
+            report = export_samples(a.session.managed.session.tree).report
             assert report.sampled_tokens == report.trained_tokens == sum(len(ids) for ids in engine.answers)
 
     run(test)

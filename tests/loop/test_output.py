@@ -7,24 +7,31 @@ import pytest
 
 from branchline import ToyCodec
 from branchline.core.media import read_media_part
+from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.cancel import CancelToken
-from branchline.loop.machine import AgentLoop
-from branchline.loop.output import output_of
+from branchline.loop.output import build_output
 from branchline.loop.state import LoopLimits, LoopState
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import Selection
-from tests.loop.playing import Deed, Script, Turn, stage
-from tests.loop.running import move_clock, run
+from branchline.loop.tools.registry import ToolSelection
+from tests.loop.clock_runner import move_clock, run
+from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness
 
-SCRIPT = Script((Turn("look", deeds=(Deed(text="found"),)), Turn("so"), Turn("end")), user=("and?",))
+SCRIPT = LoopScript(
+    (
+        ScriptedTurn("look", tool_calls=(ScriptedToolCall(result="found"),)),
+        ScriptedTurn("so"),
+        ScriptedTurn("end"),
+    ),
+    user_messages=("and?",),
+)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
 def test_an_output_has_every_field(over_http: bool) -> None:
     async def test() -> None:
-        async with stage(SCRIPT, over_http=over_http) as s:
+        async with loop_harness(SCRIPT, over_http=over_http) as s:
             state = await s.run_once()
-            output = await output_of(state, s.model)
+            output = await build_output(state, s.model)
             assert s.codec.decode(output.prompt_ids).endswith("user:Begin.<end>\nassistant:")
             said = s.codec.decode(output.response_ids)
             assert said == (
@@ -80,9 +87,9 @@ class Grader(BaseTool):
 )
 def test_where_one_who_judges_fails_there_is_no_reward_and_it_is_told(reward: Any, words: str) -> None:
     async def test() -> None:
-        async with stage(Script((Turn("end"),))) as s:
+        async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             broken, state = Grader("broken", reward), LoopState.begin(s.task())
-            tools = Selection((broken, Grader("good", 4), Grader("silent", None)))
+            tools = ToolSelection((broken, Grader("good", 4), Grader("silent", None)))
 
             async def play() -> None:
                 async with AgentLoop(s.model, state, tools=tools) as loop:
@@ -92,12 +99,12 @@ def test_where_one_who_judges_fails_there_is_no_reward_and_it_is_told(reward: An
             await broken.judging.wait()
             move_clock(60 if reward == "never" else 0)
             await task
-            output = await output_of(LoopState.decode(state.encode()), s.model)
+            output = await build_output(LoopState.decode(state.encode()), s.model)
             assert output.reward_score is None, "what the others say is not the reward"
             assert output.extra_fields["final_rewards"] == {"good": 0.25}
             (fault,) = output.extra_fields["faults"]
             assert fault.startswith(f"broken: calc_reward: {words}")
-            assert state.is_over
+            assert state.is_finished
 
     run(test)
 
@@ -120,10 +127,10 @@ def test_a_judge_that_was_cut_off_may_judge_again() -> None:
             return None
 
     async def test() -> None:
-        async with stage(Script((Turn("end"),))) as s:
+        async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             second, late, cancel = Second("second", None), Late("late", None), CancelToken()
             state = LoopState.begin(s.task())
-            async with AgentLoop(s.model, state, tools=Selection((second, late))) as loop:
+            async with AgentLoop(s.model, state, tools=ToolSelection((second, late))) as loop:
                 task = asyncio.create_task(loop.run(cancel))
                 await late.judging.wait()
                 while not second.tries:
@@ -139,17 +146,19 @@ def test_a_judge_that_was_cut_off_may_judge_again() -> None:
 @pytest.mark.parametrize("over_http", [False, True])
 def test_of_a_session_that_others_use_too_an_output_has_its_own_samples(over_http: bool) -> None:
     async def test() -> None:
-        async with stage(Script((Turn("one"), Turn("two"))), over_http=over_http) as s:
+        async with loop_harness(
+            LoopScript((ScriptedTurn("one"), ScriptedTurn("two"))), over_http=over_http
+        ) as s:
             states = []
             for _ in range(2):
                 state = LoopState.begin(s.task())
                 state.messages.append(state.messages[-1])
                 async with AgentLoop(s.model, state) as loop:
                     states.append(await loop.run())
-                s.engine.memory[s.live.id] = [s.model.replies[0].prompt_ids[:1]]
+                s.engine.prompts_by_session[s.managed.id] = [s.model.replies[0].prompt_ids[:1]]
             assert len(await s.model.samples()) == 2
             for state, said in zip(states, ("one", "two"), strict=True):
-                output = await output_of(state, s.model)
+                output = await build_output(state, s.model)
                 assert s.codec.decode(output.response_ids) == f"{said}<end>"
                 assert len(output.outputs) == 1
 
@@ -160,9 +169,9 @@ def test_of_a_session_that_others_use_too_an_output_has_its_own_samples(over_htt
 @pytest.mark.parametrize("is_eval", [False, True])
 def test_where_there_is_nothing_to_train_the_arrays_are_empty(over_http: bool, is_eval: bool) -> None:
     async def test() -> None:
-        async with stage(SCRIPT, over_http=over_http, eval=is_eval) as s:
+        async with loop_harness(SCRIPT, over_http=over_http, eval=is_eval) as s:
             state = await s.run_once() if is_eval else LoopState.begin(s.task())
-            output = await output_of(state, s.model)
+            output = await build_output(state, s.model)
             assert output.outputs == ()
             arrays = (output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs)
             assert [len(array) for array in arrays] == [0] * 4
@@ -190,18 +199,21 @@ class Camera(BaseTool):
 @pytest.mark.parametrize("over_http", [False, True])
 def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bool) -> None:
     async def test() -> None:
-        async with stage(
-            Script((Turn("look", deeds=(Deed(text="found"),)), Turn("end"))), over_http=over_http
+        async with loop_harness(
+            LoopScript(
+                (ScriptedTurn("look", tool_calls=(ScriptedToolCall(result="found"),)), ScriptedTurn("end"))
+            ),
+            over_http=over_http,
         ) as s:
             state = LoopState.begin(s.task())
             limits = LoopLimits(tool_response_length=6, tool_response_unit="characters")
-            async with AgentLoop(s.model, state, tools=Selection((Camera(),)), limits=limits) as loop:
+            async with AgentLoop(s.model, state, tools=ToolSelection((Camera(),)), limits=limits) as loop:
                 state = LoopState.decode((await loop.run()).encode("json"))
             told = state.messages[3]
             assert told.parts == ("a v...(truncated)...ion", DOT, FILM)
             shown = s.codec.decode(s.model.replies[1].prompt_ids)
             assert f"a v...(truncated)...ion<image {DOT.digest}><video {FILM.digest}>" in shown
-            output = await output_of(state, s.model)
+            output = await build_output(state, s.model)
             assert output.multi_modal_data == {"image": (DOT,), "video": (FILM,)}
 
     run(test)
@@ -210,11 +222,13 @@ def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bo
 @pytest.mark.parametrize("over_http", [False, True])
 def test_where_thinking_is_stripped_a_trajectory_has_several_samples(over_http: bool) -> None:
     async def test() -> None:
-        script = Script((Turn("first", "hm"), Turn("second", "well")), user=("go on",))
+        script = LoopScript(
+            (ScriptedTurn("first", "hm"), ScriptedTurn("second", "well")), user_messages=("go on",)
+        )
         codec = ToyCodec.chatml(strip_thinking=True)
-        async with stage(script, codec, over_http=over_http) as s:
+        async with loop_harness(script, codec, over_http=over_http) as s:
             state = await s.run_once()
-            output = await output_of(state, s.model)
+            output = await build_output(state, s.model)
             assert len(output.outputs) == 2
             said = [codec.decode(one.response_ids) for one in output.outputs]
             assert said == ["<think>hm</think>first<end>", "<think>well</think>second<end>"]

@@ -10,11 +10,11 @@ from branchline.core.errors import InputError
 from branchline.core.message import Media, Message, ToolCall
 from branchline.loop.faults import Fault
 from branchline.loop.state import (
-    Ending,
     LoopLimits,
+    LoopMetrics,
+    LoopPhase,
     LoopState,
-    Metrics,
-    State,
+    StopReason,
     Task,
     ToolRecord,
     TurnRecord,
@@ -39,13 +39,16 @@ def full_state() -> LoopState:
         limits=LoopLimits(max_assistant_turns=3, tool_response_side="left"),
         extra={"answer": [1, None]},
     )
-    result = Message("tool", "2", answers="c1", name="add", parts=("2", IMAGE))
+    result = Message("tool", "2", tool_call_id="c1", name="add", parts=("2", IMAGE))
     record = ToolRecord("add", 1, result, 0.5, {"x": [1]}, 0.1, "bad")
     return LoopState(
         trajectory="t1",
         task=task,
-        state=State.PROCESSING_TOOLS,
-        messages=[*task.messages, Message("assistant", "", reasoning="hm", calls=calls, id="r1")],
+        state=LoopPhase.PROCESSING_TOOLS,
+        messages=[
+            *task.messages,
+            Message("assistant", "", reasoning_content="hm", tool_calls=calls, id="r1"),
+        ],
         assistant_turns=1,
         user_turns=2,
         pending=list(calls),
@@ -57,14 +60,14 @@ def full_state() -> LoopState:
         tool_states={"add": [1, 2]},
         partner_states={"tutor": {"wrong": 1}},
         faults=[Fault("add", "release", "stuck")],
-        metrics=Metrics(1.0, 2.0, 3.0, 4),
+        metrics=LoopMetrics(1.0, 2.0, 3.0, 4),
         call="chatcmpl-1",
         calls=["chatcmpl-0"],
         first_tokens=7,
         tokens=9,
         is_cancel=True,
         is_with_agent=True,
-        reason=Ending.USER_TURNS,
+        reason=StopReason.USER_TURNS,
         detail="2 of 2",
         spent_s=0.5,
     )
@@ -105,7 +108,7 @@ def test_states_share_nothing() -> None:
         {},
         0,
     )
-    one.note(Fault("a", "release", "stuck"))
+    one.add_fault(Fault("a", "release", "stuck"))
     assert other.faults == []
 
 
@@ -157,9 +160,9 @@ def test_scores_and_rewards_are_read_off_the_records() -> None:
     assert state.reward_score == 2.0
     state.score = -1.0
     assert state.reward_score == -1.0
-    state.note(Fault("add", "made again", "it was used before"))
+    state.add_fault(Fault("add", "made again", "it was used before"))
     assert state.reward_score == -1.0
-    state.note(Fault("add", "calc_reward", "the grader is down"))
+    state.add_fault(Fault("add", "calc_reward", "the grader is down"))
     assert state.reward_score is None, "what the others say is not the reward"
     assert LoopState.begin(state.task).reward_score is None
     assert state.num_turns == 4
@@ -168,8 +171,8 @@ def test_scores_and_rewards_are_read_off_the_records() -> None:
 def test_a_fault_is_noted_once_however_often_it_comes_back() -> None:
     state = LoopState.begin(Task(()))
     for _ in range(2):
-        state.note(Fault("add", "release", "stuck"))
-        state.note(None)
+        state.add_fault(Fault("add", "release", "stuck"))
+        state.add_fault(None)
     assert [str(fault) for fault in state.faults] == ["add: release: stuck"]
 
 
@@ -178,9 +181,9 @@ def test_what_is_over_is_taken_in_though_nobody_is_told() -> None:
     first = ToolRecord("first", 1, Message("tool", "1"), 0.25)
     state.outcomes = {1: state.outcomes[1], 0: first}
     told = list(state.tool_records), list(state.turn_records)
-    state.take_in()
+    state.flush_partial()
     assert [record.tool for record in state.tool_records[len(told[0]) :]] == ["first", "add"]
     assert [record.content for record in state.turn_records[len(told[1]) :]] == ["no"]
     assert (state.pending, state.outcomes, state.response) == ([], {}, None)
-    state.take_in()
+    state.flush_partial()
     assert len(state.tool_records) == len(told[0]) + 2, "once"

@@ -73,7 +73,7 @@ def test_arrays_and_their_numbers_are_lists_and_numbers() -> None:
     }
     task = Task.read(line)
     assert (task.id, task.tools) == ("7", ("add", "search"))
-    assert task.messages[0].text == "hi"
+    assert task.messages[0].content == "hi"
     assert task.tool_arguments == {"add": {"answer": 0.5}}
     assert task.extra == {"scores": [0, 1], "answer": 3}
     assert type(task.extra["answer"]) is int

@@ -17,7 +17,11 @@ import httpx
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".cache" / "mlflow" / "bin"
 """Made by `make test-mlflow`."""
-QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_DISABLE_AGENT_HINT": "true"}
+TELEMETRY_OFF = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_AGENT_HINT": "true",
+}
 _STARTED = "Application startup complete"
 
 
@@ -35,7 +39,7 @@ class MlflowServer:
     def traces(self, experiment: str, session: str) -> Any:
         """What mlflow's own client finds of a session."""
         command = [BIN / "python", Path(__file__).with_name("read_traces.py"), self.url, experiment, session]
-        environ = {**_clean(), **QUIET}
+        environ = {**_clean_env(), **TELEMETRY_OFF}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -52,7 +56,7 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
     with subprocess.Popen(
         command,
         cwd=folder,
-        env={**_clean(), **QUIET},
+        env={**_clean_env(), **TELEMETRY_OFF},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,7 +81,7 @@ def _read_until(output: IO[str], words: str) -> str | None:
     return None
 
 
-def _clean() -> dict[str, str]:
+def _clean_env() -> dict[str, str]:
     """Our environment without what names another one."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "VIRTUAL_ENV"))

@@ -14,15 +14,15 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
-from branchline.gateway.tracing import CAPTURE, Tracing
-from tests.gateway.running import Agent, run
+from branchline.gateway.tracing import CAPTURE_CONTENT_VARIABLE, Tracing
+from tests.gateway.harness import Agent, run
 from tests.mlflow.server import MlflowServer, mlflow_server
 
 pytestmark = pytest.mark.slow
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-LOOK = Message("assistant", "", calls=(ToolCall("look", '{"at": 1}'),))
-PATIENCE_S = 60.0
+LOOK = Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 1}'),))
+TIMEOUT_S = 60.0
 """mlflow takes its time over the first spans it is sent."""
 
 
@@ -37,8 +37,8 @@ def _tracing(
 ) -> Tracing:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{server.url}/v1/traces")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", f"x-mlflow-experiment-id={experiment}")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", str(int(PATIENCE_S)))
-    monkeypatch.setenv(CAPTURE, contents)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", str(int(TIMEOUT_S)))
+    monkeypatch.setenv(CAPTURE_CONTENT_VARIABLE, contents)
     return Tracing.from_environment()
 
 
@@ -55,8 +55,8 @@ async def _episode(tracing: Tracing, session: str, journal: Path | None = None) 
             engine=engine,
             codec=engine.codec,
             journal=journal,
-            observers=[tracing.note_call],
-            on_end=[tracing.note_end],
+            observers=[tracing.record_call],
+            on_session_end=[tracing.record_session_end],
         ) as gateway,
         httpx.AsyncClient(timeout=20) as http,
     ):
@@ -78,7 +78,7 @@ async def _episode(tracing: Tracing, session: str, journal: Path | None = None) 
     return usage
 
 
-def _show(found: Any) -> None:
+def _summary(found: Any) -> None:
     sdk, exporter = version("opentelemetry-sdk"), version("opentelemetry-exporter-otlp-proto-http")
     print(f"\nmlflow {found['version']}, opentelemetry-sdk {sdk}, otlp-proto-http {exporter}")
     for trace in found["traces"]:
@@ -99,9 +99,9 @@ def test_a_session_arrives_as_one_trace_with_its_tokens(
         usage.extend(await _episode(tracing, "episode-1"))
 
     run(test)
-    assert tracing.close(PATIENCE_S)
+    assert tracing.close(TIMEOUT_S)
     found = server.traces(experiment, "episode-1")
-    _show(found)
+    _summary(found)
     (trace,) = found["traces"]
     assert trace["state"] == "OK"
     prompt, sampled = (sum(counts) for counts in zip(*usage, strict=True))
@@ -148,7 +148,7 @@ def test_messages_are_shown_when_they_are_sent(server: MlflowServer, monkeypatch
         await _episode(tracing, "episode-2")
 
     run(test)
-    assert tracing.close(PATIENCE_S)
+    assert tracing.close(TIMEOUT_S)
     (trace,) = server.traces(experiment, "episode-2")["traces"]
     _, first, second, *_ = sorted(trace["spans"], key=lambda span: span["start"])
     assert first["inputs"] == [{"role": "user", "parts": [{"type": "text", "content": "what is there?"}]}]
@@ -169,7 +169,7 @@ def test_a_session_that_goes_on_is_a_trace_in_progress(
         usage.extend(await _episode(tracing, "episode-3", tmp_path / "run.journal"))
 
     run(test)
-    assert tracing.close(PATIENCE_S)
+    assert tracing.close(TIMEOUT_S)
     (trace,) = server.traces(experiment, "episode-3")["traces"]
     assert (trace["state"], len(trace["spans"])) == ("IN_PROGRESS", 5)
     assert trace["usage"]["total_tokens"] == sum(map(sum, usage))

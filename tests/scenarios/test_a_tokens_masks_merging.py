@@ -22,12 +22,12 @@ from branchline import (
     ToolCall,
     ToyCodec,
     Tree,
+    classify_forks,
     export_samples,
-    judge,
     merge,
     timelines_of,
 )
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 
 U, A, S = (lambda text, role=role: Message(role, text) for role in ("user", "assistant", "system"))  # type: ignore[misc]
 
@@ -39,23 +39,25 @@ def logged(
     ids: list[int] | None = None,
     *,
     line: int = 0,
-    finish: str = "stop",
+    finish_reason: str = "stop",
     logprobs: list[float] | None = None,
     tools: tuple[dict[str, object], ...] = (),
     agent: str = "",
 ) -> LoggedCall:
     answer = Message("assistant", said) if isinstance(said, str) else said
     given = None if logprobs is None else np.array(logprobs, np.float32)
-    output = LoggedOutput(answer, None if ids is None else as_ids(ids), given, finish)
+    output = LoggedOutput(answer, None if ids is None else as_ids(ids), given, finish_reason)
     request = Request(tuple(messages), tools, agent=agent)
     return LoggedCall(request, (output,), None if prompt is None else as_ids(prompt), line=line)
 
 
-def talk(session: Session, codec: ToyCodec, messages: list[Message], said: str | Message) -> list[int]:
+def commit_reply(
+    session: Session, codec: ToyCodec, messages: list[Message], said: str | Message
+) -> list[int]:
     """One call through a session; the prompt it led to."""
     turn = session.prepare(Request(tuple(messages)))
     answer = Message("assistant", said) if isinstance(said, str) else said
-    session.commit(turn, Generation(codec.spell(answer), message=answer))
+    session.commit(turn, Generation(codec.encode_reply(answer), message=answer))
     return turn.prompt_ids.tolist()
 
 
@@ -80,7 +82,7 @@ def test_1_the_terminator_is_trained_only_where_it_was_sampled(
     session = Session("s", CHATML)
     said = Message("assistant", "said")
     first = session.prepare(Request((U("p"),)))
-    session.commit(first, Generation(as_ids(sampled), finish=finish, message=said))
+    session.commit(first, Generation(as_ids(sampled), finish_reason=finish, message=said))
     second = session.prepare(Request((U("p"), said, U("q"))))
     session.commit(second, Generation(as_ids([9, 151645]), message=A("next")))
     (line,) = timelines_of(session.tree)
@@ -90,7 +92,7 @@ def test_1_the_terminator_is_trained_only_where_it_was_sampled(
     assert line.mask[start : start + 8].tolist() == mask
 
     calls = [
-        logged([U("p")], said, first.prompt_ids.tolist(), sampled, finish=finish),
+        logged([U("p")], said, first.prompt_ids.tolist(), sampled, finish_reason=finish),
         logged([U("p"), said, U("q")], "next", second.prompt_ids.tolist(), [9, 151645]),
     ]
     for order in permutations(calls):
@@ -112,14 +114,14 @@ def test_2_a_branch_is_reattached_in_every_arrival_order(compare: str, with_ids:
     session = Session("s", codec)
     log = []
     for messages, said in calls:
-        prompt = talk(session, codec, messages, said)
-        ids = codec.spell(A(said)).tolist()
+        prompt = commit_reply(session, codec, messages, said)
+        ids = codec.encode_reply(A(said)).tolist()
         log.append(logged(messages, said, prompt if with_ids else None, ids if with_ids else None))
     expected = [[*WORDS[:1]], ["Ephemeral"], ["Serendipity", "Whimsical"]]
     for order in permutations(log):
         merged = merge(order, MergePolicy(compare=compare))  # type: ignore[arg-type]
         lines = timelines_of(merged.tree)
-        assert sorted([node.message.text for node in line.sampled_nodes] for line in lines) == sorted(
+        assert sorted([node.message.content for node in line.sampled_nodes] for line in lines) == sorted(
             expected
         )
         assert len(list(merged.timelines())) == 3
@@ -132,28 +134,28 @@ def test_2_a_branch_is_reattached_in_every_arrival_order(compare: str, with_ids:
 def test_3_an_interior_reply_is_one_node_with_two_children() -> None:
     codec = ToyCodec()
     session = Session("s", codec)
-    talk(session, codec, [U("u1")], "A1")
-    talk(session, codec, [U("u1"), A("A1"), U("u2")], "A2")
+    commit_reply(session, codec, [U("u1")], "A1")
+    commit_reply(session, codec, [U("u1"), A("A1"), U("u2")], "A2")
     turn = session.prepare(Request((U("u1"), A("A1"), U("u3"))))
-    assert turn.parent.message.text == "A1"
-    assert turn.encoded == len(b"user:u3\nassistant:")
-    session.commit(turn, Generation(codec.spell(A("A3"))))
+    assert turn.parent.message.content == "A1"
+    assert turn.encoded_tokens == len(b"user:u3\nassistant:")
+    session.commit(turn, Generation(codec.encode_reply(A("A3"))))
     tree = session.tree
-    (node,) = [node for node in tree.nodes if node.message.text == "A1"]
-    assert [child.message.text for child in node.all_children()] == ["u2", "u3"]
+    (node,) = [node for node in tree.nodes if node.message.content == "A1"]
+    assert [child.message.content for child in node.all_children()] == ["u2", "u3"]
     assert len(timelines_of(tree)) == 2
-    samples = export_samples(tree, ExportPolicy(missing_logprobs=True)).samples
+    samples = export_samples(tree, ExportPolicy(include_missing_logprobs=True)).samples
     assert [sample.shares[:2].tolist() for sample in samples] == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_4_empty_texts_with_different_tool_calls_never_match() -> None:
     codec = ToyCodec()
-    one = Message("assistant", "", calls=(ToolCall("look", '{"at": 1}'),))
-    other = Message("assistant", "", calls=(ToolCall("look", '{"at": 2}'),))
+    one = Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 1}'),))
+    other = Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 2}'),))
     session = Session("s", codec)
-    talk(session, codec, [U("u")], one)
+    commit_reply(session, codec, [U("u")], one)
     turn = session.prepare(Request((U("u"), other, Message("tool", "seen"))))
-    assert turn.parent.message.text == "u"
+    assert turn.parent.message.content == "u"
     log = [logged([U("u")], one), logged([U("u"), other, Message("tool", "seen")], "done")]
     assert len(list(merge(log).timelines())) == 2
 
@@ -176,35 +178,35 @@ def test_6_unrelated_prompts_are_two_sequences() -> None:
         assert ids_and_masks(tree) == [([1, 2, 3], [0, 0, 1]), ([9, 10], [0, 1])]
 
 
-DRIFT = [
+DRIFTED_LOG = [
     logged([U("q")], "hello", [1, 2], [20, 21], line=1, logprobs=[-0.5, -0.25]),
     logged([U("q"), A("hello"), U("go")], "ok", [1, 2, 22, 4], [5], line=2, logprobs=[-1.0]),
 ]
-SPELLING = {20: b"hel", 21: b"lo", 22: b"hello", 4: b"go", 1: b"?", 2: b":", 5: b"ok"}
+TOKEN_BYTES = {20: b"hel", 21: b"lo", 22: b"hello", 4: b"go", 1: b"?", 2: b":", 5: b"ok"}
 
 
 def test_7_drift_by_token_is_two_sequences_each_token_trained_once() -> None:
-    tree = merge(DRIFT, MergePolicy(compare="token")).tree
+    tree = merge(DRIFTED_LOG, MergePolicy(compare="token")).tree
     assert ids_and_masks(tree) == [([1, 2, 20, 21], [0, 0, 1, 1]), ([1, 2, 22, 4, 5], [0, 0, 0, 0, 1])]
     export = export_samples(tree)
     assert export.report.trained_tokens == 3
     assert all(sample.exact for sample in export.samples)
-    (fork,) = judge(tree).forks
+    (fork,) = classify_forks(tree).forks
     assert fork.cause == Cause.DRIFT
 
 
-@pytest.mark.parametrize("token_bytes", [SPELLING.__getitem__, None], ids=["tokenizer", "no tokenizer"])
+@pytest.mark.parametrize("token_bytes", [TOKEN_BYTES.__getitem__, None], ids=["tokenizer", "no tokenizer"])
 def test_7_drift_by_text_is_one_sequence_holding_what_was_sampled(token_bytes: object) -> None:
-    for order in permutations(DRIFT):
+    for order in permutations(DRIFTED_LOG):
         merged = merge(order, MergePolicy(token_bytes=token_bytes))  # type: ignore[arg-type]
         (line,) = timelines_of(merged.tree)
         assert line.ids.tolist() == [1, 2, 20, 21, 4, 5]
         assert line.mask.tolist() == [0, 0, 1, 1, 0, 1]
         assert line.logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1]
         assert line.tokens_behind_other_ids == 1
-        (sample,) = export_samples(merged.tree, ExportPolicy(inexact=True)).samples
+        (sample,) = export_samples(merged.tree, ExportPolicy(include_inexact=True)).samples
         assert not sample.exact
-        assert sample.tokens_behind_other_ids == 1
+        assert sample.inexact_tokens == 1
         # Unless asked for, only what stands where it was sampled is trained; the rest is accounted for.
         strict = export_samples(merged.tree)
         assert strict.report.trained_tokens == 2
@@ -212,7 +214,7 @@ def test_7_drift_by_text_is_one_sequence_holding_what_was_sampled(token_bytes: o
 
 
 def test_7_drift_is_left_alone_when_asked() -> None:
-    merged = merge(DRIFT, MergePolicy(repair=False))
+    merged = merge(DRIFTED_LOG, MergePolicy(repair=False))
     assert len(timelines_of(merged.tree)) == 2
     assert not merged.repairs
     assert merged.drifted == [(1, 2)]
@@ -231,43 +233,43 @@ def test_8_identical_siblings_are_three_samples() -> None:
     codec = ToyCodec()
     session = Session("s", codec)
     for _ in range(3):
-        talk(session, codec, [U("u")], "same")
+        commit_reply(session, codec, [U("u")], "same")
     turn = session.prepare(Request((U("u"), A("same"), U("next"))))
-    assert turn.ambiguous
+    assert turn.ambiguous_match
     assert turn.parent.id == min(session.tree.calls[0].outputs)
-    session.commit(turn, Generation(codec.spell(A("end"))))
-    export = export_samples(session.tree, ExportPolicy(missing_logprobs=True))
+    session.commit(turn, Generation(codec.encode_reply(A("end"))))
+    export = export_samples(session.tree, ExportPolicy(include_missing_logprobs=True))
     assert len(export.samples) == 3
     assert export.report.trained_tokens == 3 * 4 + 3
-    assert [fork.cause for fork in judge(session.tree).forks] == [Cause.TWIN, Cause.TWIN]
+    assert [fork.cause for fork in classify_forks(session.tree).forks] == [Cause.DUPLICATE, Cause.DUPLICATE]
 
 
 def test_8_a_continuation_attaches_to_the_sibling_whose_ids_it_echoes() -> None:
     codec = ToyCodec()
     session = Session("s", codec)
     for name in ("one", "two", "three"):
-        answer = Message("assistant", "", calls=(ToolCall("look", "{}", id=f"call_{name}"),))
-        talk(session, codec, [U("u")], answer)
-    shown = Message("assistant", "", calls=(ToolCall("look", "{}", id="call_two"),))
-    turn = session.prepare(Request((U("u"), shown, Message("tool", "seen", answers="call_two"))))
-    assert turn.parent.message.calls[0].id == "call_two"
-    assert not turn.ambiguous
-    by_result = Message("assistant", "", calls=(ToolCall("look", "{}", id="renamed"),))
-    turn = session.prepare(Request((U("u"), by_result, Message("tool", "seen", answers="call_three"))))
-    assert turn.parent.message.calls[0].id == "call_three"
+        answer = Message("assistant", "", tool_calls=(ToolCall("look", "{}", id=f"call_{name}"),))
+        commit_reply(session, codec, [U("u")], answer)
+    shown = Message("assistant", "", tool_calls=(ToolCall("look", "{}", id="call_two"),))
+    turn = session.prepare(Request((U("u"), shown, Message("tool", "seen", tool_call_id="call_two"))))
+    assert turn.parent.message.tool_calls[0].id == "call_two"
+    assert not turn.ambiguous_match
+    by_result = Message("assistant", "", tool_calls=(ToolCall("look", "{}", id="renamed"),))
+    turn = session.prepare(Request((U("u"), by_result, Message("tool", "seen", tool_call_id="call_three"))))
+    assert turn.parent.message.tool_calls[0].id == "call_three"
 
 
 def test_8_equal_answers_with_different_dropped_reasoning_are_ambiguous_too() -> None:
     codec = ToyCodec()
     session = Session("s", codec)
     for thought in ("first", "second"):
-        talk(session, codec, [U("u")], Message("assistant", "same", reasoning=thought))
+        commit_reply(session, codec, [U("u")], Message("assistant", "same", reasoning_content=thought))
     turn = session.prepare(Request((U("u"), A("same"), U("next"))))
-    assert turn.ambiguous
-    assert turn.parent.message.reasoning == "first"
-    echoed = Message("assistant", "same", reasoning="second")
+    assert turn.ambiguous_match
+    assert turn.parent.message.reasoning_content == "first"
+    echoed = Message("assistant", "same", reasoning_content="second")
     turn = session.prepare(Request((U("u"), echoed, U("next"))))
-    assert turn.parent.message.reasoning == "second"
+    assert turn.parent.message.reasoning_content == "second"
 
 
 def test_8_equal_samples_of_a_log_are_merged_only_when_asked() -> None:
@@ -322,7 +324,7 @@ def test_11_missing_logprobs_stay_aligned_and_must_be_asked_for() -> None:
     np.testing.assert_array_equal(line.logprobs, np.array([0, 0, np.nan, 0, -1, -2], np.float32))
     with pytest.raises(MissingLogprobsError, match="1 of 3 sampled tokens"):
         export_samples(tree)
-    (sample,) = export_samples(tree, ExportPolicy(missing_logprobs=True)).samples
+    (sample,) = export_samples(tree, ExportPolicy(include_missing_logprobs=True)).samples
     assert sample.missing_logprobs == 1
     assert len(sample.response_logprobs) == len(sample.response_ids)
 
@@ -338,14 +340,14 @@ def test_12_a_repair_loop_trains_the_good_reply_once_where_it_was_sampled() -> N
     session = Session("s", codec)
     log = []
     for messages, said in calls:
-        prompt = talk(session, codec, messages, said)
-        log.append(logged(messages, said, prompt, codec.spell(A(said)).tolist(), line=len(log) + 1))
+        prompt = commit_reply(session, codec, messages, said)
+        log.append(logged(messages, said, prompt, codec.encode_reply(A(said)).tolist(), line=len(log) + 1))
     for tree in (session.tree, *(merge(order).tree for order in permutations(log))):
-        said = sorted([node.message.text for node in line.sampled_nodes] for line in timelines_of(tree))
+        said = sorted([node.message.content for node in line.sampled_nodes] for line in timelines_of(tree))
         assert said == [["bad", "good"], ["x"]]
-        (fork,) = judge(tree).forks
+        (fork,) = classify_forks(tree).forks
         assert fork.cause == Cause.REPAIR_LOOP
-        report = export_samples(tree, ExportPolicy(missing_logprobs=True)).report
+        report = export_samples(tree, ExportPolicy(include_missing_logprobs=True)).report
         assert report.trained_tokens == report.sampled_tokens == len("bad") + len("good") + len("x")
     assert ids_and_masks(merge(log).tree) == ids_and_masks(session.tree)
 
@@ -354,24 +356,24 @@ def test_13_an_empty_generation_is_a_call_like_any_other() -> None:
     codec = ToyCodec.chatml()
     session = Session("s", codec)
     turn = session.prepare(Request((U("u"),)))
-    call = session.commit(turn, Generation(as_ids([]), finish="length")).call
+    call = session.commit(turn, Generation(as_ids([]), finish_reason="length")).call
     node = session.tree.nodes[call.outputs[0]]
     assert node.message.is_empty
     assert node.output is not None
-    assert node.output.finish == "length"
+    assert node.output.finish_reason == "length"
     turn = session.prepare(Request((U("u"), A(""), U("go on"))))
     assert turn.parent is node
-    session.commit(turn, Generation(codec.spell(A("yes")), np.zeros(4, np.float32)))
+    session.commit(turn, Generation(codec.encode_reply(A("yes")), np.zeros(4, np.float32)))
     (line,) = timelines_of(session.tree)
-    assert [emission.end - emission.start for emission in line.emissions] == [0, 4]
+    assert [emission.end - emission.start for emission in line.assistant_spans] == [0, 4]
     assert export_samples(session.tree).report.is_balanced
-    assert len(timelines_of(merge([logged([U("u")], "", [1], [], finish="length")]).tree)) == 1
+    assert len(timelines_of(merge([logged([U("u")], "", [1], [], finish_reason="length")]).tree)) == 1
 
 
 def test_14_is_the_contract() -> None:
     """SCENARIOS A14 is tests/test_contract.py; here only that its generator reaches every behaviour."""
-    from branchline.testing.behaviours import Behaviour
+    from branchline.testing.plans import PlanGenerator
 
-    seen = {call.truth for seed in range(40) for call in Behaviour(Random(seed)).plan(8)}
-    missing = set(Cause) - seen - {Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE}
+    seen = {call.expected_cause for seed in range(40) for call in PlanGenerator(Random(seed)).generate(8)}
+    missing = set(Cause) - seen - {Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE_REWRITE}
     assert not missing

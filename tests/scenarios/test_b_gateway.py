@@ -12,21 +12,23 @@ import pytest
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
-from tests.gateway.running import Agent, agent, run
+from tests.gateway.harness import Agent, agent, run
 
-CALL = Message("assistant", "", calls=(ToolCall("look", '{"at": 1, "far": false}'), ToolCall("hear", "{}")))
+CALL = Message(
+    "assistant", "", tool_calls=(ToolCall("look", '{"at": 1, "far": false}'), ToolCall("hear", "{}"))
+)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
 def test_1_two_turns_are_one_trajectory() -> None:
     async def test() -> None:
         async with agent("A1", "A2") as a:
-            assert await a.say("p") == "A1"
-            assert await a.say("p", "A1", "x") == "A2"
+            assert await a.ask_text("p") == "A1"
+            assert await a.ask_text("p", "A1", "x") == "A2"
             samples = (await a.get("/samples"))["samples"]
             (sample,) = samples
             decode = ToyCodec().decode
@@ -41,9 +43,9 @@ def test_2_a_sub_agent_with_another_system_prompt_is_a_timeline_of_its_own() -> 
     async def test() -> None:
         async with agent("m1", "s1", "m2") as a:
             main = [{"role": "system", "content": "main"}, {"role": "user", "content": "u"}]
-            await a.say(*main)
-            await a.say({"role": "system", "content": "sub"}, {"role": "user", "content": "v"})
-            await a.say(*main, {"role": "assistant", "content": "m1"}, {"role": "user", "content": "w"})
+            await a.ask_text(*main)
+            await a.ask_text({"role": "system", "content": "sub"}, {"role": "user", "content": "v"})
+            await a.ask_text(*main, {"role": "assistant", "content": "m1"}, {"role": "user", "content": "w"})
             lines = await a.timelines()
             assert len(lines) == 2
             assert sorted(len(line["calls"]) for line in lines) == [1, 2]
@@ -56,15 +58,15 @@ def test_3_identical_requests_at_once_both_reach_the_engine_and_four_continuatio
 ):
     async def test() -> None:
         gate = asyncio.Event()
-        engine = ScriptedEngine(ToyCodec(), lambda ask: f"answer {ask.number}", gate=gate)
+        engine = ScriptedEngine(ToyCodec(), lambda ask: f"answer {ask.call_index}", gate=gate)
         async with agent(engine=engine) as a:
-            both = [asyncio.create_task(a.say("p")) for _ in range(2)]
-            while len(engine.asked) < 2:
+            both = [asyncio.create_task(a.ask_text("p")) for _ in range(2)]
+            while len(engine.received_prompts) < 2:
                 await asyncio.sleep(0)
             gate.set()
             first, second = await asyncio.gather(*both)
             assert {first, second} == {"answer 0", "answer 1"}
-            await asyncio.gather(*(a.say("p", first, "go on") for _ in range(4)))
+            await asyncio.gather(*(a.ask_text("p", first, "go on") for _ in range(4)))
             assert len(await a.timelines()) == 5
 
     run(test)
@@ -103,11 +105,11 @@ def test_4_what_clients_do_to_a_reply_still_is_one_trajectory(change: dict[str, 
                 {"role": "tool", "tool_call_id": call["id"], "content": call["function"]["name"]}
                 for call in calls
             ]
-            await a.say({"role": "user", "content": "p"}, message, *results, tools=TOOLS)
+            await a.ask_text({"role": "user", "content": "p"}, message, *results, tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
             # Results stand in the order their calls were sampled.
-            assert a.texts()[-1].index("tool:look") < a.texts()[-1].index("tool:hear")
+            assert a.prompts()[-1].index("tool:look") < a.prompts()[-1].index("tool:hear")
 
     run(test)
 
@@ -115,8 +117,8 @@ def test_4_what_clients_do_to_a_reply_still_is_one_trajectory(change: dict[str, 
 def test_5_a_rewritten_reply_is_a_fork_and_context() -> None:
     async def test() -> None:
         async with agent("original", "next") as a:
-            await a.say("p")
-            await a.say("p", "rewritten", "q")
+            await a.ask_text("p")
+            await a.ask_text("p", "rewritten", "q")
             lines = await a.timelines()
             assert sorted(sum(line["mask"]) for line in lines) == [4, 8]
             causes = [node["cause"] for node in (await a.get("/tree"))["nodes"]]
@@ -128,8 +130,8 @@ def test_5_a_rewritten_reply_is_a_fork_and_context() -> None:
 def test_6_an_assistant_message_nobody_sampled_is_accepted() -> None:
     async def test() -> None:
         async with agent("ok") as a:
-            await a.say("1+1", "2", "2+2", "4", "3+3")
-            await a.say("p", "It starts with")
+            await a.ask_text("1+1", "2", "2+2", "4", "3+3")
+            await a.ask_text("p", "It starts with")
             assert all(sum(line["mask"]) == 2 for line in await a.timelines())
 
     run(test)
@@ -141,10 +143,10 @@ def test_7_a_prompt_at_the_limit_gets_an_empty_answer_without_an_engine_call() -
         async with agent(engine=engine) as a:
             response = (await a.ask("p")).json()["choices"][0]
             assert (response["message"]["content"], response["finish_reason"]) == ("", "length")
-            assert not engine.asked
+            assert not engine.received_prompts
             assert (await a.get(""))["calls"] == 1
             engine.max_context = None
-            assert await a.say("p", "", "go on") == "yes"
+            assert await a.ask_text("p", "", "go on") == "yes"
             assert len(await a.timelines()) == 1
 
     run(test)
@@ -160,8 +162,8 @@ def test_7_a_prompt_beyond_the_limit_is_refused_in_the_words_that_make_agents_co
                 "prompt is too long: 17 tokens > 10 maximum. "
                 "This model's maximum context length is 10 tokens."
             )
-            assert not engine.asked
-            assert not a.session.live.session.tree.calls
+            assert not engine.received_prompts
+            assert not a.session.managed.session.tree.calls
 
     run(test)
 
@@ -180,14 +182,14 @@ def test_8_an_engine_error_changes_nothing_and_a_retry_succeeds() -> None:
     async def test() -> None:
         faults = [EngineError("GPU on fire"), EngineInputError("too many images"), ValueError("odd")]
         async with agent("A1", *faults, "A2") as a:
-            await a.say("p")
+            await a.ask_text("p")
             before = await a.get("/tree")
             for status in (502, 400, 502):
                 response = await a.ask("p", "A1", "x")
                 assert response.status_code == status
                 assert response.json()["error"]["message"]
                 assert await a.get("/tree") == before
-            assert await a.say("p", "A1", "x") == "A2"
+            assert await a.ask_text("p", "A1", "x") == "A2"
             assert len(await a.timelines()) == 1
 
     run(test)
@@ -209,13 +211,13 @@ def test_8_a_client_that_goes_away_aborts_the_engine_and_what_was_sampled_is_kep
                     if '"content":"a"' in line or '"content":" "' in line:
                         gate.clear()
                         break
-            while not engine.aborted:
+            while not engine.aborted_count:
                 await asyncio.sleep(0)
             gate.set()
             while (await a.get(""))["in_flight"]:
                 await asyncio.sleep(0)
             assert (await a.get("/report"))["dropped"][0]["reason"] == "cancelled"
-            assert await a.say("p") == "whole"
+            assert await a.ask_text("p") == "whole"
             assert (await a.get("/report"))["trained_tokens"] == len("whole")
 
     run(test)
@@ -228,7 +230,7 @@ def test_8_an_answer_that_comes_after_the_end_changes_nothing(verb: str) -> None
         engine = ScriptedEngine(ToyCodec(), replies("late"), gate=gate)
         async with agent(engine=engine) as a:
             late = asyncio.create_task(a.ask("p"))
-            while not engine.asked:
+            while not engine.received_prompts:
                 await asyncio.sleep(0)
             control = {"authorization": f"Bearer {a.session.control_key}"}
             ended = await a.http.post(f"{a.gateway.url}/sessions/{a.session.id}/{verb}", headers=control)
@@ -272,7 +274,7 @@ def test_9_what_is_null_is_absent_and_what_is_valid_is_taken() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             nothing = {"n": None, "tool_choice": None, "stop": None, "tools": None, "response_format": None}
-            assert await a.say("p", **nothing, max_completion_tokens=5) == "ok"
+            assert await a.ask_text("p", **nothing, max_completion_tokens=5) == "ok"
             three = (await a.ask("p", n=3, tool_choice="required", tools=TOOLS)).json()
             assert len(three["choices"]) == 3
             refused = await a.ask("p", response_format={"type": "json_object"})
@@ -287,7 +289,7 @@ def test_10_streamed_and_whole_answers_record_identical_trees() -> None:
         trees = []
         for streamed in (False, True):
             async with agent(
-                Message("assistant", "grüße 🙂", reasoning="hm"), CALL, codec=ToyCodec.chatml()
+                Message("assistant", "grüße 🙂", reasoning_content="hm"), CALL, codec=ToyCodec.chatml()
             ) as a:
                 if streamed:
                     events = await a.stream("p", stream_options={"include_usage": True})
@@ -305,8 +307,8 @@ def test_10_streamed_and_whole_answers_record_identical_trees() -> None:
                     assert [call["function"]["name"] for call in calls] == ["look", "hear"]
                     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
                 else:
-                    await a.say("p")
-                    await a.say("q", tools=TOOLS)
+                    await a.ask_text("p")
+                    await a.ask_text("q", tools=TOOLS)
                 nodes = (await a.get("/tree"))["nodes"]
                 trees.append([{key: value for key, value in node.items() if key != "call"} for node in nodes])
         assert trees[0] == trees[1]
@@ -314,24 +316,24 @@ def test_10_streamed_and_whole_answers_record_identical_trees() -> None:
     run(test)
 
 
-class Turnstile(asyncio.Event):
+class ChunkGate(asyncio.Event):
     """Lets through one chunk a ticket."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tickets: asyncio.Queue[None] = asyncio.Queue()
+        self.permits: asyncio.Queue[None] = asyncio.Queue()
 
-    def let(self, count: int) -> None:
+    def release(self, count: int) -> None:
         for _ in range(count):
-            self.tickets.put_nowait(None)
+            self.permits.put_nowait(None)
 
     async def wait(self) -> Any:
-        return await self.tickets.get()
+        return await self.permits.get()
 
 
 def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
     async def test() -> None:
-        gate = Turnstile()
+        gate = ChunkGate()
         engine = ScriptedEngine(ToyCodec(), replies("one", "abcdefgh"), version=3, chunk_size=4, gate=gate)
         async with agent(engine=engine) as a:
             admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
@@ -340,10 +342,10 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
                 response = await a.http.post(f"{a.gateway.url}/policy/{verb}", json=body, headers=admin)
                 assert response.status_code == 200
 
-            gate.let(1)
-            await a.say("p")
+            gate.release(1)
+            await a.ask_text("p")
             await policy("resume", version=4)
-            gate.let(1)
+            gate.release(1)
             talk = (("user", "p"), ("assistant", "one"), ("user", "q"))
             body = {"messages": [{"role": role, "content": text} for role, text in talk], "stream": True}
             url, headers = (
@@ -355,7 +357,7 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
                     if '"content":"d"' in line:
                         await policy("pause")
                         await policy("resume", version=5)
-                        gate.let(1)
+                        gate.release(1)
             (line,) = await a.timelines()
             versions = [version for version, mask in zip(line["versions"], line["mask"], strict=True) if mask]
             assert versions == [3] * 3 + [4] * 4 + [5] * 4
@@ -366,8 +368,8 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
 def test_12_a_retried_request_is_a_sibling_tagged_retry_and_its_loser_is_not_trained() -> None:
     async def test() -> None:
         async with agent("one", "two") as a:
-            await a.say("p")
-            live = a.session.live
+            await a.ask_text("p")
+            live = a.session.managed
             live.session.tree._deliveries.clear()  # the client never got it
             await a.ask("p", headers={"x-stainless-retry-count": "1"})
             assert "retry" in [node["cause"] for node in (await a.get("/tree"))["nodes"]]
@@ -415,14 +417,14 @@ def test_13_keys_open_what_they_should_and_nothing_else() -> None:
 
 def test_16_a_continuation_sent_at_once_finds_its_node(tmp_path: Path) -> None:
     async def test() -> None:
-        async with agent(rule=lambda ask: f"answer {ask.number}", journal=tmp_path / "j") as a:
+        async with agent(rule=lambda ask: f"answer {ask.call_index}", journal=tmp_path / "j") as a:
             history: list[Any] = ["p"]
             for turn in range(12):
                 events = await a.stream(*history) if turn % 2 else None
                 text = (
                     "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
                     if events
-                    else await a.say(*history)
+                    else await a.ask_text(*history)
                 )
                 history += [text, f"more {turn}"]
             assert len(await a.timelines()) == 1
@@ -439,8 +441,8 @@ def test_a_restarted_gateway_goes_on_token_exact_with_the_same_keys(tmp_path: Pa
         ) as first:
             session = await first.session(id="s", metadata={"task": 7})
             async with httpx.AsyncClient() as http:
-                a = Agent(first, session, http, first.app.fleet.main)  # type: ignore[arg-type]
-                await a.say("p")
+                a = Agent(first, session, http, first.app.router.default_engine)  # type: ignore[arg-type]
+                await a.ask_text("p")
             await session.reward(0.5, why="good")
         async with Gateway(
             engine=ScriptedEngine(codec, replies("A2")), codec=codec, journal=journal
@@ -475,7 +477,7 @@ def test_more_generations_than_allowed_are_turned_away_for_a_moment() -> None:
         engine = ScriptedEngine(ToyCodec(), replies("ok"), gate=gate)
         async with agent(engine=engine, config=GatewayConfig(max_in_flight=1)) as a:
             first = asyncio.create_task(a.ask("p"))
-            while not engine.asked:
+            while not engine.received_prompts:
                 await asyncio.sleep(0)
             second = await a.ask("q")
             assert second.status_code == 429
@@ -495,8 +497,8 @@ def test_session_sampling_overrides_the_client_and_defaults_fill_gaps() -> None:
             return "ok"
 
         async with agent(rule=rule, sampling={"temperature": 1.0}, sampling_defaults={"top_p": 0.9}) as a:
-            await a.say("p", temperature=0)
-            await a.say("p", top_p=0.5)
+            await a.ask_text("p", temperature=0)
+            await a.ask_text("p", top_p=0.5)
         assert seen == [(1.0, 0.9), (1.0, 0.5)]
 
     run(test)

@@ -12,34 +12,41 @@ from branchline import ToyCodec, timelines_of
 from branchline.chat.base import Codec
 from branchline.core.errors import EngineError
 from branchline.core.message import Message, ToolCall
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.replicas import Replicas
-from branchline.loop import machine
+from branchline.loop import agent_loop
+from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.cancel import CancelToken
-from branchline.loop.machine import AgentLoop
-from branchline.loop.output import output_of
-from branchline.loop.state import Ending, LoopLimits, LoopState, State
-from tests.chat.families import codec_of
-from tests.loop.playing import Deed, Script, Talker, Turn, spelled, stage
-from tests.loop.running import move_clock, run
+from branchline.loop.output import build_output
+from branchline.loop.state import LoopLimits, LoopPhase, LoopState, StopReason
+from tests.chat.families import load_codec
+from tests.loop.clock_runner import move_clock, run
+from tests.loop.harness import (
+    LoopScript,
+    ResumableScriptedEngine,
+    ScriptedToolCall,
+    ScriptedTurn,
+    encode_answers,
+    loop_harness,
+)
 
-PLACES = ["toy", "toy over http", "qwen3", "qwen3 over http"]
-places = pytest.mark.parametrize("place", PLACES)
-DEED = Deed(text="it is done")
+SETUPS = ["toy", "toy over http", "qwen3", "qwen3 over http"]
+setups = pytest.mark.parametrize("place", SETUPS)
+TOOL_CALL = ScriptedToolCall(result="it is done")
 
 
 @pytest.fixture(autouse=True)
-def _is_there(request: pytest.FixtureRequest) -> None:
+def _skip_without_tokenizer(request: pytest.FixtureRequest) -> None:
     """Skips where a tokenizer is missing, before anything runs."""
-    codec_at(request.node.callspec.params["place"])
+    codec_for(request.node.callspec.params["place"])
 
 
-def codec_at(place: str) -> Codec:
-    return ToyCodec.chatml() if place.startswith("toy") else codec_of("qwen3")
+def codec_for(place: str) -> Codec:
+    return ToyCodec.chatml() if place.startswith("toy") else load_codec("qwen3")
 
 
-def stage_at(place: str, script: Script, **options: Any) -> Any:
-    return stage(script, codec_at(place), over_http=place.endswith("http"), **options)
+def stage_for(place: str, script: LoopScript, **options: Any) -> Any:
+    return loop_harness(script, codec_for(place), over_http=place.endswith("http"), **options)
 
 
 def roles(state: LoopState) -> list[str]:
@@ -49,29 +56,32 @@ def roles(state: LoopState) -> list[str]:
 # -- D1 ----------------------------------------------------------------------------------------------
 
 
-@places
+@setups
 def test_d1_the_states_follow_each_other_as_tools_and_users_answer(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[State] = []
-    for name, step in machine.STEPS.items():
+    seen: list[LoopPhase] = []
+    for name, step in agent_loop.STEPS.items():
 
-        async def noting(loop: AgentLoop, name: State = name, step: Any = step) -> State:
+        async def noting(loop: AgentLoop, name: LoopPhase = name, step: Any = step) -> LoopPhase:
             seen.append(name)
             return await step(loop)
 
-        monkeypatch.setitem(machine.STEPS, name, noting)
+        monkeypatch.setitem(agent_loop.STEPS, name, noting)
 
     async def test() -> None:
-        script = Script((Turn(deeds=(DEED,)), Turn("so"), Turn("and so")), user=("why",))
-        async with stage_at(place, script) as s:
+        script = LoopScript(
+            (ScriptedTurn(tool_calls=(TOOL_CALL,)), ScriptedTurn("so"), ScriptedTurn("and so")),
+            user_messages=("why",),
+        )
+        async with stage_for(place, script) as s:
             state = await s.play()
             assert seen == [
                 "pending",
                 *["generating", "processing_tools"],
                 *["generating", "interacting"] * 2,
             ]
-            assert (state.state, state.reason) == (State.TERMINATED, Ending.INTERACTION)
+            assert (state.state, state.reason) == (LoopPhase.TERMINATED, StopReason.INTERACTION)
             assert roles(state) == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
             assert (state.assistant_turns, state.user_turns) == (3, 2)
             assert state.turn_scores == [0.0, 1.0]
@@ -79,17 +89,17 @@ def test_d1_the_states_follow_each_other_as_tools_and_users_answer(
     run(test)
 
 
-@places
+@setups
 def test_d1_turns_of_the_model_and_of_everybody_else_are_limited_apart(place: str) -> None:
     async def test() -> None:
-        script = Script((*[Turn(deeds=(DEED,))] * 5, Turn("end")))
-        async with stage_at(place, script) as s:
+        script = LoopScript((*[ScriptedTurn(tool_calls=(TOOL_CALL,))] * 5, ScriptedTurn("end")))
+        async with stage_for(place, script) as s:
             for limits, reason, turns in (
-                (LoopLimits(max_assistant_turns=2), Ending.ASSISTANT_TURNS, (2, 1)),
-                (LoopLimits(max_user_turns=2), Ending.USER_TURNS, (3, 2)),
-                (LoopLimits(max_user_turns=0), Ending.USER_TURNS, (1, 0)),
-                (LoopLimits(max_assistant_turns=3, max_user_turns=1), Ending.USER_TURNS, (2, 1)),
-                (LoopLimits(max_assistant_turns=6, max_user_turns=5), Ending.STOP, (6, 5)),
+                (LoopLimits(max_assistant_turns=2), StopReason.ASSISTANT_TURNS, (2, 1)),
+                (LoopLimits(max_user_turns=2), StopReason.USER_TURNS, (3, 2)),
+                (LoopLimits(max_user_turns=0), StopReason.USER_TURNS, (1, 0)),
+                (LoopLimits(max_assistant_turns=3, max_user_turns=1), StopReason.USER_TURNS, (2, 1)),
+                (LoopLimits(max_assistant_turns=6, max_user_turns=5), StopReason.STOP, (6, 5)),
             ):
                 state = await s.run_once(model=await s.another(), limits=limits)
                 assert (state.reason, (state.assistant_turns, state.user_turns)) == (reason, turns)
@@ -102,12 +112,17 @@ def test_d1_turns_of_the_model_and_of_everybody_else_are_limited_apart(place: st
 # -- D2 ----------------------------------------------------------------------------------------------
 
 
-@places
+@setups
 @pytest.mark.parametrize("most", [1, 2, 8])
 def test_d2_so_many_calls_run_at_once_and_the_rest_after_them(place: str, most: int) -> None:
     async def test() -> None:
-        script = Script((Turn(deeds=tuple(Deed(text=f"result {n}") for n in range(5))), Turn("end")))
-        async with stage_at(place, script, limits=LoopLimits(max_parallel_calls=most)) as s:
+        script = LoopScript(
+            (
+                ScriptedTurn(tool_calls=tuple(ScriptedToolCall(result=f"result {n}") for n in range(5))),
+                ScriptedTurn("end"),
+            )
+        )
+        async with stage_for(place, script, limits=LoopLimits(max_parallel_calls=most)) as s:
             state = await s.play()
             assert s.tool.most_at_once == min(most, 5)
             assert [m.text for m in state.messages if m.role == "tool"] == [f"result {n}" for n in range(5)]
@@ -115,18 +130,18 @@ def test_d2_so_many_calls_run_at_once_and_the_rest_after_them(place: str, most: 
     run(test)
 
 
-@places
+@setups
 def test_d2_what_goes_wrong_with_a_call_is_told_to_the_model(place: str) -> None:
     async def test() -> None:
         deeds = (
-            Deed(text="the roof fell in", fails=True),
-            Deed(tool="nowhere"),
-            Deed(bad=True),
-            Deed(holds=1),
-            Deed(text="fine"),
+            ScriptedToolCall(result="the roof fell in", fails=True),
+            ScriptedToolCall(tool="nowhere"),
+            ScriptedToolCall(invalid_arguments=True),
+            ScriptedToolCall(cancels=1),
+            ScriptedToolCall(result="fine"),
         )
-        script = Script((Turn(deeds=deeds), Turn("end")))
-        async with stage_at(place, script, limits=LoopLimits(tool_timeout_s=5)) as s:
+        script = LoopScript((ScriptedTurn(tool_calls=deeds), ScriptedTurn("end")))
+        async with stage_for(place, script, limits=LoopLimits(tool_timeout_s=5)) as s:
             task = asyncio.create_task(s.run_once())
             await s.tool.held.wait()
             move_clock(5)
@@ -140,7 +155,7 @@ def test_d2_what_goes_wrong_with_a_call_is_told_to_the_model(place: str) -> None
                 "fine",
             ]
             assert [record.error for record in state.tool_records] == [*told[:4], None]
-            assert state.reason is Ending.STOP, "the loop went on"
+            assert state.reason is StopReason.STOP, "the loop went on"
             shown = s.codec.decode(s.model.replies[-1].prompt_ids)
             assert all(text in shown for text in told)
 
@@ -157,12 +172,12 @@ NO_JSON = {
 """Arguments as a model wrote them, and what is wrong with them."""
 
 
-@places
+@setups
 @pytest.mark.parametrize("arguments", NO_JSON)
 def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str, arguments: str) -> None:
     async def test() -> None:
-        async with stage_at(place, Script((Turn("end"),))) as s:
-            bad = said_oddly(s.codec, ToolCall("deed", arguments))
+        async with stage_for(place, LoopScript((ScriptedTurn("end"),))) as s:
+            bad = malformed_call_ids(s.codec, ToolCall("deed", arguments))
             s.engine.answers = [bad, *s.engine.answers]
             state = await s.play()
             assert roles(state) == ["system", "user", "assistant", "tool", "assistant"]
@@ -170,7 +185,7 @@ def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str, argumen
             assert (call.name, call.arguments) == ("deed", arguments)
             told = f"Invalid JSON in arguments for 'deed': {NO_JSON[arguments]}"
             assert state.messages[3].text == told
-            assert state.reason is Ending.STOP, "the loop went on"
+            assert state.reason is StopReason.STOP, "the loop went on"
             assert s.tool.done == [], "and nothing was done"
             first, second = s.model.replies
             told_ids = second.prompt_ids.tolist()
@@ -182,10 +197,10 @@ def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str, argumen
     run(test)
 
 
-def said_oddly(codec: Codec, call: ToolCall) -> Ids:
+def malformed_call_ids(codec: Codec, call: ToolCall) -> Ids:
     """A call whose arguments are no JSON, as a model of this codec would write it."""
     if isinstance(codec, ToyCodec):
-        return codec.spell(Message("assistant", calls=(call,)))
+        return codec.encode_reply(Message("assistant", tool_calls=(call,)))
     text = f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call><|im_end|>'
     return codec.encode(text)
 
@@ -195,12 +210,12 @@ def said_oddly(codec: Codec, call: ToolCall) -> Ids:
 LONG = "one two three four five six seven eight nine ten"
 
 
-@places
+@setups
 @pytest.mark.parametrize("unit", ["tokens", "characters"])
 def test_d3_a_result_is_cut_on_the_side_and_in_the_unit_that_were_asked_for(place: str, unit: Any) -> None:
     async def test() -> None:
-        script = Script((Turn(deeds=(Deed(text=LONG),)), Turn("end")))
-        async with stage_at(place, script) as s:
+        script = LoopScript((ScriptedTurn(tool_calls=(ScriptedToolCall(result=LONG),)), ScriptedTurn("end")))
+        async with stage_for(place, script) as s:
             length = len if unit == "characters" else lambda text: len(s.codec.encode(text))
             size = length(LONG)
             for side, limit in product(("left", "right", "middle"), (6, size - 1, size, size + 1)):
@@ -227,16 +242,19 @@ def test_d3_a_result_is_cut_on_the_side_and_in_the_unit_that_were_asked_for(plac
 # -- D4 ----------------------------------------------------------------------------------------------
 
 
-@places
+@setups
 @pytest.mark.parametrize("which", ["response_length", "model_length"])
 @pytest.mark.parametrize("by", ["tools", "interaction"])
 def test_d4_what_fills_the_budget_exactly_is_kept_and_one_token_more_is_not(
     place: str, which: str, by: str
 ) -> None:
     async def test() -> None:
-        deeds, user = ((DEED, DEED), ()) if by == "tools" else ((), ("why", "how"))
-        script = Script((Turn("first", deeds=deeds), Turn("second"), Turn("end")), user=user)
-        async with stage_at(place, script) as s:
+        deeds, user = ((TOOL_CALL, TOOL_CALL), ()) if by == "tools" else ((), ("why", "how"))
+        script = LoopScript(
+            (ScriptedTurn("first", tool_calls=deeds), ScriptedTurn("second"), ScriptedTurn("end")),
+            user_messages=user,
+        )
+        async with stage_for(place, script) as s:
             await s.play()
             first, second = [len(reply.prompt_ids) for reply in s.model.replies[:2]]
             exact = second - first if which == "response_length" else second
@@ -252,7 +270,7 @@ def test_d4_what_fills_the_budget_exactly_is_kept_and_one_token_more_is_not(
                 assert state.detail == f"{used} tokens of {exact + spare}"
                 # What the tools did counts, told or not.
                 assert len(state.tool_rewards) == (2 if by == "tools" else 0)
-                output = await output_of(state, model)
+                output = await build_output(state, model)
                 assert len(output.response_ids) <= exact + spare
 
     run(test)
@@ -261,16 +279,16 @@ def test_d4_what_fills_the_budget_exactly_is_kept_and_one_token_more_is_not(
 # -- D5 ----------------------------------------------------------------------------------------------
 
 
-@places
+@setups
 def test_d5_instances_are_made_once_and_released_once_whatever_happens(place: str) -> None:
     async def test() -> None:
-        script = Script((*[Turn(deeds=(DEED, DEED))] * 3, Turn("end")))
-        async with stage_at(place, script) as s:
+        script = LoopScript((*[ScriptedTurn(tool_calls=(TOOL_CALL, TOOL_CALL))] * 3, ScriptedTurn("end")))
+        async with stage_for(place, script) as s:
             state = await s.run_once()
             assert (s.tool.created, s.tool.released, len(s.tool.done)) == (1, 1, 6)
             assert state.final_rewards == {"deed": 0.5}
-            assert (await output_of(state, s.model)).reward_score == 0.5
-        async with stage_at(place, script) as s:
+            assert (await build_output(state, s.model)).reward_score == 0.5
+        async with stage_for(place, script) as s:
             s.engine.failure = EngineError("the engine is gone")
             with pytest.raises(EngineError, match="the engine is gone"):
                 await s.run_once()
@@ -279,11 +297,16 @@ def test_d5_instances_are_made_once_and_released_once_whatever_happens(place: st
     run(test)
 
 
-@places
+@setups
 def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_has_new_ones(place: str) -> None:
     async def test() -> None:
-        script = Script((Turn(deeds=(Deed(holds=1), DEED), holds=(2,)), Turn("end")))
-        async with stage_at(place, script) as s:
+        script = LoopScript(
+            (
+                ScriptedTurn(tool_calls=(ScriptedToolCall(cancels=1), TOOL_CALL), cancel_points=(2,)),
+                ScriptedTurn("end"),
+            )
+        )
+        async with stage_for(place, script) as s:
             state = await s.play()
             assert s.cancels == 2
             assert (s.tool.created, s.tool.released) == (3, 3)
@@ -295,18 +318,21 @@ def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_has_
 # -- D6 ----------------------------------------------------------------------------------------------
 
 
-@places
+@setups
 def test_d6_cancelled_in_the_middle_and_resumed_is_the_same_token_for_token(place: str) -> None:
     async def test() -> None:
-        script = Script(
-            (Turn("let me see", deeds=(DEED,), holds=(3, 4, 0)), Turn("so it is done", holds=(1, 2)))
+        script = LoopScript(
+            (
+                ScriptedTurn("let me see", tool_calls=(TOOL_CALL,), cancel_points=(3, 4, 0)),
+                ScriptedTurn("so it is done", cancel_points=(1, 2)),
+            )
         )
         outputs = []
         for one in (script, script.uninterrupted):
-            async with stage_at(place, one) as s:
+            async with stage_for(place, one) as s:
                 state = await s.play()
-                output = await output_of(state, s.model)
-                assert s.cancels == sum(len(turn.holds) for turn in one.turns)
+                output = await build_output(state, s.model)
+                assert s.cancels == sum(len(turn.cancel_points) for turn in one.turns)
                 assert output.metrics.num_preempted == s.cancels
                 assert len(output.outputs) == 1
                 outputs.append(output)
@@ -318,14 +344,14 @@ def test_d6_cancelled_in_the_middle_and_resumed_is_the_same_token_for_token(plac
     run(test)
 
 
-@places
+@setups
 def test_d6_partial_tokens_stay_trained_under_the_version_that_sampled_them(place: str) -> None:
     async def test() -> None:
-        script = Script((Turn("a rather long answer", holds=(2, 2)),))
-        async with stage_at(place, script) as s:
+        script = LoopScript((ScriptedTurn("a rather long answer", cancel_points=(2, 2)),))
+        async with stage_for(place, script) as s:
             s.on_cancel = lambda: setattr(s.engine, "version", s.engine.version + 1)
             state = await s.play()
-            (sample,) = (await output_of(state, s.model)).outputs
+            (sample,) = (await build_output(state, s.model)).outputs
             said = len(s.model.replies[0].ids)
             assert sample.response_versions.tolist() == [0, 0, 1, 1] + [2] * (said - 4)
             assert sample.response_mask.tolist() == [1] * said
@@ -333,23 +359,25 @@ def test_d6_partial_tokens_stay_trained_under_the_version_that_sampled_them(plac
     run(test)
 
 
-@places
+@setups
 def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place: str) -> None:
     async def test() -> None:
-        codec = codec_at(place)
-        script = Script((Turn("thinking about it", deeds=(DEED,)), Turn("done with it")))
-        engine = Talker(spelled(codec, script), gate=asyncio.Event())
-        async with stage_at(place, script, engine=engine) as s:
+        codec = codec_for(place)
+        script = LoopScript(
+            (ScriptedTurn("thinking about it", tool_calls=(TOOL_CALL,)), ScriptedTurn("done with it"))
+        )
+        engine = ResumableScriptedEngine(encode_answers(codec, script), gate=asyncio.Event())
+        async with stage_for(place, script, engine=engine) as s:
             models = [s.model, *[await s.another() for _ in range(4)]]
             cancel = CancelToken()
             loops = [
                 asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task()), cancel=cancel))
                 for model in models
             ]
-            await engine.everybody_waits(len(models))
+            await engine.wait_until_waiting(len(models))
             cancel.cancel()
             states = await asyncio.gather(*loops)
-            assert all(state.is_cancel and state.state is State.GENERATING for state in states)
+            assert all(state.is_cancel and state.state is LoopPhase.GENERATING for state in states)
             engine.version = 1
             engine.gate.set()
             again = await asyncio.gather(
@@ -359,8 +387,8 @@ def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place:
                 ]
             )
             for model, state in zip(models, again, strict=True):
-                assert (state.reason, state.is_cancel) == (Ending.STOP, False)
-                output = await output_of(state, model)
+                assert (state.reason, state.is_cancel) == (StopReason.STOP, False)
+                output = await build_output(state, model)
                 versions = output.outputs[-1].response_versions
                 assert versions[output.response_mask == 1].tolist() == [0] + [1] * (
                     output.response_mask.sum() - 1
@@ -372,33 +400,37 @@ def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place:
 # -- D7 ----------------------------------------------------------------------------------------------
 
 
-@places
+@setups
 def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_removed(place: str) -> None:
     async def test() -> None:
-        codec = codec_at(place)
-        script = Script((Turn("thinking about it", deeds=(DEED,)), Turn("done with it")))
+        codec = codec_for(place)
+        script = LoopScript(
+            (ScriptedTurn("thinking about it", tool_calls=(TOOL_CALL,)), ScriptedTurn("done with it"))
+        )
         memory: dict[str, Any] = {}
         first, second = (
-            Talker(spelled(codec, script), name=name, memory=memory, gate=asyncio.Event())
+            ResumableScriptedEngine(
+                encode_answers(codec, script), name=name, prompts_by_session=memory, gate=asyncio.Event()
+            )
             for name in ("first", "second")
         )
         replicas = Replicas([first, second])
-        async with stage_at(place, script, engine=replicas) as s:
+        async with stage_for(place, script, engine=replicas) as s:
             models = [s.model, *[await s.another() for _ in range(3)]]
             loops = [
                 asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task())))
                 for model in models
             ]
-            await first.everybody_waits(2)
-            await second.everybody_waits(2)
+            await first.wait_until_waiting(2)
+            await second.wait_until_waiting(2)
             assert replicas.in_flight == {"first": 2, "second": 2}, "new sessions go where fewest are"
-            moved = {session for session, _ in first.asked}
+            moved = {session for session, _ in first.requests}
             await replicas.remove("first")
-            await second.everybody_waits(4)
+            await second.wait_until_waiting(4)
             second.gate.set()
             states = await asyncio.gather(*loops)
-            assert [state.reason for state in states] == [Ending.STOP] * 4
-            asked = [session for session, _ in second.asked]
+            assert [state.reason for state in states] == [StopReason.STOP] * 4
+            asked = [session for session, _ in second.requests]
             # Those that moved asked once for the rest of their turn; everybody asked for the next one there.
             assert {session: asked.count(session) for session in asked} == {
                 model.session_id: 2 for model in models
@@ -406,7 +438,7 @@ def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_rem
             assert len(moved) == 2
             plain = None
             for state, model in zip(states, models, strict=True):
-                output = await output_of(state, model)
+                output = await build_output(state, model)
                 plain = plain or output.response_ids.tolist()
                 assert output.response_ids.tolist() == plain, "nothing is lost or said twice on the way"
 

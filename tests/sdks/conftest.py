@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 # Its checks are told as those of tests are.
-pytest.register_assert_rewrite("tests.sdks.running")
+pytest.register_assert_rewrite("tests.sdks.harness")
 
 # Read when the SDKs are imported, which is after this file.
 os.environ |= {
@@ -28,13 +28,13 @@ os.environ |= {
 
 
 @pytest.fixture(scope="package", autouse=True)
-def close_houses() -> Iterator[None]:
+def close_gateways() -> Iterator[None]:
     yield
     # Only here: what it imports must find the settings above.
-    from tests.sdks.running import HOUSES
+    from tests.sdks.harness import GATEWAYS
 
-    while HOUSES:
-        HOUSES.popitem()[1].close()
+    while GATEWAYS:
+        GATEWAYS.popitem()[1].close()
 
 
 @pytest.fixture(autouse=True)

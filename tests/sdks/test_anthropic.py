@@ -7,17 +7,17 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.sdks.running import (
+from tests.sdks.harness import (
     ABOUT_TOOL,
-    ASKED,
+    QUESTIONS,
     SCHEMA,
     SYSTEM,
     TOOL,
-    Scene,
-    Stage,
+    Scenario,
+    SdkSession,
     look,
-    play,
-    scenes,
+    run_scenario,
+    scenarios,
     streamed,
 )
 
@@ -25,18 +25,18 @@ TOLERATED = {"arguments_reserialised"}
 """Arguments are an object on this wire, so what spaces they had is gone."""
 
 
-def client_of(s: Stage) -> anthropic.Anthropic:
+def client_of(s: SdkSession) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=s.anthropic_url, api_key=s.key)
 
 
-def talk(s: Stage, *, stream: bool, cached: bool) -> list[str]:
+def talk(s: SdkSession, *, stream: bool, cached: bool) -> list[str]:
     """Keeps the blocks the SDK gives; `cached` marks the newest turn for a cache, as agents do."""
     tools = [{"name": TOOL, "description": ABOUT_TOOL, "input_schema": SCHEMA}]
     wishes: dict[str, Any] = {"model": "m", "max_tokens": 500, "system": SYSTEM, "tools": tools}
     messages: list[Any] = []
     answers = []
     with client_of(s) as client:
-        for question in ASKED:
+        for question in QUESTIONS:
             messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
             while True:
                 newest = dict(messages[-1]["content"][-1])
@@ -61,12 +61,12 @@ def talk(s: Stage, *, stream: bool, cached: bool) -> list[str]:
     return answers
 
 
-def run_tools(s: Stage, *, stream: bool) -> list[str]:
+def run_tools(s: SdkSession, *, stream: bool) -> list[str]:
     """The SDK's own loop, once for each question."""
     messages: list[Any] = []
     answers = []
     with client_of(s) as client:
-        for question in ASKED:
+        for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             runner: Any = client.beta.messages.tool_runner(
                 model="m",
@@ -85,16 +85,16 @@ def run_tools(s: Stage, *, stream: bool) -> list[str]:
     return answers
 
 
-@scenes
+@scenarios
 @streamed
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cache_control"])
-def test_a_conversation_that_only_grows_is_one_timeline(scene: Scene, stream: bool, cached: bool) -> None:
-    s = play(scene, lambda s: talk(s, stream=stream, cached=cached))
+def test_a_conversation_that_only_grows_is_one_timeline(scene: Scenario, stream: bool, cached: bool) -> None:
+    s = run_scenario(scene, lambda s: talk(s, stream=stream, cached=cached))
     assert s.echoes <= TOLERATED
 
 
-@scenes
+@scenarios
 @streamed
-def test_the_tool_runner_only_appends(scene: Scene, stream: bool) -> None:
-    s = play(scene, lambda s: run_tools(s, stream=stream))
+def test_the_tool_runner_only_appends(scene: Scenario, stream: bool) -> None:
+    s = run_scenario(scene, lambda s: run_tools(s, stream=stream))
     assert s.echoes <= TOLERATED

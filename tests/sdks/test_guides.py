@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from branchline.cli.main import _parser
-from tests.sdks.running import STORY, House
+from branchline.cli.main import build_parser
+from tests.sdks.harness import REPLIES, ThreadedGateway
 
 GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 NAMES = ["langgraph", "openai-agents"]
@@ -24,15 +24,15 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
-    house = House("toy", auth=False)
+def house() -> Iterator[ThreadedGateway]:
+    house = ThreadedGateway("toy", auth=False)
     yield house
     house.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_to_be_pasted_runs_and_is_one_timeline(
-    name: str, house: House, capsys: pytest.CaptureFixture[str]
+    name: str, house: ThreadedGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (code,) = blocks(name, "python")
     assert code.count(ADDRESS) == 1
@@ -41,7 +41,7 @@ def test_what_is_to_be_pasted_runs_and_is_one_timeline(
     assert capsys.readouterr().out.startswith("1 sample: {")
     assert scope["told"]["samples"][0]["reward"] == 1.0
     (line,) = httpx.get(scope["here"] + "/timelines").json()["timelines"]
-    assert len(line["calls"]) == len(STORY)
+    assert len(line["calls"]) == len(REPLIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,5 +49,5 @@ def test_commands_are_commands_and_their_port_is_the_one_the_code_asks(name: str
     (commands,) = blocks(name, "sh")
     serve = [line for line in commands.splitlines() if line.startswith("branchline ")]
     assert len(serve) == 1
-    options = _parser().parse_args(shlex.split(serve[0])[1:])
+    options = build_parser().parse_args(shlex.split(serve[0])[1:])
     assert f"http://{options.host}:{options.port}" == ADDRESS

@@ -15,13 +15,25 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from branchline.core.errors import ContextLengthError
-from tests.sdks.running import ASKED, STORY, SYSTEM, Scene, Stage, look, play, scenes, stage, streamed, voices
+from tests.sdks.harness import (
+    QUESTIONS,
+    REPLIES,
+    SYSTEM,
+    Scenario,
+    SdkSession,
+    look,
+    run_scenario,
+    scenarios,
+    sdk_session,
+    streamed,
+    templates,
+)
 
 THREAD: Any = {"configurable": {"thread_id": "1"}}
 LOOK = tool(look)
 
 
-def graph(s: Stage, *, stream: bool, responses: bool = False) -> Any:
+def graph(s: SdkSession, *, stream: bool, responses: bool = False) -> Any:
     model = ChatOpenAI(
         model="m", base_url=s.url, api_key=s.key, streaming=stream, use_responses_api=responses
     ).bind_tools([LOOK])
@@ -40,7 +52,7 @@ def graph(s: Stage, *, stream: bool, responses: bool = False) -> Any:
 
 def converse(app: Any, *, stream: bool) -> list[str]:
     answers = []
-    for question in ASKED:
+    for question in QUESTIONS:
         given = {"messages": [("user", question)]}
         if stream:
             for _ in app.stream(given, THREAD, stream_mode="messages"):
@@ -51,55 +63,55 @@ def converse(app: Any, *, stream: bool) -> list[str]:
     return answers
 
 
-@scenes
+@scenarios
 @streamed
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-def test_a_graph_with_a_memory_is_one_timeline(scene: Scene, stream: bool, responses: bool) -> None:
-    s = play(scene, lambda s: converse(graph(s, stream=stream, responses=responses), stream=stream))
+def test_a_graph_with_a_memory_is_one_timeline(scene: Scenario, stream: bool, responses: bool) -> None:
+    s = run_scenario(scene, lambda s: converse(graph(s, stream=stream, responses=responses), stream=stream))
     rewritten = set() if responses else {"arguments_reserialised", "empty_content"}
     assert s.echoes <= {"dropped_reasoning", *rewritten}
 
 
-@voices
+@templates
 def test_deleted_steps_leave_an_answer_without_what_led_to_it(voice: str) -> None:
-    with stage(voice) as s:
+    with sdk_session(voice) as s:
         app = graph(s, stream=False)
-        said = app.invoke({"messages": [("user", ASKED[0])]}, THREAD)["messages"]
+        said = app.invoke({"messages": [("user", QUESTIONS[0])]}, THREAD)["messages"]
         app.update_state(THREAD, {"messages": [RemoveMessage(step.id) for step in said[1:-1]]})
-        app.invoke({"messages": [("user", ASKED[1])]}, THREAD)
+        app.invoke({"messages": [("user", QUESTIONS[1])]}, THREAD)
     s.check(calls=4)
     assert s.causes == {"repair_loop": 1}
-    assert s.ran == [[0, 1, 2], [3]]
+    assert s.timeline_calls == [[0, 1, 2], [3]]
 
 
-@voices
+@templates
 def test_a_summary_in_place_of_the_history_is_a_compaction(voice: str) -> None:
     summary = "The places 1, 2 and 3 were looked at, and there is a door in one of them."
-    with stage(voice, [*STORY[:3], summary, STORY[3]]) as s:
+    with sdk_session(voice, [*REPLIES[:3], summary, REPLIES[3]]) as s:
         app = graph(s, stream=False)
-        for question in (ASKED[0], "Sum it up."):
+        for question in (QUESTIONS[0], "Sum it up."):
             said = app.invoke({"messages": [("user", question)]}, THREAD)["messages"]
         kept = HumanMessage(f"So far: {said[-1].text}")
         app.update_state(THREAD, {"messages": [RemoveMessage(REMOVE_ALL_MESSAGES), kept]})
-        app.invoke({"messages": [("user", ASKED[1])]}, THREAD)
+        app.invoke({"messages": [("user", QUESTIONS[1])]}, THREAD)
     s.check(calls=5)
     assert s.causes == {"compaction": 1}
-    assert s.ran == [[0, 1, 2, 3], [4]]
+    assert s.timeline_calls == [[0, 1, 2, 3], [4]]
 
 
-@voices
+@templates
 def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
-    with stage(voice, ["A door.", "Is it?", "It is."]) as s:
+    with sdk_session(voice, ["A door.", "Is it?", "It is."]) as s:
         actor, critic = (
             ChatOpenAI(model="m", base_url=s.url, api_key=s.key, default_headers={"x-branchline-agent": name})
             for name in ("actor", "critic")
         )
-        said = actor.invoke([("user", ASKED[0])])
+        said = actor.invoke([("user", QUESTIONS[0])])
         doubt = critic.invoke([("user", f"Judge: {said.text}")])
-        actor.invoke([("user", ASKED[0]), said, ("user", doubt.text)])
+        actor.invoke([("user", QUESTIONS[0]), said, ("user", doubt.text)])
     s.check(calls=3)
     assert s.causes == {"sub_agent": 1}
-    assert sorted((line.agent, calls) for line, calls in zip(s.timelines, s.ran, strict=True)) == [
+    assert sorted((line.agent, calls) for line, calls in zip(s.timelines, s.timeline_calls, strict=True)) == [
         ("actor", [0, 2]),
         ("critic", [1]),
     ]
@@ -108,7 +120,7 @@ def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
 @pytest.mark.parametrize("responses", [False, True])
 @streamed
 def test_a_prompt_that_is_too_long_is_known_as_such(responses: bool, stream: bool) -> None:
-    with stage("toy", [ContextLengthError.of(900, 200)]) as s:
+    with sdk_session("toy", [ContextLengthError.for_prompt(900, 200)]) as s:
         model = ChatOpenAI(
             model="m",
             base_url=s.url,

@@ -12,24 +12,24 @@ import pytest
 from litellm.exceptions import ContextWindowExceededError
 
 from branchline.core.errors import ContextLengthError
-from tests.sdks.running import (
+from tests.sdks.harness import (
     ABOUT_TOOL,
-    ASKED,
+    QUESTIONS,
     SCHEMA,
     SYSTEM,
     TOOL,
-    Scene,
-    Stage,
+    Scenario,
+    SdkSession,
     look,
-    play,
-    scenes,
-    stage,
+    run_scenario,
+    scenarios,
+    sdk_session,
     streamed,
 )
 
 
 @pytest.fixture(autouse=True)
-def a_loop_to_find() -> Iterator[None]:
+def current_event_loop() -> Iterator[None]:
     """LiteLLM asks for the current event loop in plain calls too, and where there is none leaves one open."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -38,7 +38,7 @@ def a_loop_to_find() -> Iterator[None]:
     loop.close()
 
 
-def converse(s: Stage, provider: str, *, stream: bool) -> list[str]:
+def converse(s: SdkSession, provider: str, *, stream: bool) -> list[str]:
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     function = {"name": TOOL, "description": ABOUT_TOOL, "parameters": SCHEMA}
     wishes: dict[str, Any] = {
@@ -49,7 +49,7 @@ def converse(s: Stage, provider: str, *, stream: bool) -> list[str]:
         "tools": [{"type": "function", "function": function}],
     }
     answers = []
-    for question in ASKED:
+    for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
             response: Any = litellm.completion(messages=messages, stream=stream, **wishes)
@@ -66,18 +66,18 @@ def converse(s: Stage, provider: str, *, stream: bool) -> list[str]:
     return answers
 
 
-@scenes
+@scenarios
 @streamed
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-def test_a_conversation_that_only_grows_is_one_timeline(scene: Scene, stream: bool, provider: str) -> None:
-    s = play(scene, lambda s: converse(s, provider, stream=stream))
+def test_a_conversation_that_only_grows_is_one_timeline(scene: Scenario, stream: bool, provider: str) -> None:
+    s = run_scenario(scene, lambda s: converse(s, provider, stream=stream))
     assert s.echoes <= {"arguments_reserialised", "empty_content"}
 
 
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "anthropic", "hosted_vllm"])
 
 
-def ask(s: Stage, provider: str, **wishes: Any) -> Any:
+def ask(s: SdkSession, provider: str, **wishes: Any) -> Any:
     url = s.anthropic_url if provider == "anthropic" else s.url
     messages = [{"role": "user", "content": "q"}]
     return litellm.completion(
@@ -88,13 +88,16 @@ def ask(s: Stage, provider: str, **wishes: Any) -> Any:
 @PROVIDERS
 @streamed
 def test_a_prompt_that_is_too_long_is_known_as_such(provider: str, stream: bool) -> None:
-    with stage("toy", [ContextLengthError.of(900, 200)]) as s, pytest.raises(ContextWindowExceededError):
+    with (
+        sdk_session("toy", [ContextLengthError.for_prompt(900, 200)]) as s,
+        pytest.raises(ContextWindowExceededError),
+    ):
         list(ask(s, provider, stream=stream))
 
 
 @PROVIDERS
 def test_a_text_with_odd_ends_of_lines_is_streamed_whole(provider: str) -> None:
     said = "one\u2028two\u2029three\x85four"
-    with stage("toy", [said]) as s:
+    with sdk_session("toy", [said]) as s:
         chunks = list(ask(s, provider, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said

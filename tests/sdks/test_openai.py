@@ -9,36 +9,36 @@ import openai
 import pytest
 
 from branchline.core.errors import EngineError
-from tests.sdks.running import (
+from tests.sdks.harness import (
     ABOUT_TOOL,
-    ASKED,
+    QUESTIONS,
     SCHEMA,
     SYSTEM,
     TOOL,
-    Scene,
-    Stage,
+    Scenario,
+    SdkSession,
     look,
-    play,
-    scenes,
-    stage,
+    run_scenario,
+    scenarios,
+    sdk_session,
     streamed,
-    voices,
+    templates,
 )
 
 FUNCTION = {"name": TOOL, "description": ABOUT_TOOL, "parameters": SCHEMA}
 
 
-def client_of(s: Stage, **options: Any) -> openai.OpenAI:
+def client_of(s: SdkSession, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=s.url, api_key=s.key, **options)
 
 
-def chat(s: Stage, *, stream: bool) -> list[str]:
+def chat(s: SdkSession, *, stream: bool) -> list[str]:
     """Keeps the messages the SDK gives and sends them back as they are."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     wishes: dict[str, Any] = {"model": "m", "tools": [{"type": "function", "function": FUNCTION}]}
     answers = []
     with client_of(s) as client:
-        for question in ASKED:
+        for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             while True:
                 if stream:
@@ -56,14 +56,14 @@ def chat(s: Stage, *, stream: bool) -> list[str]:
     return answers
 
 
-def respond(s: Stage, *, stream: bool, by_id: bool) -> list[str]:
+def respond(s: SdkSession, *, stream: bool, by_id: bool) -> list[str]:
     """Sends back the output items, or goes on from the id of the response before."""
     tools = [{"type": "function", **FUNCTION, "strict": False}]
     wishes: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools}
     items: list[Any] = []
     answers = []
     with client_of(s) as client:
-        for question in ASKED:
+        for question in QUESTIONS:
             items.append({"role": "user", "content": question})
             while True:
                 if stream:
@@ -85,38 +85,46 @@ def respond(s: Stage, *, stream: bool, by_id: bool) -> list[str]:
     return answers
 
 
-@scenes
+@scenarios
 @streamed
-def test_a_chat_that_only_grows_is_one_timeline(scene: Scene, stream: bool) -> None:
-    s = play(scene, lambda s: chat(s, stream=stream))
+def test_a_chat_that_only_grows_is_one_timeline(scene: Scenario, stream: bool) -> None:
+    s = run_scenario(scene, lambda s: chat(s, stream=stream))
     assert s.echoes <= {"empty_calls", "empty_content"}
 
 
-@scenes
+@scenarios
 @streamed
 @pytest.mark.parametrize("by_id", [False, True], ids=["items", "previous_response_id"])
-def test_responses_that_follow_each_other_are_one_timeline(scene: Scene, stream: bool, by_id: bool) -> None:
-    s = play(scene, lambda s: respond(s, stream=stream, by_id=by_id))
+def test_responses_that_follow_each_other_are_one_timeline(
+    scene: Scenario, stream: bool, by_id: bool
+) -> None:
+    s = run_scenario(scene, lambda s: respond(s, stream=stream, by_id=by_id))
     assert not s.echoes
 
 
 def test_a_call_the_sdk_sends_again_after_an_engine_error_leaves_no_fork() -> None:
-    with stage("toy", [EngineError("out of memory"), "here"]) as s, client_of(s, max_retries=1) as client:
+    with (
+        sdk_session("toy", [EngineError("out of memory"), "here"]) as s,
+        client_of(s, max_retries=1) as client,
+    ):
         answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
         assert answer.choices[0].message.content == "here"
     s.check(calls=1)
-    assert [call.retry for call in s.tree.calls] == [1]
+    assert [call.retry_count for call in s.tree.calls] == [1]
     assert (len(s.timelines), s.causes) == (1, {})
 
 
-@voices
+@templates
 def test_several_choices_and_what_follows_one_of_them(voice: str) -> None:
     messages: list[Any] = [{"role": "user", "content": "a word?"}]
-    with stage(voice, ["Luminous", "Serendipity", "Ephemeral", "Whimsical"]) as s, client_of(s) as client:
+    with (
+        sdk_session(voice, ["Luminous", "Serendipity", "Ephemeral", "Whimsical"]) as s,
+        client_of(s) as client,
+    ):
         words = client.chat.completions.create(model="m", messages=messages, n=3).choices
         messages += [words[1].message, {"role": "user", "content": "another"}]
         client.chat.completions.create(model="m", messages=messages)
     s.check(calls=2)
     assert s.causes == {"best_of_n": 2}
-    said = [[node.message.text for node in line.sampled_nodes] for line in s.timelines]
+    said = [[node.message.content for node in line.sampled_nodes] for line in s.timelines]
     assert sorted(said) == [["Ephemeral"], ["Luminous"], ["Serendipity", "Whimsical"]]

@@ -11,10 +11,22 @@ import openai
 import pytest
 
 from branchline import Message, ToolCall
-from branchline.timelines.causes import judge
-from tests.sdks.running import ASKED, SYSTEM, Scene, Stage, call, look, play, scenes, stage, streamed, voices
+from branchline.timelines.causes import classify_forks
+from tests.sdks.harness import (
+    QUESTIONS,
+    SYSTEM,
+    Scenario,
+    SdkSession,
+    call,
+    look,
+    run_scenario,
+    scenarios,
+    sdk_session,
+    streamed,
+    templates,
+)
 
-LOOKS = Message("assistant", calls=(call(1),))
+LOOKS = Message("assistant", tool_calls=(call(1),))
 LOOK = agents.function_tool(look)
 MODELS: dict[str, Any] = {
     "chat": agents.OpenAIChatCompletionsModel,
@@ -23,7 +35,7 @@ MODELS: dict[str, Any] = {
 protocols = pytest.mark.parametrize("protocol", MODELS)
 
 
-def on_stage(s: Stage, protocol: str, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+def run_with_model(s: SdkSession, protocol: str, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
     """Runs something with a model of the SDK's that asks the stage."""
 
     async def running() -> Any:
@@ -33,12 +45,12 @@ def on_stage(s: Stage, protocol: str, work: Callable[[Any], Coroutine[Any, Any, 
     return asyncio.run(running())
 
 
-def converse(s: Stage, protocol: str, *, stream: bool) -> list[str]:
+def converse(s: SdkSession, protocol: str, *, stream: bool) -> list[str]:
     async def work(model: agents.Model) -> list[str]:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
         items: list[Any] = []
         answers = []
-        for question in ASKED:
+        for question in QUESTIONS:
             items.append({"role": "user", "content": question})
             if stream:
                 result: Any = agents.Runner.run_streamed(looker, items)
@@ -50,26 +62,26 @@ def converse(s: Stage, protocol: str, *, stream: bool) -> list[str]:
             answers.append(result.final_output)
         return answers
 
-    found: list[str] = on_stage(s, protocol, work)
+    found: list[str] = run_with_model(s, protocol, work)
     return found
 
 
-@scenes
+@scenarios
 @streamed
 @protocols
-def test_a_run_that_goes_on_is_one_timeline(scene: Scene, stream: bool, protocol: str) -> None:
-    s = play(scene, lambda s: converse(s, protocol, stream=stream))
+def test_a_run_that_goes_on_is_one_timeline(scene: Scenario, stream: bool, protocol: str) -> None:
+    s = run_scenario(scene, lambda s: converse(s, protocol, stream=stream))
     assert s.echoes <= ({"dropped_reasoning", "empty_content"} if protocol == "chat" else set())
 
 
-@scenes
-def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Scene) -> None:
-    def converse_by_id(s: Stage) -> list[str]:
+@scenarios
+def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Scenario) -> None:
+    def converse_by_id(s: SdkSession) -> list[str]:
         async def work(model: agents.Model) -> list[str]:
             looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
             last: str | None = None
             answers = []
-            for question in ASKED:
+            for question in QUESTIONS:
                 result = await agents.Runner.run(
                     looker, question, previous_response_id=last, auto_previous_response_id=True
                 )
@@ -77,46 +89,46 @@ def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Sce
                 answers.append(result.final_output)
             return answers
 
-        found: list[str] = on_stage(s, "responses", work)
+        found: list[str] = run_with_model(s, "responses", work)
         return found
 
-    assert not play(scene, converse_by_id).echoes
+    assert not run_scenario(scene, converse_by_id).echoes
 
 
-@voices
+@templates
 @protocols
 def test_a_handoff_shows_the_whole_history_under_another_system_prompt(voice: str, protocol: str) -> None:
-    said = [Message("assistant", calls=(ToolCall("transfer_to_looker", "{}"),)), LOOKS, "A door."]
+    said = [Message("assistant", tool_calls=(ToolCall("transfer_to_looker", "{}"),)), LOOKS, "A door."]
 
     async def work(model: agents.Model) -> Any:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
         desk = agents.Agent("desk", instructions="You hand over.", handoffs=[looker], model=model)
-        return await agents.Runner.run(desk, ASKED[0])
+        return await agents.Runner.run(desk, QUESTIONS[0])
 
-    with stage(voice, said) as s:
-        result = on_stage(s, protocol, work)
+    with sdk_session(voice, said) as s:
+        result = run_with_model(s, protocol, work)
         assert (result.final_output, result.last_agent.name) == ("A door.", "looker")
     s.check(calls=3)
     assert s.causes == {"edit": 1}
-    assert s.ran == [[0], [1, 2]]
+    assert s.timeline_calls == [[0], [1, 2]]
 
 
-@voices
+@templates
 @protocols
 def test_an_agent_used_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(voice: str, protocol: str) -> None:
-    spawn = Message("assistant", calls=(ToolCall("ask_looker", '{"input": "Is the door there?"}'),))
+    spawn = Message("assistant", tool_calls=(ToolCall("ask_looker", '{"input": "Is the door there?"}'),))
     said = [spawn, LOOKS, "It is.", "A door."]
 
     async def work(model: agents.Model) -> Any:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
         tool = looker.as_tool(tool_name="ask_looker", tool_description="Asks the looker.")
         chief = agents.Agent("chief", instructions="You ask others.", tools=[tool], model=model)
-        return await agents.Runner.run(chief, ASKED[0])
+        return await agents.Runner.run(chief, QUESTIONS[0])
 
-    with stage(voice, said) as s:
-        assert on_stage(s, protocol, work).final_output == "A door."
+    with sdk_session(voice, said) as s:
+        assert run_with_model(s, protocol, work).final_output == "A door."
     s.check(calls=4)
     assert s.causes == {"sub_agent": 1}
-    assert s.ran == [[1, 2], [0, 3]]
-    (edge,) = judge(s.tree).edges
-    assert edge.source.message.calls[0].name == "ask_looker"
+    assert s.timeline_calls == [[1, 2], [0, 3]]
+    (edge,) = classify_forks(s.tree).edges
+    assert edge.source.message.tool_calls[0].name == "ask_looker"

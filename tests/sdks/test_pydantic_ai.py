@@ -21,13 +21,24 @@ from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from branchline.core.errors import ContextLengthError
-from tests.sdks.running import ASKED, SYSTEM, Scene, Stage, look, play, scenes, stage, streamed, voices
+from tests.sdks.harness import (
+    QUESTIONS,
+    SYSTEM,
+    Scenario,
+    SdkSession,
+    look,
+    run_scenario,
+    scenarios,
+    sdk_session,
+    streamed,
+    templates,
+)
 
 protocols = pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
 
 
 @asynccontextmanager
-async def model_of(s: Stage, protocol: str) -> AsyncIterator[Model]:
+async def model_of(s: SdkSession, protocol: str) -> AsyncIterator[Model]:
     if protocol == "messages":
         async with anthropic.AsyncAnthropic(base_url=s.anthropic_url, api_key=s.key) as claude:
             yield AnthropicModel("m", provider=AnthropicProvider(anthropic_client=claude))
@@ -42,13 +53,13 @@ async def _drain(_: Any, events: Any) -> None:
         pass
 
 
-def converse(s: Stage, protocol: str, *, stream: bool, **options: Any) -> list[str]:
+def converse(s: SdkSession, protocol: str, *, stream: bool, **options: Any) -> list[str]:
     async def running() -> list[str]:
         async with model_of(s, protocol) as model:
             agent = Agent(model, instructions=SYSTEM, tools=[look], **options)
             history: list[ModelMessage] = []
             answers = []
-            for question in ASKED:
+            for question in QUESTIONS:
                 # A handler is what makes it stream.
                 result = await agent.run(
                     question, message_history=history, event_stream_handler=_drain if stream else None
@@ -60,26 +71,26 @@ def converse(s: Stage, protocol: str, *, stream: bool, **options: Any) -> list[s
     return asyncio.run(running())
 
 
-@scenes
+@scenarios
 @streamed
 @protocols
-def test_a_run_that_goes_on_is_one_timeline(scene: Scene, stream: bool, protocol: str) -> None:
-    s = play(scene, lambda s: converse(s, protocol, stream=stream))
+def test_a_run_that_goes_on_is_one_timeline(scene: Scenario, stream: bool, protocol: str) -> None:
+    s = run_scenario(scene, lambda s: converse(s, protocol, stream=stream))
     assert s.echoes <= {"arguments_reserialised", "empty_content"}
 
 
-@voices
+@templates
 def test_results_that_are_cleared_later_are_deleted_context(voice: str) -> None:
     def clear(said: list[ModelMessage]) -> list[ModelMessage]:
         """Leaves the results of the newest message as they are and empties all before."""
         return [_cleared(message) for message in said[:-1]] + said[-1:]
 
-    with stage(voice) as s:
+    with sdk_session(voice) as s:
         converse(s, "chat", stream=False, capabilities=[ProcessHistory(clear)])
     s.check(calls=4)
     # Once when the first results are cleared, once when the third is.
     assert s.causes == {"context_delete": 2}
-    assert s.ran == [[0, 1], [0, 2], [0, 3]]
+    assert s.timeline_calls == [[0, 1], [0, 2], [0, 3]]
 
 
 def _cleared(message: ModelMessage) -> ModelMessage:
@@ -92,10 +103,10 @@ def _cleared(message: ModelMessage) -> ModelMessage:
 
 @protocols
 def test_a_prompt_that_is_too_long_is_known_as_such(protocol: str) -> None:
-    async def test(s: Stage) -> None:
+    async def test(s: SdkSession) -> None:
         async with model_of(s, protocol) as model:
             with pytest.raises(ModelContextWindowExceededError):
                 await Agent(model).run("q")
 
-    with stage("toy", [ContextLengthError.of(900, 200)]) as s:
+    with sdk_session("toy", [ContextLengthError.for_prompt(900, 200)]) as s:
         asyncio.run(test(s))

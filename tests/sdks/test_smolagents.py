@@ -9,7 +9,7 @@ import pytest
 from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
 from branchline import Message, ToolCall
-from tests.sdks.running import ASKED, call, look, stage, streamed, voices
+from tests.sdks.harness import QUESTIONS, call, look, sdk_session, streamed, templates
 
 LOOK = tool(look)
 
@@ -24,10 +24,10 @@ def code(line: str) -> Message:
 
 
 CALLS = (
-    Message("assistant", reasoning="Two places.", calls=(call(1), call(2, far=True))),
-    Message("assistant", "Once more.", calls=(call(3),)),
-    Message("assistant", calls=(final("A door."),)),
-    Message("assistant", calls=(final("Still a door."),)),
+    Message("assistant", reasoning_content="Two places.", tool_calls=(call(1), call(2, far=True))),
+    Message("assistant", "Once more.", tool_calls=(call(3),)),
+    Message("assistant", tool_calls=(final("A door."),)),
+    Message("assistant", tool_calls=(final("Still a door."),)),
 )
 CODE = (
     code("print(look(at=1, far=False))"),
@@ -37,19 +37,19 @@ CODE = (
 )
 
 
-@voices
+@templates
 @streamed
 @pytest.mark.parametrize(("kind", "said"), [(ToolCallingAgent, CALLS), (CodeAgent, CODE)])
 def test_every_reply_it_writes_anew_is_a_fork_and_nothing_is_lost(
     voice: str, stream: bool, kind: Any, said: Any
 ) -> None:
     # One token at a time, so that a stop text ends the engine's work where it ends the reply.
-    with stage(voice, said, chunk_size=1) as s:
+    with sdk_session(voice, said, chunk_size=1) as s:
         model = OpenAIModel("m", api_base=s.url, api_key=s.key)
         agent = kind(tools=[LOOK], model=model, stream_outputs=stream, verbosity_level=-1)
-        answers = [agent.run(ASKED[0]), agent.run(ASKED[1], reset=False)]
+        answers = [agent.run(QUESTIONS[0]), agent.run(QUESTIONS[1], reset=False)]
         model.client.close()
     assert answers == ["A door.", "Still a door."]
     s.check(calls=4)
     assert s.causes == {"edit": 3}
-    assert s.ran == [[0], [1], [2], [3]]
+    assert s.timeline_calls == [[0], [1], [2], [3]]

@@ -11,22 +11,22 @@ from branchline import (
     Request,
     Session,
     ToyCodec,
+    classify_forks,
     diagnose,
-    judge,
     merge,
 )
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 
 
 def test_a_stripped_thought_is_shown_with_both_sides_and_its_cost() -> None:
     codec = ToyCodec.chatml(strip_thinking=True)
     session = Session("s", codec)
-    said = Message("assistant", "one", reasoning="plan")
+    said = Message("assistant", "one", reasoning_content="plan")
     ask = Message("user", "p")
-    session.commit(session.prepare(Request((ask,))), Generation(codec.spell(said), message=said))
+    session.commit(session.prepare(Request((ask,))), Generation(codec.encode_reply(said), message=said))
     turn = session.prepare(Request((ask, Message("assistant", "one"), Message("user", "q"))))
-    session.commit(turn, Generation(codec.spell(Message("assistant", "two"))))
-    (fork,) = judge(session.tree).forks
+    session.commit(turn, Generation(codec.encode_reply(Message("assistant", "two"))))
+    (fork,) = classify_forks(session.tree).forks
     diagnosis = diagnose(session.tree, fork, codec.decode)
     common = len("user:p") + 2 + len("assistant:")
     assert diagnosis.first_divergent_token == common
@@ -44,8 +44,8 @@ def test_a_new_answer_to_the_same_prompt_costs_nothing_again() -> None:
     session = Session("s", codec)
     for text in ("yes", "yet"):
         turn = session.prepare(Request((Message("user", "p"),)))
-        session.commit(turn, Generation(codec.spell(Message("assistant", text))))
-    (fork,) = judge(session.tree).forks
+        session.commit(turn, Generation(codec.encode_reply(Message("assistant", text))))
+    (fork,) = classify_forks(session.tree).forks
     diagnosis = diagnose(session.tree, fork, codec.decode)
     assert diagnosis.first_divergent_token == len("user:p\nassistant:ye")
     assert (diagnosis.before, diagnosis.after) == ("s", "t")
@@ -64,7 +64,7 @@ def test_a_drifted_log_names_the_token_where_ids_part() -> None:
         call([ask, answer, Message("user", "go")], "ok", [1, 2, 22, 4], [5]),
     ]
     tree = merge(calls, MergePolicy(compare="token")).tree
-    (fork,) = judge(tree).forks
+    (fork,) = classify_forks(tree).forks
     assert str(diagnose(tree, fork)) == (
         "first divergent token 2: '20 21' became '22 4'; cause drift; 1 token computed again"
     )
@@ -76,7 +76,7 @@ def test_without_ids_the_messages_are_shown() -> None:
         for said in ("yes", "no")
     ]
     tree = merge(codec_free).tree
-    (fork,) = judge(tree).forks
+    (fork,) = classify_forks(tree).forks
     assert str(diagnose(tree, fork)) == (
         "message 2: 'assistant: yes' became 'assistant: no'; cause best_of_n; 0 tokens computed again"
     )

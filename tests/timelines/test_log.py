@@ -11,10 +11,10 @@ import pytest
 
 from branchline import LogError, read_log
 from branchline.core.errors import InputError
-from branchline.timelines.log import LogReading
+from branchline.timelines.log import LogReader
 
 
-def line(**changes: Any) -> dict[str, Any]:
+def log_line(**changes: Any) -> dict[str, Any]:
     choice = {
         "message": {"role": "assistant", "content": "b"},
         "finish_reason": "stop",
@@ -39,14 +39,14 @@ def line(**changes: Any) -> dict[str, Any]:
     return raw
 
 
-def write(tmp_path: Path, *lines: object) -> Path:
+def write_log(tmp_path: Path, *lines: object) -> Path:
     path = tmp_path / "calls.jsonl"
     path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
     return path
 
 
 def test_a_line_is_read_whole(tmp_path: Path) -> None:
-    (call,) = read_log(write(tmp_path, line()))
+    (call,) = read_log(write_log(tmp_path, log_line()))
     assert (call.session, call.agent, call.line, call.id) == ("s", "main", 1, "resp")
     assert call.prompt_ids is not None
     assert call.prompt_ids.tolist() == [1, 2]
@@ -59,12 +59,12 @@ def test_a_line_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_ids_and_logprobs_may_be_missing(tmp_path: Path) -> None:
-    raw = line(
+    raw = log_line(
         response__prompt_token_ids=...,
         response__choices__0__token_ids=...,
         response__choices__0__logprobs=None,
     )
-    (call,) = read_log(write(tmp_path, raw, ""))
+    (call,) = read_log(write_log(tmp_path, raw, ""))
     assert call.prompt_ids is None
     assert call.outputs[0].ids is None
     assert call.outputs[0].logprobs is None
@@ -75,38 +75,44 @@ def test_ids_and_logprobs_may_be_missing(tmp_path: Path) -> None:
     [
         ("{broken", "expected one JSON object a line"),
         ("[1]", "line: got [1], expected an object with request and response"),
-        (line(request=...), "request: got None, expected an object"),
-        (line(response=3), "response: got 3, expected an object"),
-        (line(request__messages=...), "messages: got None, expected a non-empty list of messages"),
-        (line(request__messages=[{"role": "wizard"}]), "messages[0].role: got 'wizard'"),
-        (line(response__choices=[]), "response.choices: got [], expected a non-empty list"),
-        (line(response__choices__0__message=None), "response.choices[0].message: got None"),
-        (line(response__choices__0__message={"role": "user"}), "expected assistant"),
-        (line(response__choices__0__token_ids=["x"]), "expected a list of token ids (integers)"),
-        (line(response__choices__0__token_ids=[1.5, 2.5]), "expected a list of token ids (integers)"),
-        (line(response__choices__0__token_ids=[1, -2]), "token_ids[1]: got -2, expected a token id from 0"),
-        (line(response__prompt_token_ids=[2**31]), "prompt_token_ids[0]: got 2147483648"),
-        (line(response__choices__0__token_ids=[1]), "got '2 entries', expected one for each of 1 token_ids"),
-        (line(response__choices__0__logprobs={"content": [{}]}), "expected entries with a logprob"),
-        (line(agent=7), "agent: got 7, expected a string"),
+        (log_line(request=...), "request: got None, expected an object"),
+        (log_line(response=3), "response: got 3, expected an object"),
+        (log_line(request__messages=...), "messages: got None, expected a non-empty list of messages"),
+        (log_line(request__messages=[{"role": "wizard"}]), "messages[0].role: got 'wizard'"),
+        (log_line(response__choices=[]), "response.choices: got [], expected a non-empty list"),
+        (log_line(response__choices__0__message=None), "response.choices[0].message: got None"),
+        (log_line(response__choices__0__message={"role": "user"}), "expected assistant"),
+        (log_line(response__choices__0__token_ids=["x"]), "expected a list of token ids (integers)"),
+        (log_line(response__choices__0__token_ids=[1.5, 2.5]), "expected a list of token ids (integers)"),
+        (
+            log_line(response__choices__0__token_ids=[1, -2]),
+            "token_ids[1]: got -2, expected a token id from 0",
+        ),
+        (log_line(response__prompt_token_ids=[2**31]), "prompt_token_ids[0]: got 2147483648"),
+        (
+            log_line(response__choices__0__token_ids=[1]),
+            "got '2 entries', expected one for each of 1 token_ids",
+        ),
+        (log_line(response__choices__0__logprobs={"content": [{}]}), "expected entries with a logprob"),
+        (log_line(agent=7), "agent: got 7, expected a string"),
     ],
 )
 def test_a_bad_line_is_named_with_file_line_and_expectation(
     tmp_path: Path, raw: object, problem: str
 ) -> None:
-    path = write(tmp_path, line(), raw)
+    path = write_log(tmp_path, log_line(), raw)
     with pytest.raises(LogError) as error:
         read_log(path)
     assert str(error.value).startswith(f"{path}:2: ")
     assert problem in str(error.value)
-    reading = LogReading(path, skip_bad=True)
+    reading = LogReader(path, skip_bad=True)
     assert len(list(reading)) == 1
     assert [bad.line for bad in reading.errors] == [2]
 
 
 def test_ids_that_do_not_decode_are_a_bad_line(tmp_path: Path) -> None:
-    path = write(tmp_path, line())
-    reading = LogReading(path, check_ids=lambda ids: f"id {ids.max()} is beyond 2" if ids.max() > 2 else None)
+    path = write_log(tmp_path, log_line())
+    reading = LogReader(path, check_ids=lambda ids: f"id {ids.max()} is beyond 2" if ids.max() > 2 else None)
     with pytest.raises(LogError, match=r"choices\[0\].token_ids: id 4 is beyond 2"):
         list(reading)
 

@@ -18,8 +18,8 @@ from branchline import (
     merge,
     timelines_of,
 )
-from branchline.core.runs import as_ids
-from branchline.timelines.log import with_ids
+from branchline.core.token_arrays import as_ids
+from branchline.timelines.log import with_encoded_ids
 from branchline.tree.tree import Tree
 
 
@@ -27,7 +27,7 @@ def user(text: str) -> Message:
     return Message("user", text)
 
 
-def said(text: str) -> Message:
+def assistant(text: str) -> Message:
     return Message("assistant", text)
 
 
@@ -35,51 +35,51 @@ def logged(
     messages: list[Message], answer: str, prompt: list[int] | None, ids: list[int] | None, line: int = 0
 ) -> LoggedCall:
     logprobs = None if ids is None else np.full(len(ids), -0.5, np.float32)
-    output = LoggedOutput(said(answer), None if ids is None else as_ids(ids), logprobs)
+    output = LoggedOutput(assistant(answer), None if ids is None else as_ids(ids), logprobs)
     return LoggedCall(
         Request(tuple(messages)), (output,), None if prompt is None else as_ids(prompt), line=line
     )
 
 
-def lines(tree: Tree) -> list[tuple[list[int], list[int], bool]]:
+def timeline_texts(tree: Tree) -> list[tuple[list[int], list[int], bool]]:
     return sorted((line.ids.tolist(), line.mask.tolist(), line.exact) for line in timelines_of(tree))
 
 
 def test_a_prompt_with_ids_behind_a_call_without_stays_whole_and_exact() -> None:
     calls = [
         logged([user("a")], "b", None, None),
-        logged([user("a"), said("b"), user("c")], "d", [1, 2, 3, 4], [5, 6]),
+        logged([user("a"), assistant("b"), user("c")], "d", [1, 2, 3, 4], [5, 6]),
     ]
     tree = merge(calls).tree
-    assert lines(tree) == [([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1], True)]
+    assert timeline_texts(tree) == [([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1], True)]
     assert export_samples(tree).report.trained_tokens == 2
 
 
 def test_a_gap_in_the_middle_of_a_log_loses_no_ids() -> None:
     calls = [
         logged([user("a")], "b", [1], [2]),
-        logged([user("a"), said("b"), user("c")], "d", None, None),
-        logged([user("a"), said("b"), user("c"), said("d"), user("e")], "f", [1, 2, 3, 4, 5], [6]),
+        logged([user("a"), assistant("b"), user("c")], "d", None, None),
+        logged([user("a"), assistant("b"), user("c"), assistant("d"), user("e")], "f", [1, 2, 3, 4, 5], [6]),
     ]
-    assert lines(merge(calls).tree) == [([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1], True)]
+    assert timeline_texts(merge(calls).tree) == [([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1], True)]
 
 
 def test_an_output_that_ids_prove_goes_before_one_without_ids() -> None:
     calls = [
         logged([user("u")], "same", [1], None, 1),
         logged([user("u")], "same", [1], [7], 2),
-        logged([user("u"), said("same"), user("n")], "end", [1, 7, 4], [5], 3),
+        logged([user("u"), assistant("same"), user("n")], "end", [1, 7, 4], [5], 3),
     ]
     for order in permutations(calls):
-        assert ([1, 7, 4, 5], [0, 1, 0, 1], True) in lines(merge(order).tree)
+        assert ([1, 7, 4, 5], [0, 1, 0, 1], True) in timeline_texts(merge(order).tree)
 
 
 def test_ids_made_from_text_never_take_the_place_of_logged_ones() -> None:
     calls = [
-        with_ids(logged([user("a")], "hello", None, None, 1), as_ids([1, 2]), [as_ids([20, 21])]),
-        logged([user("a"), said("hello"), user("c")], "d", [1, 2, 22, 4], [5], 2),
+        with_encoded_ids(logged([user("a")], "hello", None, None, 1), as_ids([1, 2]), [as_ids([20, 21])]),
+        logged([user("a"), assistant("hello"), user("c")], "d", [1, 2, 22, 4], [5], 2),
     ]
-    assert ([1, 2, 22, 4, 5], [0, 0, 0, 0, 1], True) in lines(merge(calls).tree)
+    assert ([1, 2, 22, 4, 5], [0, 0, 0, 0, 1], True) in timeline_texts(merge(calls).tree)
 
 
 def test_of_equal_turns_behind_a_changed_prefix_the_right_one_is_cut() -> None:
@@ -87,7 +87,7 @@ def test_of_equal_turns_behind_a_changed_prefix_the_right_one_is_cut() -> None:
     first = [100, *turn]
     second = [*first, 60, *turn]
     third = [200, *turn, 60, *turn, 60, *turn]
-    go, ok = user("go"), said("ok")
+    go, ok = user("go"), assistant("ok")
     calls = [
         logged([go], "ok", first, [60], 1),
         logged([go, ok, go], "ok", second, [60], 2),
@@ -101,10 +101,10 @@ def test_of_equal_turns_behind_a_changed_prefix_the_right_one_is_cut() -> None:
 def test_by_token_an_empty_output_is_continued_only_where_the_text_says_so() -> None:
     calls = [
         logged([user("y")], "", [121], [], 1),
-        logged([user("y"), said("ok"), user("x")], "z", [121, 7, 120], [3], 2),
+        logged([user("y"), assistant("ok"), user("x")], "z", [121, 7, 120], [3], 2),
     ]
     assert len(timelines_of(merge(calls, MergePolicy(compare="token")).tree)) == 2
-    calls[1] = logged([user("y"), said(""), user("x")], "z", [121, 7, 120], [3], 2)
+    calls[1] = logged([user("y"), assistant(""), user("x")], "z", [121, 7, 120], [3], 2)
     assert len(timelines_of(merge(calls, MergePolicy(compare="token")).tree)) == 1
 
 
@@ -112,7 +112,7 @@ def test_a_thousand_equal_answers_do_not_take_a_million_looks() -> None:
     count = 1500
     calls = [logged([user("u")], "ok", [1], [2], line) for line in range(count)]
     calls += [
-        logged([user("u"), said("ok"), user(f"q{n}")], f"r{n}", [1, 2, 3, n], [5], count + n)
+        logged([user("u"), assistant("ok"), user(f"q{n}")], f"r{n}", [1, 2, 3, n], [5], count + n)
         for n in range(count)
     ]
     merged = merge(calls)
@@ -121,11 +121,13 @@ def test_a_thousand_equal_answers_do_not_take_a_million_looks() -> None:
 
 def test_a_call_that_shows_what_its_own_continuation_says_later_is_merged() -> None:
     calls = [
-        logged([user("a"), said("later"), user("b")], "x", [1], [2], 1),
-        logged([user("a"), said("later"), user("b"), said("x"), user("c")], "later", [1, 2, 3], [4], 2),
+        logged([user("a"), assistant("later"), user("b")], "x", [1], [2], 1),
+        logged(
+            [user("a"), assistant("later"), user("b"), assistant("x"), user("c")], "later", [1, 2, 3], [4], 2
+        ),
     ]
     for order in permutations(calls):
-        assert lines(merge(order).tree) == [([1, 2, 3, 4], [0, 1, 0, 1], True)]
+        assert timeline_texts(merge(order).tree) == [([1, 2, 3, 4], [0, 1, 0, 1], True)]
 
 
 @pytest.mark.parametrize("compare", ["text", "token"])
@@ -133,11 +135,13 @@ def test_the_account_balances_whatever_is_missing(compare: str) -> None:
     calls = [
         logged([user("a")], "b", [1], [2], 1),
         logged([user("a")], "b", None, [2], 2),
-        logged([user("a"), said("b"), user("c")], "d", [1, 2, 3], None, 3),
+        logged([user("a"), assistant("b"), user("c")], "d", [1, 2, 3], None, 3),
         logged([user("z")], "", None, None, 4),
     ]
     for order in permutations(calls):
         tree = merge(order, MergePolicy(compare=compare)).tree  # type: ignore[arg-type]
-        report = export_samples(tree, ExportPolicy(inexact=True, missing_logprobs=True)).report
+        report = export_samples(
+            tree, ExportPolicy(include_inexact=True, include_missing_logprobs=True)
+        ).report
         assert report.is_balanced
         assert report.sampled_tokens == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from branchline import Generation, Message, Request, Session, ToyCodec, timelines_of
-from branchline.core.runs import Origin, as_ids
+from branchline.core.token_arrays import Origin, as_ids
 
 
 def conversation() -> Session:
@@ -16,7 +16,10 @@ def conversation() -> Session:
         history.append(Message("user", ask))
         turn = session.prepare(Request(tuple(history)))
         session.commit(
-            turn, Generation(codec.spell(Message("assistant", said)), np.array([-1, -2], np.float32), version)
+            turn,
+            Generation(
+                codec.encode_reply(Message("assistant", said)), np.array([-1, -2], np.float32), version
+            ),
         )
         history.append(Message("assistant", said))
     return session
@@ -40,11 +43,13 @@ def test_origins_tell_template_context_and_sampled_apart() -> None:
 def test_the_exact_prompt_of_every_turn_can_be_read_back() -> None:
     session = conversation()
     (line,) = timelines_of(session.tree)
-    prompts = [ToyCodec().decode(line.ids[: emission.start]) for emission in line.emissions]
+    prompts = [ToyCodec().decode(line.ids[: emission.start]) for emission in line.assistant_spans]
     assert prompts == ["user:p\nassistant:", "user:p\nassistant:A1user:x\nassistant:"]
-    said = [ToyCodec().decode(line.ids[emission.start : emission.end]) for emission in line.emissions]
+    said = [ToyCodec().decode(line.ids[emission.start : emission.end]) for emission in line.assistant_spans]
     assert said == ["A1", "A2"]
-    assert [emission.call.prompt_tokens for emission in line.emissions] == [len(prompt) for prompt in prompts]
+    assert [emission.call.prompt_tokens for emission in line.assistant_spans] == [
+        len(prompt) for prompt in prompts
+    ]
 
 
 def test_versions_are_known_per_token() -> None:

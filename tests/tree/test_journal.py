@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def held_up(path: Path) -> Iterator[None]:
+def write_lock_held(path: Path) -> Iterator[None]:
     """Hold SQLite's write lock from outside: whatever is appended meanwhile stays queued."""
     with closing(sqlite3.connect(path, isolation_level=None)) as outsider:
         outsider.execute("BEGIN IMMEDIATE")
@@ -41,7 +41,7 @@ def held_up(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def child(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+def child_process(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", script, *map(str, args)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -50,7 +50,7 @@ def child(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def number(index: int) -> bytes:
+def encode_index(index: int) -> bytes:
     return b"%d" % index
 
 
@@ -59,12 +59,12 @@ def number(index: int) -> bytes:
 
 def test_each_session_reads_its_own_records_in_order_of_append(path: Path) -> None:
     with Journal(path) as journal:
-        futures = [journal.append(f"s{index % 3}", number(index)) for index in range(30)]
+        futures = [journal.append(f"s{index % 3}", encode_index(index)) for index in range(30)]
         seqs = [future.result() for future in futures]
         assert seqs == sorted(set(seqs))
         for session in range(3):
-            assert list(journal.read(f"s{session}")) == [number(i) for i in range(session, 30, 3)]
-        assert list(journal.replay()) == [(f"s{i % 3}", number(i)) for i in range(30)]
+            assert list(journal.read(f"s{session}")) == [encode_index(i) for i in range(session, 30, 3)]
+        assert list(journal.replay()) == [(f"s{i % 3}", encode_index(i)) for i in range(30)]
 
 
 def test_sessions_are_listed_in_order_of_their_first_record(path: Path) -> None:
@@ -97,7 +97,7 @@ def test_an_unknown_session_has_no_records(path: Path) -> None:
 def test_a_reader_sees_the_records_committed_when_it_began(path: Path) -> None:
     with Journal(path) as journal:
         for index in range(3):
-            journal.append("s", number(index))
+            journal.append("s", encode_index(index))
         journal.flush()
         reader = journal.read("s")
         first = next(reader)
@@ -108,7 +108,7 @@ def test_a_reader_sees_the_records_committed_when_it_began(path: Path) -> None:
 def test_queued_records_are_not_read_before_they_are_committed(path: Path) -> None:
     with Journal(path) as journal:
         journal.append("s", b"committed").result()
-        with held_up(path):
+        with write_lock_held(path):
             queued = journal.append("s", b"queued")
             assert list(journal.read("s")) == [b"committed"]
             assert not queued.done()
@@ -119,7 +119,7 @@ def test_queued_records_are_not_read_before_they_are_committed(path: Path) -> No
 @pytest.mark.parametrize("durability", LEVELS)
 def test_records_and_their_numbers_survive_close_and_reopen(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
-        assert (journal.path, journal.durability, journal.failed) == (path, durability, None)
+        assert (journal.path, journal.durability, journal.failure) == (path, durability, None)
         first = journal.append("a", b"1").result()
         journal.append("b", b"2")  # close commits what is still queued
     with Journal(path, durability=durability) as journal:
@@ -133,10 +133,10 @@ def test_records_and_their_numbers_survive_close_and_reopen(path: Path, durabili
 
 def test_at_level_process_an_append_is_durable_when_it_returns(path: Path) -> None:
     with Journal(path) as journal:
-        futures = [journal.append("s", number(index)) for index in range(20)]
+        futures = [journal.append("s", encode_index(index)) for index in range(20)]
         assert [future.done() for future in futures] == [True] * 20
-        assert journal.commits == 20
-        assert list(journal.read("s")) == [number(index) for index in range(20)]
+        assert journal.commit_count == 20
+        assert list(journal.read("s")) == [encode_index(index) for index in range(20)]
 
 
 def test_a_large_record_is_left_to_the_thread_and_keeps_its_place(
@@ -151,47 +151,52 @@ def test_a_large_record_is_left_to_the_thread_and_keeps_its_place(
 
 
 @pytest.mark.parametrize("durability", LEVELS)
-def test_a_note_shares_the_commit_of_the_next_record(path: Path, durability: Durability) -> None:
+def test_a_lazy_record_shares_the_commit_of_the_next_one(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
-        notes = [journal.append("s", number(index), is_note=True) for index in range(3)]
+        notes = [journal.append("s", encode_index(index), lazy=True) for index in range(3)]
         assert not any(note.done() for note in notes)
         assert journal.append("t", b"record").result() == 4
         assert [note.result() for note in notes] == [1, 2, 3]
-        assert journal.commits == 1
-        assert [record for _, record in journal.replay()] == [number(0), number(1), number(2), b"record"]
+        assert journal.commit_count == 1
+        assert [record for _, record in journal.replay()] == [
+            encode_index(0),
+            encode_index(1),
+            encode_index(2),
+            b"record",
+        ]
 
 
 @pytest.mark.parametrize("durability", LEVELS)
-def test_a_note_that_nothing_follows_is_written_all_the_same(
+def test_a_lazy_record_that_nothing_follows_is_still_written(
     path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_NOTES_S", 0.01)
     with Journal(path, durability=durability) as journal:
-        assert journal.append("s", b"note", is_note=True).result(timeout=30) == 1
+        assert journal.append("s", b"note", lazy=True).result(timeout=30) == 1
 
 
 def test_a_callback_may_append(path: Path) -> None:
     with Journal(path) as journal:
-        note = journal.append("s", b"note", is_note=True)
+        note = journal.append("s", b"note", lazy=True)
         note.add_done_callback(lambda _: journal.append("s", b"from a callback"))
         journal.append("s", b"record").result()
         assert list(journal.read("s")) == [b"note", b"record", b"from a callback"]
 
 
 @pytest.mark.parametrize("durability", LEVELS)
-def test_flush_and_close_leave_no_note_behind(path: Path, durability: Durability) -> None:
+def test_flush_and_close_write_lazy_records(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
-        flushed = journal.append("s", b"flushed", is_note=True)
+        flushed = journal.append("s", b"flushed", lazy=True)
         journal.flush()
         assert flushed.done()
-        journal.append("s", b"closed", is_note=True)
+        journal.append("s", b"closed", lazy=True)
     with Journal(path) as journal:
         assert list(journal.read("s")) == [b"flushed", b"closed"]
 
 
-def test_at_level_process_a_reader_finds_the_notes_before_it(path: Path) -> None:
+def test_at_level_process_a_reader_finds_earlier_lazy_records(path: Path) -> None:
     with Journal(path) as journal:
-        journal.append("s", b"note", is_note=True)
+        journal.append("s", b"note", lazy=True)
         assert list(journal.read("s")) == [b"note"]
 
 
@@ -229,7 +234,7 @@ def interrupted_append(journal: Journal, line: int) -> bool:
 def test_a_signal_at_any_line_of_an_append_leaves_its_record_once_or_not_at_all(tmp_path: Path) -> None:
     for line in range(1, 1000):
         with Journal(tmp_path / str(line)) as journal:
-            journal.append("s", b"note", is_note=True)
+            journal.append("s", b"note", lazy=True)
             is_interrupted = interrupted_append(journal, line)
             assert journal.append("s", b"after").result(timeout=30)
             journal.flush()
@@ -245,10 +250,10 @@ def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_PATIENCE_S", 0.02)
-    with Journal(path) as journal, held_up(path):
+    with Journal(path) as journal, write_lock_held(path):
         with pytest.raises(JournalError, match="locked"):
             journal.append("s", b"late").result()
-        assert journal.failed is not None
+        assert journal.failure is not None
 
 
 # Group commit, threads, asyncio
@@ -257,11 +262,11 @@ def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(
 @pytest.mark.parametrize("durability", LEVELS)
 def test_appends_queued_at_once_share_a_transaction(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
-        with held_up(path):
-            futures = [journal.append("s", number(index)) for index in range(500)]
+        with write_lock_held(path):
+            futures = [journal.append("s", encode_index(index)) for index in range(500)]
         assert [future.result() for future in futures] == list(range(1, 501))
-        assert journal.commits <= 2  # the writer may have left with the first record alone
-        assert list(journal.read("s")) == [number(index) for index in range(500)]
+        assert journal.commit_count <= 2  # the writer may have left with the first record alone
+        assert list(journal.read("s")) == [encode_index(index) for index in range(500)]
 
 
 def test_concurrent_threads_lose_nothing_and_keep_their_order(path: Path) -> None:
@@ -269,7 +274,7 @@ def test_concurrent_threads_lose_nothing_and_keep_their_order(path: Path) -> Non
 
         def work(name: str) -> None:
             for index in range(300):
-                future = journal.append(name, number(index))
+                future = journal.append(name, encode_index(index))
                 if index % 50 == 0:
                     future.result()
 
@@ -280,14 +285,14 @@ def test_concurrent_threads_lose_nothing_and_keep_their_order(path: Path) -> Non
             thread.join()
         journal.flush()
         for index in range(8):
-            assert list(journal.read(f"t{index}")) == [number(i) for i in range(300)]
+            assert list(journal.read(f"t{index}")) == [encode_index(i) for i in range(300)]
         assert len(list(journal.replay())) == 8 * 300
 
 
 def test_flush_waits_for_everything_appended_before_it(path: Path) -> None:
     with Journal(path) as journal:
         journal.flush()  # nothing to wait for
-        futures = [journal.append("s", number(index)) for index in range(200)]
+        futures = [journal.append("s", encode_index(index)) for index in range(200)]
         journal.flush()
         assert all(future.done() for future in futures)
         assert len(list(journal.read("s"))) == 200
@@ -296,17 +301,17 @@ def test_flush_waits_for_everything_appended_before_it(path: Path) -> None:
 def test_an_event_loop_awaits_appends_with_wrap_future(path: Path) -> None:
     async def append_all(journal: Journal) -> list[int]:
         return await asyncio.gather(
-            *(asyncio.wrap_future(journal.append("s", number(index))) for index in range(50))
+            *(asyncio.wrap_future(journal.append("s", encode_index(index))) for index in range(50))
         )
 
     with Journal(path) as journal:
         assert asyncio.run(append_all(journal)) == list(range(1, 51))
-        assert list(journal.read("s")) == [number(index) for index in range(50)]
+        assert list(journal.read("s")) == [encode_index(index) for index in range(50)]
 
 
 def test_a_cancelled_waiter_takes_nothing_back_and_stops_nothing(path: Path) -> None:
     async def give_up(journal: Journal) -> None:
-        with held_up(path):
+        with write_lock_held(path):
             waiter = asyncio.wrap_future(journal.append("s", b"unawaited"))
             waiter.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -324,7 +329,7 @@ def test_a_callback_that_raises_does_not_stop_the_writer(path: Path) -> None:
         raise RuntimeError("not the journal's problem")
 
     with Journal(path) as journal:
-        with held_up(path):
+        with write_lock_held(path):
             journal.append("s", b"1").add_done_callback(explode)
         journal.append("s", b"2").result()
         assert list(journal.read("s")) == [b"1", b"2"]
@@ -332,7 +337,7 @@ def test_a_callback_that_raises_does_not_stop_the_writer(path: Path) -> None:
 
 # Kills and cuts
 
-APPEND_AND_TELL = """
+APPEND_SCRIPT = """
 import sys
 from branchline.tree.journal import Journal
 journal = Journal(sys.argv[1], durability=sys.argv[2])
@@ -346,7 +351,7 @@ for index in range(10**9):
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 @pytest.mark.parametrize("durability", LEVELS)
 def test_everything_acknowledged_survives_kill_9(path: Path, durability: Durability) -> None:
-    with child(APPEND_AND_TELL, path, durability) as process:
+    with child_process(APPEND_SCRIPT, path, durability) as process:
         assert process.stdout is not None
         acknowledged = [int(next(process.stdout)) for _ in range(150)]
         process.send_signal(signal.SIGKILL)
@@ -354,12 +359,12 @@ def test_everything_acknowledged_survives_kill_9(path: Path, durability: Durabil
     with Journal(path) as journal:
         records = list(journal.replay())
         # The child numbers its records from 0, the journal from 1: what is there is a prefix, and whole.
-        assert records == [(f"s{index % 7}", number(index)) for index in range(len(records))]
+        assert records == [(f"s{index % 7}", encode_index(index)) for index in range(len(records))]
         assert len(records) >= max(acknowledged)
         assert journal.append("s", b"goes on").result() == len(records) + 1
 
 
-def written(path: Path, records: list[bytes], sizes: list[int]) -> Path:
+def crashed_copy(path: Path, records: list[bytes], sizes: list[int]) -> Path:
     """A copy of a journal and its WAL as a crash leaves them; `sizes` gets the WAL's length per commit."""
     crashed = path.with_name("crashed.journal")
     wal = Path(f"{path}-wal")
@@ -392,9 +397,9 @@ def test_a_wal_cut_at_any_byte_opens_at_the_last_whole_commit(
 ) -> None:
     # Small pages make small commits, so that every byte of the last ones can be tried.
     monkeypatch.setattr(journal_file, "_SCHEMA", f"PRAGMA page_size = 512; {journal_file._SCHEMA}")
-    records = [number(index) * 20 for index in range(8)]
+    records = [encode_index(index) * 20 for index in range(8)]
     sizes: list[int] = []
-    crashed = written(path, records, sizes)
+    crashed = crashed_copy(path, records, sizes)
     cuts = [*range(0, sizes[-3], 97), *range(sizes[-3], sizes[-1] + 1)]
     check_cuts(crashed, records, sizes, cuts, fast_folder)
 
@@ -404,7 +409,7 @@ def test_a_cut_through_pages_of_the_usual_size_opens_at_the_last_whole_commit(
 ) -> None:
     records = [bytes([index]) * 3000 for index in range(12)]
     sizes: list[int] = []
-    crashed = written(path, records, sizes)
+    crashed = crashed_copy(path, records, sizes)
     cuts = [*range(0, sizes[-1], 997), *(size + off for size in sizes[1:] for off in (-1, 0)), sizes[-1]]
     check_cuts(crashed, records, sizes, cuts, fast_folder)
 
@@ -434,9 +439,9 @@ def test_the_wal_is_emptied_once_it_is_long(path: Path, monkeypatch: pytest.Monk
     wal = Path(f"{path}-wal")
     with Journal(path) as journal:
         for index in range(100):
-            journal.append("s", number(index) * 1000).result()
-        assert journal.failed is None
-        assert list(journal.read("s")) == [number(index) * 1000 for index in range(100)]
+            journal.append("s", encode_index(index) * 1000).result()
+        assert journal.failure is None
+        assert list(journal.read("s")) == [encode_index(index) * 1000 for index in range(100)]
         assert wal.stat().st_size < 100_000
 
 
@@ -451,19 +456,19 @@ def test_a_slow_reader_delays_the_emptying_and_not_the_writer(
         reader = journal.read("s")
         next(reader)
         for index in range(100):
-            journal.append("s", number(index) * 1000).result()
+            journal.append("s", encode_index(index) * 1000).result()
         assert wal.stat().st_size > 200_000
         assert list(reader) == [b"early", b"early"]
         for index in range(50):
-            journal.append("s", number(index) * 1000).result()
-        assert journal.failed is None
+            journal.append("s", encode_index(index) * 1000).result()
+        assert journal.failure is None
         assert wal.stat().st_size < 100_000
 
 
 # What is not a journal, and who else has it open
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
+def file_contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith("-lock")}
 
 
@@ -483,10 +488,10 @@ def test_a_folder_is_not_a_journal(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_not_sqlite_is_refused_and_left_alone(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    before = snapshot(path.parent)
+    before = file_contents(path.parent)
     with pytest.raises(JournalError, match=r"run\.journal: found a.*, expected a journal"):
         Journal(path)
-    assert snapshot(path.parent) == before
+    assert file_contents(path.parent) == before
 
 
 @pytest.mark.parametrize("mode", ["delete", "wal"])
@@ -495,10 +500,10 @@ def test_a_foreign_database_is_refused_and_left_alone(path: Path, mode: str) -> 
         foreign.execute(f"PRAGMA journal_mode = {mode}")
         foreign.execute("CREATE TABLE diary (page TEXT)")
         foreign.commit()
-        before = snapshot(path.parent)
+        before = file_contents(path.parent)
         with pytest.raises(JournalError, match="found an SQLite file with application_id 0x0, version 0"):
             Journal(path)
-        assert snapshot(path.parent) == before
+        assert file_contents(path.parent) == before
 
 
 def test_another_version_is_refused_and_left_alone(path: Path) -> None:
@@ -506,12 +511,12 @@ def test_another_version_is_refused_and_left_alone(path: Path) -> None:
         journal.append("s", b"1")
     with closing(sqlite3.connect(path)) as newer:
         newer.execute("PRAGMA user_version = 7")
-    before = snapshot(path.parent)
+    before = file_contents(path.parent)
     with pytest.raises(
         JournalError, match=r"version 7, expected a journal with application_id .*, version 1"
     ):
         Journal(path)
-    assert snapshot(path.parent) == before
+    assert file_contents(path.parent) == before
 
 
 def test_a_damaged_journal_is_an_error_that_names_it(path: Path) -> None:
@@ -536,7 +541,7 @@ def test_a_second_opener_in_this_process_is_refused_even_through_a_link(path: Pa
         assert list(journal.read("s")) == [b"1"]
 
 
-OPEN_AND_WAIT = """
+OPEN_SCRIPT = """
 import sys
 from branchline.tree.journal import Journal
 journal = Journal(sys.argv[1])
@@ -548,7 +553,7 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no flock")
 def test_another_live_process_has_it_until_it_is_killed(path: Path) -> None:
-    with child(OPEN_AND_WAIT, path) as process:
+    with child_process(OPEN_SCRIPT, path) as process:
         assert process.stdout is not None
         assert next(process.stdout) == "open\n"
         with pytest.raises(JournalError, match="already open"):
@@ -561,7 +566,7 @@ def test_another_live_process_has_it_until_it_is_killed(path: Path) -> None:
 
 # Failure
 
-FILL_UP = """
+FILL_DISK_SCRIPT = """
 import resource, sys
 from branchline.core.errors import JournalError
 from branchline.tree.journal import Journal
@@ -595,13 +600,13 @@ except JournalError:
 def test_a_full_disk_fails_the_futures_and_keeps_what_was_committed(
     path: Path, durability: Durability
 ) -> None:
-    with child(FILL_UP, path, durability) as process:
+    with child_process(FILL_DISK_SCRIPT, path, durability) as process:
         out, _ = process.communicate()
         assert process.returncode == 0
     with Journal(path) as journal:
         kept = list(journal.read("s"))
         assert len(kept) == int(out)
-        assert kept[:5] == [number(index) for index in range(5)]
+        assert kept[:5] == [encode_index(index) for index in range(5)]
         journal.append("s", b"room again").result()
         assert list(journal.read("s")) == [*kept, b"room again"]
 
@@ -611,9 +616,9 @@ def test_a_failed_transaction_fails_all_that_queued_behind_it(path: Path) -> Non
         journal.append("s", b"kept").result()
         with closing(sqlite3.connect(path)) as outsider:
             outsider.execute("DROP TABLE records")  # the next transaction cannot succeed
-        futures = [journal.append("s", number(index)) for index in range(20)]
+        futures = [journal.append("s", encode_index(index)) for index in range(20)]
         assert all(isinstance(future.exception(), JournalError) for future in futures)
-        assert "no such table" in str(journal.failed)
+        assert "no such table" in str(journal.failure)
 
 
 def test_a_failed_checkpoint_stops_the_journal_and_takes_back_nothing(
@@ -623,8 +628,8 @@ def test_a_failed_checkpoint_stops_the_journal_and_takes_back_nothing(
     monkeypatch.setattr(journal_module, "_SHORTEN_WAL", "SELECT * FROM nowhere")
     with Journal(path) as journal:
         kept: list[bytes] = []
-        while (refusal := journal.append("s", number(len(kept))).exception()) is None:
-            kept.append(number(len(kept)))
+        while (refusal := journal.append("s", encode_index(len(kept))).exception()) is None:
+            kept.append(encode_index(len(kept)))
         assert kept
         assert "no such table: nowhere" in str(refusal)
         assert list(journal.read("s")) == kept
@@ -638,7 +643,7 @@ def test_an_unstorable_value_is_refused_alone(path: Path, monkeypatch: pytest.Mo
         with pytest.raises(JournalError, match="lone surrogates"):
             journal.append("\ud800", b"x").result()
         journal.append("s", b"fine").result()
-        assert journal.failed is None
+        assert journal.failure is None
         assert list(journal.replay()) == [("s", b"fine")]
 
 

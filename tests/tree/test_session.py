@@ -21,25 +21,25 @@ from branchline import (
     TreeError,
     timelines_of,
 )
-from branchline.testing.behaviours import Behaviour
-from branchline.testing.player import Player
+from branchline.testing.plan_runner import PlanRunner
+from branchline.testing.plans import PlanGenerator
 
 CODEC = ToyCodec.chatml()
 NOON = datetime(2026, 3, 1, 12)
 
 
-def test_a_reopened_session_goes_on_token_exact(tmp_path: Path) -> None:
-    plan = Behaviour(Random(5)).plan(10)
+def test_a_reopened_session_continues_token_exact(tmp_path: Path) -> None:
+    plan = PlanGenerator(Random(5)).generate(10)
     half = len(plan) // 2
-    straight = Player(Session("s", CODEC, started=NOON), CODEC)
-    straight.play(plan)
+    straight = PlanRunner(Session("s", CODEC, started_at=NOON), CODEC)
+    straight.run(plan)
     with Journal(tmp_path / "j") as journal:
-        before = Player(Session("s", CODEC, journal=journal, started=NOON), CODEC)
+        before = PlanRunner(Session("s", CODEC, journal=journal, started_at=NOON), CODEC)
         for planned in plan[:half]:
             before.commit(planned)
         journal.flush()
     with Journal(tmp_path / "j") as journal:
-        after = Player(Session.reopen("s", CODEC, journal), CODEC)
+        after = PlanRunner(Session.reopen("s", CODEC, journal), CODEC)
         for planned in plan[half:]:
             after.commit(planned)
     tree, expected = after.session.tree, straight.session.tree
@@ -52,7 +52,7 @@ def test_a_reopened_session_goes_on_token_exact(tmp_path: Path) -> None:
     ]
 
 
-def test_a_session_nobody_knows_is_empty(tmp_path: Path) -> None:
+def test_reopening_an_unknown_session_gives_an_empty_tree(tmp_path: Path) -> None:
     with Journal(tmp_path / "j") as journal:
         assert not Session.reopen("new", CODEC, journal).tree.calls
 
@@ -61,11 +61,11 @@ def test_a_commit_is_durable_when_its_future_says_so(tmp_path: Path) -> None:
     with Journal(tmp_path / "j") as journal:
         session = Session("s", CODEC, journal=journal)
         turn = session.prepare(Request((Message("user", "p"),)))
-        committed = session.commit(turn, Generation(CODEC.spell(Message("assistant", "A"))))
+        committed = session.commit(turn, Generation(CODEC.encode_reply(Message("assistant", "A"))))
         assert committed.durable is not None
         committed.durable.result(timeout=10)
         assert len(list(journal.read("s"))) == 1
-        delivered = session.deliver(committed.call, Delivery.DELIVERED)
+        delivered = session.record_delivery(committed.call, Delivery.DELIVERED)
         assert delivered is not None
         delivered.result(timeout=10)
         assert len(list(journal.read("s"))) == 2
@@ -75,9 +75,9 @@ def test_a_session_whose_journal_failed_takes_no_commit(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     session = Session("s", CODEC, journal=journal)
     turn = session.prepare(Request((Message("user", "p"),)))
-    journal._failed = JournalError("disk full")
+    journal._failure = JournalError("disk full")
     with pytest.raises(JournalError):
-        session.commit(turn, Generation(CODEC.spell(Message("assistant", "A"))))
+        session.commit(turn, Generation(CODEC.encode_reply(Message("assistant", "A"))))
     assert not session.tree.calls
     journal.close()
 
@@ -88,7 +88,7 @@ def test_a_record_the_journal_refuses_changes_nothing(
     with Journal(tmp_path / "j") as journal:
         session = Session("s", CODEC, journal=journal)
         turn = session.prepare(Request((Message("user", "p" * 1000),)))
-        answer = Generation(CODEC.spell(Message("assistant", "A")))
+        answer = Generation(CODEC.encode_reply(Message("assistant", "A")))
         with monkeypatch.context() as patch:
             patch.setattr(journal_module, "_MAX_RECORD_BYTES", 400)
             with pytest.raises(JournalError):
@@ -104,7 +104,7 @@ def test_a_session_that_is_in_the_journal_must_be_reopened(tmp_path: Path) -> No
         session = Session("s", CODEC, journal=journal)
         session.commit(
             session.prepare(Request((Message("user", "p"),))),
-            Generation(CODEC.spell(Message("assistant", "A"))),
+            Generation(CODEC.encode_reply(Message("assistant", "A"))),
         )
         journal.flush()
         with pytest.raises(TreeError, match="reopen"):

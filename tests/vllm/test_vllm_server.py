@@ -11,19 +11,19 @@ import httpx
 import pytest
 
 from branchline.core.errors import EngineInputError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Engine, SamplingParams
 from branchline.engines.replicas import Replicas
-from tests.vllm.behind import (
+from tests.vllm.vllm_harness import (
     MODEL,
+    TIMEOUT_S,
     URLS,
-    WAIT_S,
-    Agent,
-    Meter,
-    Seen,
-    WatchedVllm,
-    agent_behind,
+    RecordedGeneration,
+    RecordingVllmEngine,
+    SessionClient,
+    VllmMetrics,
     connect,
+    gateway_client,
 )
 
 pytestmark = [
@@ -32,18 +32,18 @@ pytestmark = [
 ]
 DEV, PLAIN = URLS or ("", "")
 IM_END = 2
-STORY = "Tell me a long story about a river."
+LONG_PROMPT = "Tell me a long story about a river."
 Test = Callable[[], Coroutine[Any, Any, None]]
 
 
 def run(test: Test) -> None:
-    asyncio.run(asyncio.wait_for(test(), 3 * WAIT_S))
+    asyncio.run(asyncio.wait_for(test(), 3 * TIMEOUT_S))
 
 
-async def assert_exact(agent: Agent, *engines: WatchedVllm) -> None:
+async def assert_exact(agent: SessionClient, *engines: RecordingVllmEngine) -> None:
     """C1: what the engine got and gave is a path of the tree; every path is something it got and gave."""
-    seen = [generation for engine in engines for generation in engine.seen]
-    assert sorted(await agent.paths()) == sorted(one.prompt + one.ids for one in seen)
+    seen = [generation for engine in engines for generation in engine.generations]
+    assert sorted(await agent.sampled_paths()) == sorted(one.prompt + one.ids for one in seen)
     lines = {tuple(line["ids"]): line for line in (await agent.get("/timelines"))["timelines"]}
     for one in seen:
         whole = one.prompt + one.ids
@@ -58,13 +58,13 @@ def test_a_conversation_is_one_timeline_of_exactly_what_crossed() -> None:
     async def main() -> None:
         engine = await connect(DEV)
         assert (engine.model, engine.max_context) == (MODEL.name, 512)
-        async with agent_behind(engine) as agent:
+        async with gateway_client(engine) as agent:
             talk = ["What is the capital of France?"]
             for ask in ("And of Italy?", "Say both again.\n\n1. ", "Thanks."):
-                talk += [await agent.say(*talk, stream=len(talk) % 4 == 1), ask]
-            last = await agent.ask(*talk, logprobs=True, return_token_ids=True)
+                talk += [await agent.chat_text(*talk, stream=len(talk) % 4 == 1), ask]
+            last = await agent.post_chat(*talk, logprobs=True, return_token_ids=True)
             assert talk[1] == "The capital of France is Paris."
-            assert len(engine.seen) == 4
+            assert len(engine.generations) == 4
             await assert_exact(agent, engine)
             (line,) = (await agent.get("/timelines"))["timelines"]
             assert len(line["calls"]) == 4
@@ -72,9 +72,9 @@ def test_a_conversation_is_one_timeline_of_exactly_what_crossed() -> None:
             assert all(line["logprobs"][place] <= 0 for place in sampled)
             assert {line["versions"][place] for place in sampled} == {0}
             choice = last.json()["choices"][0]
-            assert choice["token_ids"] == engine.seen[-1].ids
+            assert choice["token_ids"] == engine.generations[-1].ids
             told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            assert told == pytest.approx(engine.seen[-1].logprobs)
+            assert told == pytest.approx(engine.generations[-1].logprobs)
             report = (await agent.get("/samples"))["report"]
             assert report["trained_tokens"] == report["sampled_tokens"] == len(sampled)
 
@@ -84,15 +84,15 @@ def test_a_conversation_is_one_timeline_of_exactly_what_crossed() -> None:
 def test_our_prompt_is_the_one_the_server_would_have_made() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with agent_behind(engine) as agent:
+        async with gateway_client(engine) as agent:
             messages = ["Count:\n\n1. one\n   22 two", "Sure: 1, 2", "Grüße, 日本 👍 \t 3"]
             body = agent.body(*messages, max_tokens=1)
-            await agent.ask(*messages, max_tokens=1)
+            await agent.post_chat(*messages, max_tokens=1)
             theirs = await agent.http.post(
                 f"{PLAIN}/tokenize",
                 json={"messages": body["messages"], "add_generation_prompt": True, "model": MODEL.name},
             )
-            assert theirs.json()["tokens"] == engine.seen[0].prompt
+            assert theirs.json()["tokens"] == engine.generations[0].prompt
 
     run(main)
 
@@ -100,19 +100,19 @@ def test_our_prompt_is_the_one_the_server_would_have_made() -> None:
 def test_streamed_and_whole_record_the_same_tree() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with agent_behind(engine) as whole:
-            streamed = await whole.open()
+        async with gateway_client(engine) as whole:
+            streamed = await whole.open_session()
             trees = []
             for agent, stream in ((whole, False), (streamed, True)):
-                first = await agent.say("Name three colors.", stream=stream)
-                await agent.say("Name three colors.", first, "And a fourth?", stream=stream)
+                first = await agent.chat_text("Name three colors.", stream=stream)
+                await agent.chat_text("Name three colors.", first, "And a fourth?", stream=stream)
                 nodes = (await agent.get("/tree"))["nodes"]
                 trees.append([{**node, "call": node["call"] is not None} for node in nodes])
             assert trees[0] == trees[1]
-            half = len(engine.seen) // 2
-            assert all(one.heard == 0 for one in engine.seen[:half])
-            assert all(one.heard > len(one.ids) // 2 for one in engine.seen[half:])
-            for one, other in zip(engine.seen[:half], engine.seen[half:], strict=True):
+            half = len(engine.generations) // 2
+            assert all(one.heard == 0 for one in engine.generations[:half])
+            assert all(one.heard > len(one.ids) // 2 for one in engine.generations[half:])
+            for one, other in zip(engine.generations[:half], engine.generations[half:], strict=True):
                 # A prefix that the server had cached is computed by other kernels.
                 assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
@@ -122,12 +122,14 @@ def test_streamed_and_whole_record_the_same_tree() -> None:
 def test_two_choices_are_siblings() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with agent_behind(engine) as agent:
-            answer = await agent.ask("Pick a word.", n=2, temperature=1, max_tokens=8, return_token_ids=True)
+        async with gateway_client(engine) as agent:
+            answer = await agent.post_chat(
+                "Pick a word.", n=2, temperature=1, max_tokens=8, return_token_ids=True
+            )
             ids = [choice["token_ids"] for choice in answer.json()["choices"]]
-            assert sorted(ids) == sorted(one.ids for one in engine.seen)
+            assert sorted(ids) == sorted(one.ids for one in engine.generations)
             assert ids[0] != ids[1]
-            assert engine.seen[0].prompt == engine.seen[1].prompt
+            assert engine.generations[0].prompt == engine.generations[1].prompt
             await assert_exact(agent, engine)
 
     run(main)
@@ -136,10 +138,10 @@ def test_two_choices_are_siblings() -> None:
 def test_a_seed_gives_the_same_again() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with agent_behind(engine) as agent:
+        async with gateway_client(engine) as agent:
             for seed in (5, 5, 6):
-                await agent.say("Invent a name.", temperature=1, seed=seed, max_tokens=16)
-            first, again, other = (one.ids for one in engine.seen)
+                await agent.chat_text("Invent a name.", temperature=1, seed=seed, max_tokens=16)
+            first, again, other = (one.ids for one in engine.generations)
             assert first == again
             assert first != other
             await assert_exact(agent, engine)
@@ -150,12 +152,12 @@ def test_a_seed_gives_the_same_again() -> None:
 def test_the_stop_id_is_recorded_and_not_shown() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with agent_behind(engine) as agent:
-            answer = (await agent.ask("What is the capital of France?")).json()["choices"][0]
+        async with gateway_client(engine) as agent:
+            answer = (await agent.post_chat("What is the capital of France?")).json()["choices"][0]
             assert answer["finish_reason"] == "stop"
             assert answer["message"]["content"] == "The capital of France is Paris."
-            assert engine.seen[0].ids[-1] == IM_END
-            assert IM_END not in engine.seen[0].ids[:-1]
+            assert engine.generations[0].ids[-1] == IM_END
+            assert IM_END not in engine.generations[0].ids[:-1]
 
     run(main)
 
@@ -163,13 +165,15 @@ def test_the_stop_id_is_recorded_and_not_shown() -> None:
 def test_a_stop_text_ends_the_answer_before_it() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with agent_behind(engine) as agent:
-            answer = (await agent.ask("What is the capital of France?", stop=[" is"])).json()["choices"][0]
+        async with gateway_client(engine) as agent:
+            answer = (await agent.post_chat("What is the capital of France?", stop=[" is"])).json()[
+                "choices"
+            ][0]
             assert (answer["finish_reason"], answer["message"]["content"]) == (
                 "stop",
                 "The capital of France",
             )
-            await Meter(DEV, agent.http).until_idle()
+            await VllmMetrics(DEV, agent.http).wait_until_idle()
 
     run(main)
 
@@ -177,10 +181,10 @@ def test_a_stop_text_ends_the_answer_before_it() -> None:
 def test_max_tokens_is_clamped_to_the_room_left() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with agent_behind(engine) as agent:
+        async with gateway_client(engine) as agent:
             counting = "Go on counting: " + ", ".join(str(number) for number in range(115))
-            answer = (await agent.ask(counting, max_tokens=100_000)).json()
-            (seen,) = engine.seen
+            answer = (await agent.post_chat(counting, max_tokens=100_000)).json()
+            (seen,) = engine.generations
             assert 450 < len(seen.prompt) < 512
             assert len(seen.prompt) + len(seen.ids) == 512
             assert answer["choices"][0]["finish_reason"] == "length"
@@ -191,22 +195,24 @@ def test_max_tokens_is_clamped_to_the_room_left() -> None:
 
 def test_a_prompt_beyond_the_context_is_refused_in_the_servers_words() -> None:
     async def main() -> None:
-        engine = WatchedVllm(DEV, model=MODEL.name)  # Not asked how long a prompt may be.
-        async with agent_behind(engine) as agent:
-            answer = await agent.ask("river " * 600)
+        engine = RecordingVllmEngine(DEV, model=MODEL.name)  # Not asked how long a prompt may be.
+        async with gateway_client(engine) as agent:
+            answer = await agent.post_chat("river " * 600)
             assert answer.status_code == 400
             assert "512" in answer.json()["error"]["message"]
             with pytest.raises(EngineInputError, match=r"status 400.*512"):
                 await anext(engine.generate(as_ids([5] * 600), SamplingParams(max_tokens=4)))
             assert (await agent.get("/tree"))["nodes"] == []
-            assert await agent.say("What is the capital of France?") == "The capital of France is Paris."
+            assert (
+                await agent.chat_text("What is the capital of France?") == "The capital of France is Paris."
+            )
 
     run(main)
 
 
-async def generate(engine: Engine, prompt: list[int], **params: Any) -> Seen:
+async def generate(engine: Engine, prompt: list[int], **params: Any) -> RecordedGeneration:
     """One generation, without a gateway."""
-    seen = Seen(prompt)
+    seen = RecordedGeneration(prompt)
     asked = SamplingParams(stop_ids=(IM_END,), **params)
     async for chunk in engine.generate(as_ids(prompt), asked):
         seen.add(chunk)
@@ -216,9 +222,9 @@ async def generate(engine: Engine, prompt: list[int], **params: Any) -> Seen:
 def test_logprobs_are_those_of_the_model_however_it_is_sampled() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with agent_behind(engine) as agent:
-            await agent.say("What is the capital of France?", max_tokens=8)
-            (greedy,) = engine.seen
+        async with gateway_client(engine) as agent:
+            await agent.chat_text("What is the capital of France?", max_tokens=8)
+            (greedy,) = engine.generations
             cold = await generate(
                 engine, greedy.prompt, max_tokens=8, temperature=0.05, top_k=5, top_p=0.9, seed=3
             )
@@ -235,9 +241,9 @@ def test_the_embedded_engine_says_the_same() -> None:
 
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with agent_behind(engine) as agent:
-            await agent.say(STORY, max_tokens=32)
-            (theirs,) = engine.seen
+        async with gateway_client(engine) as agent:
+            await agent.chat_text(LONG_PROMPT, max_tokens=32)
+            (theirs,) = engine.generations
         ours = HfEngine.load(MODEL)
         same = await generate(ours, theirs.prompt, max_tokens=32, temperature=0.0)
         await ours.close()
@@ -250,7 +256,7 @@ def test_the_embedded_engine_says_the_same() -> None:
 def test_a_grammar_is_kept_to() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with agent_behind(engine) as agent:
+        async with gateway_client(engine) as agent:
             schema = {
                 "type": "object",
                 "properties": {"color": {"enum": ["red", "blue"]}},
@@ -258,14 +264,14 @@ def test_a_grammar_is_kept_to() -> None:
                 "additionalProperties": False,
             }
             wanted = {"type": "json_schema", "json_schema": {"name": "color", "schema": schema}}
-            said = await agent.say("Which color is the sky?", response_format=wanted, max_tokens=64)
+            said = await agent.chat_text("Which color is the sky?", response_format=wanted, max_tokens=64)
             assert json.loads(said)["color"] in ("red", "blue")
             await assert_exact(agent, engine)
 
     run(main)
 
 
-async def first_event(agent: Agent, *messages: str, **more: Any) -> None:
+async def first_event(agent: SessionClient, *messages: str, **more: Any) -> None:
     """Asks for a stream and hangs up once something was said."""
     body = agent.body(*messages, stream=True, **more)
     async with agent.http.stream("POST", agent.url, json=body, headers=agent.headers) as response:
@@ -277,17 +283,19 @@ async def first_event(agent: Agent, *messages: str, **more: Any) -> None:
 def test_a_client_that_hangs_up_ends_its_generation_at_the_server() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with agent_behind(engine) as agent:
-            meter = Meter(DEV, agent.http)
-            before = await meter.sampled()
-            await first_event(agent, STORY, max_tokens=400)
-            await meter.until_idle()
-            (seen,) = engine.seen
-            assert 0 < len(seen.ids) <= await meter.sampled() - before < 200
+        async with gateway_client(engine) as agent:
+            meter = VllmMetrics(DEV, agent.http)
+            before = await meter.generated_tokens()
+            await first_event(agent, LONG_PROMPT, max_tokens=400)
+            await meter.wait_until_idle()
+            (seen,) = engine.generations
+            assert 0 < len(seen.ids) <= await meter.generated_tokens() - before < 200
             await assert_exact(agent, engine)
             (node,) = [node for node in (await agent.get("/tree"))["nodes"] if node["call"]]
             assert node["finish"] == "cancelled"
-            assert await agent.say("What is the capital of France?") == "The capital of France is Paris."
+            assert (
+                await agent.chat_text("What is the capital of France?") == "The capital of France is Paris."
+            )
             await assert_exact(agent, engine)
 
     run(main)
@@ -297,18 +305,18 @@ def test_a_client_that_hangs_up_ends_its_generation_at_the_server() -> None:
 def test_a_pause_holds_a_generation_and_a_resume_goes_on_behind_its_ids(url: str) -> None:
     async def main() -> None:
         engine = await connect(url)
-        async with agent_behind(engine) as agent, httpx.AsyncClient(timeout=WAIT_S) as http:
-            meter = Meter(url, http)
-            sampled = await meter.sampled()
-            talking = asyncio.create_task(agent.say(STORY, stream=True, max_tokens=48))
-            await engine.until_said(5)
+        async with gateway_client(engine) as agent, httpx.AsyncClient(timeout=TIMEOUT_S) as http:
+            meter = VllmMetrics(url, http)
+            sampled = await meter.generated_tokens()
+            talking = asyncio.create_task(agent.chat_text(LONG_PROMPT, stream=True, max_tokens=48))
+            await engine.wait_for_tokens(5)
             await agent.post_admin("/policy/pause", {})
-            held = len(engine.seen[0].ids)
-            await meter.until_idle()
-            assert await meter.sampled() - sampled < 48
-            late = asyncio.create_task(agent.say("What is the capital of France?"))
-            await engine.until_asked(2)
-            assert await meter.running() == 0
+            held = len(engine.generations[0].ids)
+            await meter.wait_until_idle()
+            assert await meter.generated_tokens() - sampled < 48
+            late = asyncio.create_task(agent.chat_text("What is the capital of France?"))
+            await engine.wait_for_requests(2)
+            assert await meter.running_requests() == 0
             if url == DEV:
                 assert (await http.get(f"{url}/is_paused")).json() == {"is_paused": True}
             await agent.post_admin("/policy/resume", {"version": 7})
@@ -317,7 +325,7 @@ def test_a_pause_holds_a_generation_and_a_resume_goes_on_behind_its_ids(url: str
             await talking
             assert await late == "The capital of France is Paris."
 
-            story = next(one for one in engine.seen if len(one.ids) == 48)
+            story = next(one for one in engine.generations if len(one.ids) == 48)
             assert story.versions == [0] * story.versions.count(0) + [7] * story.versions.count(7)
             before = story.versions.count(0)
             assert held <= before < 48
@@ -333,20 +341,20 @@ def test_a_removed_replica_hands_its_generation_over() -> None:
     async def main() -> None:
         engines = [await connect(url, name=name) for url, name in ((DEV, "a"), (PLAIN, "b"))]
         replicas = Replicas(engines)
-        async with agent_behind(replicas) as agent:
-            talking = asyncio.create_task(agent.say(STORY, stream=True, max_tokens=48))
-            said = [asyncio.create_task(engine.until_said(5)) for engine in engines]
+        async with gateway_client(replicas) as agent:
+            talking = asyncio.create_task(agent.chat_text(LONG_PROMPT, stream=True, max_tokens=48))
+            said = [asyncio.create_task(engine.wait_for_tokens(5)) for engine in engines]
             _, waiting = await asyncio.wait(said, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
                 task.cancel()
-            used, other = engines if engines[0].seen else engines[::-1]
+            used, other = engines if engines[0].generations else engines[::-1]
             await replicas.remove(used.name)
-            await Meter(used.url, agent.http).until_idle()
+            await VllmMetrics(used.url, agent.http).wait_until_idle()
             await talking
-            (first,), (rest,) = used.seen, other.seen
+            (first,), (rest,) = used.generations, other.generations
             assert rest.prompt == first.prompt + first.ids
             assert len(first.ids) + len(rest.ids) == 48
-            assert await agent.paths() == [first.prompt + first.ids + rest.ids]
+            assert await agent.sampled_paths() == [first.prompt + first.ids + rest.ids]
             alone = await connect(used.url)
             whole = await generate(alone, first.prompt, max_tokens=48, temperature=0.0)
             assert whole.ids == first.ids + rest.ids
@@ -358,17 +366,17 @@ def test_a_removed_replica_hands_its_generation_over() -> None:
 def test_many_sessions_at_once_are_each_exact() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with agent_behind(engine) as one:
-            agents = [one] + [await one.open() for _ in range(7)]
+        async with gateway_client(engine) as one:
+            agents = [one] + [await one.open_session() for _ in range(7)]
 
-            async def talk(agent: Agent, number: int) -> None:
+            async def talk(agent: SessionClient, number: int) -> None:
                 ask = f"What is {number} plus {number}?"
-                reply = await agent.say(ask, stream=bool(number % 2), max_tokens=12)
-                await agent.say(ask, reply, "And plus one?", max_tokens=12)
+                reply = await agent.chat_text(ask, stream=bool(number % 2), max_tokens=12)
+                await agent.chat_text(ask, reply, "And plus one?", max_tokens=12)
 
             await asyncio.gather(*(talk(agent, number) for number, agent in enumerate(agents)))
-            paths = [path for agent in agents for path in await agent.paths()]
-            assert sorted(paths) == sorted(seen.prompt + seen.ids for seen in engine.seen)
+            paths = [path for agent in agents for path in await agent.sampled_paths()]
+            assert sorted(paths) == sorted(seen.prompt + seen.ids for seen in engine.generations)
             assert len(paths) == 16
 
     run(main)

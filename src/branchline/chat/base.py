@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from branchline.chat.parsing.base import Delta, Problem
+from branchline.chat.parsing.base import MessageDelta, ParseProblem
 from branchline.core.message import Message
-from branchline.core.runs import Ids, Runs
+from branchline.core.token_arrays import Ids, Runs
 
-History = Literal["template", "verbatim"]
+HistoryPolicy = Literal["template", "verbatim"]
 """`template`: the prompt shows what the chat template shows. `verbatim`: the path stays as it was sampled."""
 
 
-class Recorded(Protocol):
+class PathMessage(Protocol):
     """A message on a path, as the tree keeps it."""
 
     @property
@@ -38,7 +38,7 @@ class Recorded(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class NewMessage:
     """A message that is not on the path: new, or said elsewhere."""
 
     message: Message
@@ -47,7 +47,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MessageTokens:
     """The ids one message adds, and where each comes from. Reused ids are context here."""
 
     ids: Ids
@@ -59,25 +59,25 @@ class Extension:
     """The answer to an extend: path[:kept] as recorded, then pieces, then the opening."""
 
     kept: int
-    pieces: tuple[Piece, ...]
+    message_tokens: tuple[MessageTokens, ...]
     """One for each message from `kept` on: first what is left of the path, then the new ones."""
-    opening: Ids
+    generation_prompt_ids: Ids
     """The generation prompt."""
-    encoded: int
+    encoded_tokens: int
     """How many of these ids were made by encoding text."""
-    rewritten: str = ""
+    rewrite_reason: str = ""
     """Why less than the whole path was kept."""
 
 
 class IncrementalParser(Protocol):
     """One output, parsed as it arrives: however it is cut, the deltas add up to the same message."""
 
-    def feed(self, ids: Iterable[int]) -> list[Delta]: ...
-    def finish(self, finish_reason: str | None) -> list[Delta]: ...
+    def feed(self, ids: Iterable[int]) -> list[MessageDelta]: ...
+    def finish(self, finish_reason: str | None) -> list[MessageDelta]: ...
     @property
     def message(self) -> Message: ...
     @property
-    def problems(self) -> tuple[Problem, ...]: ...
+    def problems(self) -> tuple[ParseProblem, ...]: ...
 
 
 class Codec(Protocol):
@@ -88,12 +88,12 @@ class Codec(Protocol):
 
     def extend(
         self,
-        path: Sequence[Recorded],
-        new: Sequence[Shown],
+        path: Sequence[PathMessage],
+        new: Sequence[NewMessage],
         *,
         tools: Sequence[Mapping[str, Any]],
-        template: Mapping[str, Any],
-        history: History,
+        chat_template_kwargs: Mapping[str, Any],
+        history: HistoryPolicy,
     ) -> Extension:
         """The next prompt behind a path."""
         ...
@@ -104,7 +104,7 @@ class Codec(Protocol):
         ...
 
     def parser(
-        self, tools: Sequence[Mapping[str, Any]] = (), template: Mapping[str, Any] | None = None
+        self, tools: Sequence[Mapping[str, Any]] = (), chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> IncrementalParser:
         """A parser for one output of a prompt with these tools and template arguments."""
         ...
@@ -112,18 +112,18 @@ class Codec(Protocol):
     def parse(
         self,
         ids: Ids,
-        finish: str = "stop",
+        finish_reason: str = "stop",
         tools: Sequence[Mapping[str, Any]] = (),
-        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Message:
         """The assistant message that sampled ids spell. Never raises, whatever the ids."""
         ...
 
-    def count(
+    def count_tokens(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
-        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
         """How many tokens a prompt has."""
         ...
@@ -146,6 +146,6 @@ class Codec(Protocol):
         """A parser that reads an output as text and nothing else."""
         ...
 
-    def spell(self, message: Message) -> Ids:
+    def encode_reply(self, message: Message) -> Ids:
         """Ids that say an assistant message; where they were sampled, they need not be the same."""
         ...

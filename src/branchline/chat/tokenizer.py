@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from branchline.chat.generic.dialect import Dialect, probe_dialect
-from branchline.chat.generic.template import ChatTemplate, to_json
-from branchline.chat.generic.words import word_pattern
+from branchline.chat.generic.chat_template import ChatTemplate, to_json
+from branchline.chat.generic.pretoken_cache import pretoken_pattern
+from branchline.chat.generic.template_traits import TemplateTraits, probe_template_traits
 from branchline.core.errors import CodecError
-from branchline.core.fields import clean
+from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message, ToolCall
-from branchline.core.runs import Ids, as_ids
+from branchline.core.token_arrays import Ids, as_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
-Values = Mapping[str, Any]
-_NOTHING: Values = {}
+ChatTemplateKwargs = Mapping[str, Any]
+_NO_KWARGS: ChatTemplateKwargs = {}
 _INSTALL = "pip install 'branchline[tokenizer]'"
-_SPACE = "\u2581"
+_SENTENCEPIECE_SPACE = "\u2581"
 """What sentencepiece writes for a space."""
-_ONE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class _AddedToken(msgspec.Struct):
@@ -55,14 +55,14 @@ class _TokenizerFile(msgspec.Struct):
     decoder: Any = None
 
 
-class _Spelled(dict[int, bytes]):
+class _TokenBytesCache(dict[int, bytes]):
     """The bytes of each token, found once: what is spelled again is looked up without a line of Python."""
 
     def __init__(self, spell: Callable[[int], bytes]) -> None:
-        self._spell = spell
+        self._compute = spell
 
     def __missing__(self, token: int) -> bytes:
-        spelled = self[token] = self._spell(token)
+        spelled = self[token] = self._compute(token)
         return spelled
 
 
@@ -74,24 +74,24 @@ class TokenizerDir:
     ) -> None:
         self.path = path
         self._tokenizer = tokenizer
-        self._byte_level = _mentions([file.decoder, file.pre_tokenizer], "ByteLevel")
-        self._composes = _mentions(file.normalizer, "NFC")
-        self.word_pattern = word_pattern(file.normalizer, file.pre_tokenizer)
+        self._is_byte_level = _contains_step([file.decoder, file.pre_tokenizer], "ByteLevel")
+        self._normalizes_nfc = _contains_step(file.normalizer, "NFC")
+        self.pretoken_pattern = pretoken_pattern(file.normalizer, file.pre_tokenizer)
         """The expression that words are found with, where that is all there is to it."""
         self._added = {token.id: token for token in file.added_tokens}
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
-        self._known = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
-        self._known[ids] = True
-        self._bytes = _Spelled(self._spell)
-        self.token_bytes: Callable[[int], bytes] = self._bytes.__getitem__
+        self._known_ids = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
+        self._known_ids[ids] = True
+        self._token_bytes_cache = _TokenBytesCache(self._compute_token_bytes)
+        self.token_bytes: Callable[[int], bytes] = self._token_bytes_cache.__getitem__
         """The exact bytes that one token spells; CodecError for an id that is none."""
-        self._sources = _template_sources(path, config)
-        self._named_tokens = _named_tokens(config)
-        self._templates: dict[str, ChatTemplate] = {}
-        self._dialects: dict[ChatTemplate, Dialect] = {}
-        self._stop_ids = _stop_ids(path, config, self.added_tokens)
+        self._template_sources = _read_template_sources(path, config)
+        self._special_tokens = _read_special_tokens(config)
+        self._chat_templates: dict[str, ChatTemplate] = {}
+        self._template_traits: dict[ChatTemplate, TemplateTraits] = {}
+        self._stop_ids = _read_stop_ids(path, config, self.added_tokens)
         # Equal prompts must stay equal however long a log takes to read.
-        self._now = datetime.now()
+        self._render_time = datetime.now()
 
     @classmethod
     def open(cls, path: str | Path) -> TokenizerDir:
@@ -105,7 +105,7 @@ class TokenizerDir:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise CodecError(f"{path}: needs the tokenizers package: {_INSTALL}") from error
-        raw = _read(path / "tokenizer.json")
+        raw = _read_bytes(path / "tokenizer.json")
         try:
             file = msgspec.json.decode(raw, type=_TokenizerFile)
             tokenizer = Tokenizer.from_buffer(raw)
@@ -119,20 +119,20 @@ class TokenizerDir:
     @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
-        return len(self._known)
+        return len(self._known_ids)
 
     def encode(self, text: str) -> Ids:
         """The ids of a text; none are added around it, those written out in it (`<|im_end|>`) are one id."""
-        (ids,) = self.encode_all([text])
+        (ids,) = self.encode_batch([text])
         return as_ids(ids)
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each of many texts."""
-        texts = [clean(text) for text in texts]
+        texts = [replace_surrogates(text) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def word_ends(self, text: str) -> list[int]:
+    def pretoken_ends(self, text: str) -> list[int]:
         """Where the words of a text end that are encoded each by itself; the text is composed already."""
         found = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return [end for _, (_, end) in found]
@@ -140,37 +140,37 @@ class TokenizerDir:
     def decode(self, ids: Ids) -> str:
         """Text for people to read: special tokens are shown, an id that does not decode is `<id>`."""
         spelled = [
-            self.token_bytes(token) if self._knows(token) else b"<%d>" % token for token in ids.tolist()
+            self.token_bytes(token) if self._is_known(token) else b"<%d>" % token for token in ids.tolist()
         ]
         return b"".join(spelled).decode("utf-8", "replace")
 
-    def check(self, ids: Ids) -> str | None:
+    def invalid_id_error(self, ids: Ids) -> str | None:
         """None where every id decodes, else which one does not."""
         good = (ids >= 0) & (ids < self.vocab_size)
-        good[good] = self._known[ids[good]]
+        good[good] = self._known_ids[ids[good]]
         place = int(good.argmin()) if len(good) else 0
-        return None if good.all() else f"id {int(ids[place])} at place {place} {self._range}"
+        return None if good.all() else f"id {int(ids[place])} at place {place} {self._expected_ids}"
 
     @property
-    def _range(self) -> str:
+    def _expected_ids(self) -> str:
         return f"does not decode, expected an id of {self.path}, 0 to {self.vocab_size - 1}"
 
-    def _knows(self, token: int) -> bool:
-        return 0 <= token < self.vocab_size and bool(self._known[token])
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size and bool(self._known_ids[token])
 
-    def _spell(self, token: int) -> bytes:
-        if not self._knows(token):
-            raise CodecError(f"id {token} {self._range}")
+    def _compute_token_bytes(self, token: int) -> bytes:
+        if not self._is_known(token):
+            raise CodecError(f"id {token} {self._expected_ids}")
         added = self._added.get(token)
         if added is not None:
-            plain = self._byte_level or added.special
-            return (added.content if plain else added.content.replace(_SPACE, " ")).encode()
+            plain = self._is_byte_level or added.special
+            return (added.content if plain else added.content.replace(_SENTENCEPIECE_SPACE, " ")).encode()
         spelling = self._tokenizer.id_to_token(token) or ""
-        if self._byte_level:
+        if self._is_byte_level:
             # A few vocabularies hold letters beside the 256 that stand for bytes; those mean themselves.
-            return b"".join(_BYTE_OF.get(letter) or letter.encode() for letter in spelling)
-        byte = _ONE_BYTE.fullmatch(spelling)
-        return bytes.fromhex(byte[1]) if byte else spelling.replace(_SPACE, " ").encode()
+            return b"".join(_BYTE_LEVEL_DECODER.get(letter) or letter.encode() for letter in spelling)
+        byte = _BYTE_FALLBACK.fullmatch(spelling)
+        return bytes.fromhex(byte[1]) if byte else spelling.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
     @property
     def added_tokens(self) -> dict[str, int]:
@@ -186,14 +186,14 @@ class TokenizerDir:
         )
 
     @property
-    def composes(self) -> bool:
+    def normalizes_nfc(self) -> bool:
         """Whether letters and accents are composed (NFC) before encoding."""
-        return self._composes
+        return self._normalizes_nfc
 
     @property
-    def named_tokens(self) -> Mapping[str, str]:
+    def special_tokens(self) -> Mapping[str, str]:
         """`bos_token`, `eos_token` and their like."""
-        return self._named_tokens
+        return self._special_tokens
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -202,49 +202,60 @@ class TokenizerDir:
 
     @property
     def has_template(self) -> bool:
-        return bool(self._sources)
+        return bool(self._template_sources)
 
-    def template(self, *, tools: bool = False) -> ChatTemplate:
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate:
         """The chat template; some models have one of its own for conversations with tools."""
-        name = "tool_use" if tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
-            named = ", ".join(sorted(self._sources)) or "none"
+        name = "tool_use" if tools and "tool_use" in self._template_sources else "default"
+        if name not in self._template_sources:
+            named = ", ".join(sorted(self._template_sources)) or "none"
             raise CodecError(f"{self.path}: no chat template named {name!r}, it has {named}")
-        if name not in self._templates:
+        if name not in self._chat_templates:
             try:
-                self._templates[name] = ChatTemplate(self._sources[name], self._named_tokens)
+                self._chat_templates[name] = ChatTemplate(self._template_sources[name], self._special_tokens)
             except CodecError as error:
                 raise CodecError(f"{self.path}: chat template {name!r}: {error}") from error
-        return self._templates[name]
+        return self._chat_templates[name]
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING) -> str:
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs = _NO_KWARGS,
+    ) -> str:
         """The prompt as the model's chat template writes it, generation prompt included."""
-        chosen = self.template(tools=bool(tools))
-        dialect = self._dialects.get(chosen)
+        chosen = self.chat_template(tools=bool(tools))
+        dialect = self._template_traits.get(chosen)
         if dialect is None:
-            dialect = self._dialects[chosen] = probe_dialect(chosen)
+            dialect = self._template_traits[chosen] = probe_template_traits(chosen)
         try:
             return chosen.render(
-                dialect.write(messages), [dict(tool) for tool in tools], template, now=self._now
+                dialect.to_template_messages(messages),
+                [dict(tool) for tool in tools],
+                chat_template_kwargs,
+                now=self._render_time,
             )
         except CodecError as error:
             raise CodecError(f"{self.path}: {error}") from error
 
     def encode_prompt(
-        self, messages: Sequence[Message], tools: Tools = (), template: Values = _NOTHING
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs = _NO_KWARGS,
     ) -> Ids:
         """Ids for a prompt that was logged without; where there is no template, `role: text` lines."""
-        if self._sources:
-            return self.encode(self.render(messages, tools, template))
-        lines = [f"{message.role}: {_output_text(message)}\n" for message in messages]
+        if self._template_sources:
+            return self.encode(self.render_prompt(messages, tools, chat_template_kwargs))
+        lines = [f"{message.role}: {_reply_text(message)}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
-    def encode_output(self, message: Message) -> Ids:
+    def encode_reply(self, message: Message) -> Ids:
         """Ids for an output that was logged without: its text, then each tool call as a line of JSON."""
-        return self.encode(_output_text(message))
+        return self.encode(_reply_text(message))
 
 
-def _read(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -253,17 +264,17 @@ def _read(path: Path) -> bytes:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(_read(path) if path.exists() else b"{}", type=dict[str, Any])
+        return msgspec.json.decode(_read_bytes(path) if path.exists() else b"{}", type=dict[str, Any])
     except ValueError as error:
         raise CodecError(f"{path}: expected a JSON object: {error}") from error
 
 
-def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _read_template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name; a file of its own goes before what the config holds."""
     file = path / "chat_template.jinja"
     if file.exists():
         try:
-            return {"default": _read(file).decode()}
+            return {"default": _read_bytes(file).decode()}
         except UnicodeError as error:
             raise CodecError(f"{file}: expected UTF-8: {error}") from error
     given = config.get("chat_template") or []
@@ -276,16 +287,16 @@ def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         raise CodecError(f"{path / 'tokenizer_config.json'}: {expected}") from error
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token` and their like, which templates use by name."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     contents = {name: v.get("content") if isinstance(v, dict) else v for name, v in tokens.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _stop_ids(path: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> frozenset[int]:
+def _read_stop_ids(path: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> frozenset[int]:
     """The end-of-text tokens of the tokenizer and, where there is one, of the generation config."""
-    end = _named_tokens(config).get("eos_token", "")
+    end = _read_special_tokens(config).get("eos_token", "")
     ends = {added[end]} if end in added else set()
     file = path / "generation_config.json"
     if file.exists():
@@ -294,14 +305,14 @@ def _stop_ids(path: Path, config: Mapping[str, Any], added: Mapping[str, int]) -
     return frozenset(ends)
 
 
-def _mentions(part: object, kind: str) -> bool:
+def _contains_step(part: object, kind: str) -> bool:
     """Whether a step of a tokenizer, or one inside it, is of a kind."""
     if isinstance(part, dict):
-        return part.get("type") == kind or any(_mentions(inner, kind) for inner in part.values())
-    return isinstance(part, list) and any(_mentions(inner, kind) for inner in part)
+        return part.get("type") == kind or any(_contains_step(inner, kind) for inner in part.values())
+    return isinstance(part, list) and any(_contains_step(inner, kind) for inner in part)
 
 
-def _byte_letters() -> dict[str, bytes]:
+def _byte_level_alphabet() -> dict[str, bytes]:
     """The byte that each letter of a byte-level token stands for; unprintable ones were moved up."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -309,18 +320,18 @@ def _byte_letters() -> dict[str, bytes]:
     return {chr(letter): bytes([byte]) for letter, byte in zip(letters, shown + hidden, strict=True)}
 
 
-_BYTE_OF = _byte_letters()
+_BYTE_LEVEL_DECODER = _byte_level_alphabet()
 
 
-def _output_text(message: Message) -> str:
+def _reply_text(message: Message) -> str:
     calls = [
-        to_json({"name": call.name, "arguments": _arguments(call)}, separators=(",", ":"))
-        for call in message.calls
+        to_json({"name": call.name, "arguments": _parse_arguments(call)}, separators=(",", ":"))
+        for call in message.tool_calls
     ]
-    return "\n".join([message.text, *calls] if message.text else calls)
+    return "\n".join([message.content, *calls] if message.content else calls)
 
 
-def _arguments(call: ToolCall) -> Any:
+def _parse_arguments(call: ToolCall) -> Any:
     try:
         # Not the canonical meaning: keys stay in the order the model wrote them.
         value = msgspec.json.decode(call.arguments or "{}")

@@ -18,17 +18,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from branchline.core.cache import SizedCache
+from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
 from branchline.core.message import Media, Message
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _INSTALL = "images need Pillow: pip install 'branchline[vision]'"
-_MOST_SIZES = 65536
-_LARGEST_RATIO = 200
+_MAX_CACHED_SIZES = 65536
+_MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VisionConfig:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @classmethod
-    def read(cls, directory: Path) -> VisionConfig:
+    def from_directory(cls, directory: Path) -> VisionConfig:
         """What a `preprocessor_config.json` says; the defaults where there is none."""
         file = directory / "preprocessor_config.json"
         if not file.exists():
@@ -65,10 +65,10 @@ class VisionConfig:
             raise CodecError(f"{file}: not the settings of an image processor: {error}") from error
         return cls(**found)
 
-    def resized(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """The size an image is brought to: whole placeholders, and a number of pixels within bounds."""
-        if max(width, height) > _LARGEST_RATIO * min(width, height):
-            raise CodecError(f"image: got {width}x{height}, expected sides of at most 1:{_LARGEST_RATIO}")
+        if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
+            raise CodecError(f"image: got {width}x{height}, expected sides of at most 1:{_MAX_ASPECT_RATIO}")
         unit = self.patch_size * self.merge_size
         wide, high = round(width / unit) * unit, round(height / unit) * unit
         if wide * high > self.max_pixels:
@@ -82,16 +82,16 @@ class VisionConfig:
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """Patches in time, down and across."""
-        wide, high = self.resized(width, height)
+        wide, high = self.resized_size(width, height)
         return 1, high // self.patch_size, wide // self.patch_size
 
-    def placeholders(self, width: int, height: int) -> int:
+    def placeholder_count(self, width: int, height: int) -> int:
         """How many ids stand for an image of a size."""
         return math.prod(self.grid(width, height)) // self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ImageSpan:
     """An image of a prompt: its placeholders stand from `offset` on. The payload travels with the media."""
 
     media: Media
@@ -100,7 +100,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pixels:
+class PixelPatches:
     """An image as a vision encoder takes it."""
 
     values: NDArray[np.float32]
@@ -114,16 +114,16 @@ class ImageProcessor:
     def __init__(self, config: VisionConfig) -> None:
         self.config = config
         self.merge_size = config.merge_size
-        self._sizes: SizedCache[tuple[int, int]] = SizedCache(_MOST_SIZES, lambda _: 1)
+        self._sizes: ByteLimitedCache[tuple[int, int]] = ByteLimitedCache(_MAX_CACHED_SIZES, lambda _: 1)
 
     @property
     def image_processor(self) -> ImageProcessor:
         return self
 
-    def stand_in(self, media: Media) -> Image:
+    def placeholder(self, media: Media) -> Image:
         """A few pixels that spell an image's digest: `renderers` knows images by their bytes."""
-        image = _pillow()
-        size = self.size(media)
+        image = _import_pillow()
+        size = self.image_size(media)
         name = f"{media.digest} {size[0]}x{size[1]}".encode()
         name += b" " * (-len(name) % 3)
         stand_in: Image = image.frombytes("RGB", (len(name) // 3, 1), name)
@@ -135,25 +135,25 @@ class ImageProcessor:
         grids = [self.config.grid(*image.info["size"]) for image in images]
         return {"pixel_values": None, "image_grid_thw": np.array(grids, np.int64)}
 
-    def size(self, media: Media) -> tuple[int, int]:
+    def image_size(self, media: Media) -> tuple[int, int]:
         """Width and height, read from the header."""
         known = self._sizes.get(media.digest)
         if known is None:
-            with _open(media) as image:
+            with _open_image(media) as image:
                 known = image.size
             self._sizes.put(media.digest, known)
         return known
 
-    def pixels(self, media: Media) -> Pixels:
+    def pixels(self, media: Media) -> PixelPatches:
         """The patches of an image, as Qwen's processor makes them."""
         config = self.config
-        with _open(media) as opened:
+        with _open_image(media) as opened:
             try:
                 image = opened.convert("RGB")
             except (OSError, ValueError, SyntaxError) as error:
                 raise CodecError(f"image {media.digest}: cannot be read: {error}") from error
-        wide, high = config.resized(*image.size)
-        image = image.resize((wide, high), _pillow().Resampling.BICUBIC)
+        wide, high = config.resized_size(*image.size)
+        image = image.resize((wide, high), _import_pillow().Resampling.BICUBIC)
         values = np.asarray(image, np.float32).transpose(2, 0, 1) / np.float32(255)
         mean, std = np.array(config.mean, np.float32), np.array(config.std, np.float32)
         values = (values - mean[:, None, None]) / std[:, None, None]
@@ -163,10 +163,10 @@ class ImageProcessor:
         # Patches that become one placeholder stand together; each is shown as often as time has steps.
         blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         blocks = np.broadcast_to(blocks, (*blocks.shape[:5], times, patch, patch))
-        return Pixels(blocks.reshape(down * across, 3 * times * patch * patch), (1, down, across))
+        return PixelPatches(blocks.reshape(down * across, 3 * times * patch * patch), (1, down, across))
 
 
-def place_images(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> tuple[Placed, ...]:
+def find_image_spans(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> tuple[ImageSpan, ...]:
     """Where the images of a conversation stand in its prompt: each is a run of placeholders, in order."""
     media = [part for message in messages for part in message.media]
     is_pad = np.concatenate(([False], prompt_ids == pad, [False]))
@@ -175,16 +175,16 @@ def place_images(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> tupl
     if len(starts) != len(media):
         raise CodecError(f"images: got {len(media)} for a prompt with {len(starts)} places for one")
     return tuple(
-        Placed(part, start, end - start) for part, start, end in zip(media, starts, ends, strict=True)
+        ImageSpan(part, start, end - start) for part, start, end in zip(media, starts, ends, strict=True)
     )
 
 
-def refuse_media(messages: Sequence[Message], model: str, first: int = 0) -> None:
+def reject_media(messages: Sequence[Message], model: str, first_index: int = 0) -> None:
     """Raises where a message carries what a model that only reads text cannot see."""
-    for index, message in enumerate(messages, start=first):
+    for index, message in enumerate(messages, start=first_index):
         for media in message.media:
             raise CodecError(
-                f"messages[{index}]: carries {_named(media)}, but {model} takes no {_plural(media)}"
+                f"messages[{index}]: carries {_with_article(media)}, but {model} takes no {_plural(media)}"
             )
 
 
@@ -194,13 +194,13 @@ def check_media(messages: Sequence[Message], model: str) -> None:
         for media in message.media:
             if media.kind != "image":
                 raise CodecError(
-                    f"messages[{index}]: carries {_named(media)}, but {model} takes no {_plural(media)}"
+                    f"messages[{index}]: carries {_with_article(media)}, but {model} takes no {_plural(media)}"
                 )
             if not media.payload:
                 raise CodecError(f"messages[{index}]: got an image by link, {media.url!r}, expected its data")
 
 
-def _named(media: Media) -> str:
+def _with_article(media: Media) -> str:
     return f"{'an' if media.kind in ('image', 'audio') else 'a'} {media.kind}"
 
 
@@ -208,7 +208,7 @@ def _plural(media: Media) -> str:
     return media.kind if media.kind == "audio" else f"{media.kind}s"
 
 
-def _pillow() -> Any:
+def _import_pillow() -> Any:
     try:
         import PIL.Image
     except ImportError as error:
@@ -216,8 +216,8 @@ def _pillow() -> Any:
     return PIL.Image
 
 
-def _open(media: Media) -> Any:
-    image = _pillow()
+def _open_image(media: Media) -> Any:
+    image = _import_pillow()
     try:
         return image.open(io.BytesIO(media.payload))
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as error:

@@ -13,14 +13,20 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from branchline.chat.audit.audit import Audit, audit_codec
 from branchline.chat.audit.findings import Finding, Severity
-from branchline.chat.base import History
+from branchline.chat.audit.template_audit import TemplateAudit, audit_codec
+from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
-from branchline.cli.show import counted, number, plain, printed
+from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import InputError, LogError
-from branchline.timelines.doctor import MOST_FORKS, Replay, Verdict, judge_safety, replay
-from branchline.timelines.log import LoggedCall, LogReading
+from branchline.timelines.log import LoggedCall, LogReader
+from branchline.timelines.replay_report import (
+    MAX_FORK_RATE,
+    ReplayReport,
+    SafetyVerdict,
+    assess_safety,
+    replay_log,
+)
 
 HELP = "say whether a model's chat template is safe to train with, and what it costs"
 _DESCRIPTION = """\
@@ -42,12 +48,12 @@ history policies:
 
 `branchline merge --help` shows what a line of CALLS.jsonl looks like.
 """
-_UNSAFE = 1
+_EXIT_UNSAFE = 1
 _STYLES = {Severity.FINE: "green", Severity.NOTE: "yellow", Severity.UNSAFE: "bold red"}
-_MOST_REFUSALS = 5
-_MOST_SKIPPED = 10
+_MAX_REFUSALS = 5
+_MAX_SKIPPED = 10
 
-Record = dict[str, Any]
+JsonDict = dict[str, Any]
 
 
 def add_doctor(commands: Any) -> None:
@@ -71,7 +77,7 @@ def add_doctor(commands: Any) -> None:
     )
     parser.add_argument(
         "--history",
-        choices=get_args(History),
+        choices=get_args(HistoryPolicy),
         default="template",
         help="the policy that the verdict is about (default: %(default)s); figures are given for both",
     )
@@ -85,20 +91,22 @@ def add_doctor(commands: Any) -> None:
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """What the command prints, and its exit code."""
     codec = GenericCodec.open(options.tokenizer)
-    reading = LogReading(options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.check)
-    calls = _read(reading) if options.calls is not None else []
+    reading = LogReader(
+        options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error
+    )
+    calls = _read_calls(reading) if options.calls is not None else []
     audit = audit_codec(codec)
-    replays = [replay(calls, codec, history) for history in get_args(History)] if calls else []
-    verdict = judge_safety(audit, options.history, replays)
+    replays = [replay_log(calls, codec, history) for history in get_args(HistoryPolicy)] if calls else []
+    verdict = assess_safety(audit, options.history, replays)
     if options.json:
-        told = _record(audit, verdict, options.history, replays, reading.errors)
+        told = _report_to_json(audit, verdict, options.history, replays, reading.errors)
         text = msgspec.json.encode(told).decode() + "\n"
     else:
-        text = printed(*_lines(audit, verdict, options.history, replays, reading.errors))
-    return text, 0 if verdict.safe else _UNSAFE
+        text = to_text(*_render_report(audit, verdict, options.history, replays, reading.errors))
+    return text, 0 if verdict.safe else _EXIT_UNSAFE
 
 
-def _read(reading: LogReading) -> list[LoggedCall]:
+def _read_calls(reading: LogReader) -> list[LoggedCall]:
     calls = list(reading)
     if not calls:
         bad = reading.errors
@@ -110,9 +118,13 @@ def _read(reading: LogReading) -> list[LoggedCall]:
 # -- as one object --------------------------------------------------------------------------------------
 
 
-def _record(
-    audit: Audit, verdict: Verdict, history: History, replays: Sequence[Replay], skipped: Sequence[LogError]
-) -> Record:
+def _report_to_json(
+    audit: TemplateAudit,
+    verdict: SafetyVerdict,
+    history: HistoryPolicy,
+    replays: Sequence[ReplayReport],
+    skipped: Sequence[LogError],
+) -> JsonDict:
     return {
         "tokenizer": audit.name,
         "history": history,
@@ -130,16 +142,16 @@ def _record(
         ],
         "parsers": dict(audit.parsers),
         "stop_ids": list(audit.stop_ids),
-        "log": {told.history: _figures(told) for told in replays} or None,
+        "log": {told.history: _replay_to_json(told) for told in replays} or None,
         "skipped": [{"line": error.line, "problem": error.problem} for error in skipped],
     }
 
 
-def _figures(told: Replay) -> Record:
+def _replay_to_json(told: ReplayReport) -> JsonDict:
     return {
         "calls": told.calls,
-        "continuing_calls": told.continuing,
-        "forked_calls": told.forked,
+        "continuing_calls": told.continuing_calls,
+        "forked_calls": told.forked_calls,
         "fork_rate": round(told.fork_rate, 4),
         "forks": sum(told.causes.values()),
         "causes": dict(told.causes.most_common()),
@@ -148,7 +160,7 @@ def _figures(told: Replay) -> Record:
         "tokens_computed_again": told.tokens_computed_again,
         "timelines": told.timelines,
         "drift": {
-            "compared": told.compared,
+            "compared": told.compared_prompts,
             "differing": len(told.drifts),
             "same_text": sum(drift.same_text for drift in told.drifts),
             "lines": [drift.line for drift in told.drifts],
@@ -161,51 +173,55 @@ def _figures(told: Replay) -> Record:
 # -- as lines -------------------------------------------------------------------------------------------
 
 
-def _lines(
-    audit: Audit, verdict: Verdict, history: History, replays: Sequence[Replay], skipped: Sequence[LogError]
+def _render_report(
+    audit: TemplateAudit,
+    verdict: SafetyVerdict,
+    history: HistoryPolicy,
+    replays: Sequence[ReplayReport],
+    skipped: Sequence[LogError],
 ) -> Iterator[RenderableType]:
     width = max(len(finding.name) for finding in audit.findings)
     for finding in audit.findings:
-        yield from _finding(finding, width)
-    stops = ", ".join(f"{token} {_one_line(name)}" for token, name in audit.stop_ids.items()) or "none"
+        yield from _render_finding(finding, width)
+    stops = ", ".join(f"{token} {_escape(name)}" for token, name in audit.stop_ids.items()) or "none"
     calls, reasoning = (audit.parsers.get(kind, "none") for kind in ("tool_calls", "reasoning"))
     yield Text(f"parsers: {calls} for tool calls, {reasoning} for reasoning; stop ids: {stops}")
     if replays:
-        yield _table(replays)
+        yield _replay_table(replays)
         for told in replays:
-            yield from _replay(told)
+            yield from _render_replay(told)
     if skipped:
-        yield Text(f"skipped {counted(len(skipped), 'bad line')}")
-        for error in skipped[:_MOST_SKIPPED]:
-            yield Text(f"  {plain(str(error))}")
-    counts = [f"{len(audit.of(severity))} {severity}" for severity in Severity]
+        yield Text(f"skipped {pluralize(len(skipped), 'bad line')}")
+        for error in skipped[:_MAX_SKIPPED]:
+            yield Text(f"  {sanitize(str(error))}")
+    counts = [f"{len(audit.findings_with(severity))} {severity}" for severity in Severity]
     chosen = [told for told in replays if told.history == history]
     figures = "; ".join(
-        [f"{counted(len(audit.findings), 'check')}: {', '.join(counts)}", *map(_rate, chosen)]
+        [f"{pluralize(len(audit.findings), 'check')}: {', '.join(counts)}", *map(_fork_rate_text, chosen)]
     )
     yield Text(figures, "dim")
     severity = Severity.FINE if verdict.safe else Severity.UNSAFE
     yield Text.assemble(
-        ("safe" if verdict.safe else "unsafe", _STYLES[severity]), f": {plain(verdict.advice, 1000)}"
+        ("safe" if verdict.safe else "unsafe", _STYLES[severity]), f": {sanitize(verdict.advice, 1000)}"
     )
 
 
-def _finding(finding: Finding, width: int) -> Iterator[Text]:
+def _render_finding(finding: Finding, width: int) -> Iterator[Text]:
     yield Text.assemble(
         (f"{finding.severity:<7}", _STYLES[finding.severity]), f"{finding.name:<{width}}  {finding.sentence}"
     )
     if not finding.ok:
         label = max((len(name) for name in finding.evidence), default=0)
         for name, text in finding.evidence.items():
-            yield Text(f"         {name:<{label}}  {_one_line(text)}", "dim")
+            yield Text(f"         {name:<{label}}  {_escape(text)}", "dim")
 
 
-def _one_line(text: str) -> str:
+def _escape(text: str) -> str:
     """Somebody's text with its line ends to be seen, harmless to a terminal."""
     return repr(text)[1:-1]
 
 
-def _table(replays: Sequence[Replay]) -> Table:
+def _replay_table(replays: Sequence[ReplayReport]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("history")
     headings = ("calls", "continuing", "forked", "prompt tokens", "encoded", "again", "timelines", "drifted")
@@ -214,38 +230,42 @@ def _table(replays: Sequence[Replay]) -> Table:
     for told in replays:
         counts = (
             told.calls,
-            told.continuing,
-            told.forked,
+            told.continuing_calls,
+            told.forked_calls,
             told.prompt_tokens,
             told.encoded_tokens,
             told.tokens_computed_again,
             told.timelines,
         )
-        drifted = f"{number(len(told.drifts))} of {number(told.compared)}" if told.compared else "-"
-        table.add_row(told.history, *map(number, counts), drifted)
+        drifted = (
+            f"{format_count(len(told.drifts))} of {format_count(told.compared_prompts)}"
+            if told.compared_prompts
+            else "-"
+        )
+        table.add_row(told.history, *map(format_count, counts), drifted)
     return table
 
 
-def _replay(told: Replay) -> Iterator[Text]:
+def _render_replay(told: ReplayReport) -> Iterator[Text]:
     if told.causes:
-        causes = ", ".join(f"{cause} {number(count)}" for cause, count in told.causes.most_common())
-        yield Text(f"{told.history}: {counted(sum(told.causes.values()), 'fork')}: {causes}")
+        causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in told.causes.most_common())
+        yield Text(f"{told.history}: {pluralize(sum(told.causes.values()), 'fork')}: {causes}")
     if told.drifts:
         first, same = told.drifts[0], sum(drift.same_text for drift in told.drifts)
         yield Text(
-            f"{told.history}: {counted(len(told.drifts), 'logged prompt')} not as we would have sent them, "
-            f"{number(same)} in ids alone; line {first.line} from token {first.first_divergent_token}:"
+            f"{told.history}: {pluralize(len(told.drifts), 'logged prompt')} not as we would have sent them, "
+            f"{format_count(same)} in ids alone; line {first.line} from token {first.first_divergent_token}:"
         )
-        yield Text(f"         logged  {_one_line(first.logged)}", "dim")
-        yield Text(f"         ours    {_one_line(first.ours)}", "dim")
+        yield Text(f"         logged  {_escape(first.logged)}", "dim")
+        yield Text(f"         ours    {_escape(first.ours)}", "dim")
     if told.refusals:
-        yield Text(f"{told.history}: the template refuses {counted(len(told.refusals), 'call')}")
-        for refusal in told.refusals[:_MOST_REFUSALS]:
-            yield Text(f"         line {refusal.line}: {_one_line(refusal.words)}", "dim")
+        yield Text(f"{told.history}: the template refuses {pluralize(len(told.refusals), 'call')}")
+        for refusal in told.refusals[:_MAX_REFUSALS]:
+            yield Text(f"         line {refusal.line}: {_escape(refusal.words)}", "dim")
 
 
-def _rate(told: Replay) -> str:
+def _fork_rate_text(told: ReplayReport) -> str:
     return (
-        f"history={told.history} forks {number(told.forked)} of "
-        f"{counted(told.continuing, 'continuing call')} ({told.fork_rate:.0%}; unsafe above {MOST_FORKS:.0%})"
+        f"history={told.history} forks {format_count(told.forked_calls)} of "
+        f"{pluralize(told.continuing_calls, 'continuing call')} ({told.fork_rate:.0%}; unsafe above {MAX_FORK_RATE:.0%})"
     )

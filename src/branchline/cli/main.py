@@ -29,14 +29,14 @@ example:
 
 `branchline merge --help` shows what a line of calls.jsonl looks like.
 """
-_BAD_INPUT = 2
-_INTERRUPTED = 130
-_BROKEN_PIPE = 141
+_EXIT_BAD_INPUT = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
     try:
         told = run(options)
@@ -44,17 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(text)
     except BranchlineError as error:
         print(f"branchline: error: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return _EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return _EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read us has seen enough. Python flushes once more on its way out: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return _EXIT_BROKEN_PIPE
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "branchline",
         description=_DESCRIPTION,

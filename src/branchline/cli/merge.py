@@ -14,9 +14,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from branchline.cli.account import Record, account
-from branchline.cli.calls import LINE_HELP, CallLog, add_input_options, read_calls
-from branchline.cli.show import counted, number, plain, printed
+from branchline.cli.call_log import LOG_FORMAT_HELP, CallLogFile, add_log_options, load_call_log
+from branchline.cli.merge_report import JsonDict, build_merge_report
+from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.sample import Sample
 from branchline.export.jsonl import write_jsonl
@@ -32,12 +32,12 @@ _EPILOG = f"""\
 example:
   branchline merge calls.jsonl --tokenizer ~/models/Qwen3-8B --samples samples.jsonl
 
-{LINE_HELP}"""
+{LOG_FORMAT_HELP}"""
 
 _DEFAULTS = ExportPolicy()
-_MOST_TIMELINES = 50
-_MOST_FORKS = 20
-_MOST_SKIPPED = 10
+_MAX_TIMELINES = 50
+_MAX_FORKS = 20
+_MAX_SKIPPED = 10
 
 
 def add_merge(commands: Any) -> None:
@@ -49,7 +49,7 @@ def add_merge(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input_options(parser)
+    add_log_options(parser)
     parser.add_argument(
         "--samples",
         type=Path,
@@ -59,14 +59,14 @@ def add_merge(commands: Any) -> None:
     parser.add_argument(
         "--inexact",
         action="store_true",
-        default=_DEFAULTS.inexact,
+        default=_DEFAULTS.include_inexact,
         help="with --samples: train inexact outputs too; by default they are context and are not trained",
     )
     parser.add_argument(
         "--allow-missing-logprobs",
         action="store_true",
         dest="missing_logprobs",
-        default=_DEFAULTS.missing_logprobs,
+        default=_DEFAULTS.include_missing_logprobs,
         help="with --samples: train tokens without logprobs too; by default they are an error",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -76,19 +76,19 @@ def add_merge(commands: Any) -> None:
 def run(options: argparse.Namespace) -> str:
     """What the command prints."""
     if options.samples is not None:
-        _refuse_target(options.samples, options.calls)
-    log = read_calls(options)
-    told = account(log)
+        _check_target(options.samples, options.calls)
+    log = load_call_log(options)
+    told = build_merge_report(log)
     told["samples"] = _write_samples(log, options) if options.samples is not None else None
     if options.json:
         return msgspec.json.encode(told).decode() + "\n"
-    return printed(*_tables(told, log))
+    return to_text(*_tables(told, log))
 
 
 # -- samples --------------------------------------------------------------------------------------------
 
 
-def _refuse_target(target: Path, calls: Path) -> None:
+def _check_target(target: Path, calls: Path) -> None:
     """A file is put in place of the target, which must not be the log, a device or a pipe."""
     if target.exists() and not target.is_file():
         raise InputError(f"--samples {target}: not a regular file, expected a file to write")
@@ -96,8 +96,8 @@ def _refuse_target(target: Path, calls: Path) -> None:
         raise InputError(f"--samples {target}: that is the log itself, expected another file")
 
 
-def _write_samples(log: CallLog, options: argparse.Namespace) -> Record:
-    policy = ExportPolicy(inexact=options.inexact, missing_logprobs=True)
+def _write_samples(log: CallLogFile, options: argparse.Namespace) -> JsonDict:
+    policy = ExportPolicy(include_inexact=options.inexact, include_missing_logprobs=True)
     trained = 0
     dropped: Counter[str] = Counter()
 
@@ -105,7 +105,7 @@ def _write_samples(log: CallLog, options: argparse.Namespace) -> Record:
         nonlocal trained
         for session in log.sessions:
             export = export_samples(
-                session.merged.tree, policy, session=session.name, judgement=session.judgement
+                session.merged.tree, policy, session=session.name, fork_report=session.fork_report
             )
             report = export.report
             if report.missing_logprobs and not options.missing_logprobs:
@@ -134,15 +134,15 @@ def _write_samples(log: CallLog, options: argparse.Namespace) -> Record:
 # -- tables ---------------------------------------------------------------------------------------------
 
 
-def _tables(told: Record, log: CallLog) -> Iterator[RenderableType]:
-    yield _timelines(told)
+def _tables(told: JsonDict, log: CallLogFile) -> Iterator[RenderableType]:
+    yield _timeline_table(told)
     lines = told["timelines"]
     yield Text(
-        f"{counted(told['calls'], 'call')} in {counted(told['sessions'], 'session')} "
-        f"became {counted(len(lines), 'timeline')}"
+        f"{pluralize(told['calls'], 'call')} in {pluralize(told['sessions'], 'session')} "
+        f"became {pluralize(len(lines), 'timeline')}"
     )
     yield Text(
-        f"{counted(told['sampled_tokens'], 'sampled token')}, {number(told['delivered_tokens'])} delivered"
+        f"{pluralize(told['sampled_tokens'], 'sampled token')}, {format_count(told['delivered_tokens'])} delivered"
     )
     tokens: Counter[str] = Counter()
     outputs: Counter[str] = Counter()
@@ -150,22 +150,22 @@ def _tables(told: Record, log: CallLog) -> Iterator[RenderableType]:
         tokens[entry["reason"]] += entry["tokens"]
         outputs[entry["reason"]] += 1
     for reason, count in outputs.most_common():
-        yield Text(f"dropped, {reason}: {counted(count, 'output')}, {counted(tokens[reason], 'token')}")
+        yield Text(f"dropped, {reason}: {pluralize(count, 'output')}, {pluralize(tokens[reason], 'token')}")
     for method, count in Counter(repair["method"] for repair in told["repairs"]).most_common():
-        yield Text(f"repaired by {method}: {counted(count, 'call')}")
+        yield Text(f"repaired by {method}: {pluralize(count, 'call')}")
     yield from _forks(told)
     yield from _skipped(log)
     written = told["samples"]
     if written is not None:
-        left = ", ".join(f"{number(count)} {why}" for why, count in written["dropped_tokens"].items())
+        left = ", ".join(f"{format_count(count)} {why}" for why, count in written["dropped_tokens"].items())
         yield Text(
-            f"wrote {counted(written['samples'], 'sample')} with "
-            f"{counted(written['trained_tokens'], 'trained token')} to {written['file']}"
+            f"wrote {pluralize(written['samples'], 'sample')} with "
+            f"{pluralize(written['trained_tokens'], 'trained token')} to {written['file']}"
             + (f" (not trained: {left})" if left else "")
         )
 
 
-def _timelines(told: Record) -> RenderableType:
+def _timeline_table(told: JsonDict) -> RenderableType:
     lines = told["timelines"]
     with_session = told["sessions"] > 1
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -175,37 +175,37 @@ def _timelines(told: Record) -> RenderableType:
     for heading in ("messages", "tokens", "trained", "calls"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("exact", no_wrap=True)
-    for line in lines[:_MOST_TIMELINES]:
-        names = [plain(line["session"] or "-")] if with_session else []
+    for line in lines[:_MAX_TIMELINES]:
+        names = [sanitize(line["session"] or "-")] if with_session else []
         counts = [line[key] for key in ("messages", "tokens", "trained_tokens", "calls")]
         table.add_row(
-            *map(Text, [*names, plain(line["agent"] or "-"), *map(number, counts)]),
+            *map(Text, [*names, sanitize(line["agent"] or "-"), *map(format_count, counts)]),
             Text("yes", "green") if line["exact"] else Text("no", "yellow"),
         )
-    if len(lines) > _MOST_TIMELINES:
-        table.caption = f"{number(len(lines) - _MOST_TIMELINES)} more timelines; --json lists them all"
+    if len(lines) > _MAX_TIMELINES:
+        table.caption = f"{format_count(len(lines) - _MAX_TIMELINES)} more timelines; --json lists them all"
         table.caption_justify = "left"
     return table
 
 
-def _forks(told: Record) -> Iterator[Text]:
+def _forks(told: JsonDict) -> Iterator[Text]:
     forks = told["forks"]
     if not forks:
         return
-    causes = ", ".join(f"{cause} {number(count)}" for cause, count in told["causes"].items())
-    yield Text(f"{counted(len(forks), 'fork')}: {causes}")
-    for fork in forks[:_MOST_FORKS]:
-        session = f"{plain(fork['session'])}, " if told["sessions"] > 1 and fork["session"] else ""
-        yield Text(f"  {session}line {fork['line']}: {plain(fork['diagnosis'], 1000)}")
-    if len(forks) > _MOST_FORKS:
-        yield Text(f"  {number(len(forks) - _MOST_FORKS)} more; --json lists them all")
+    causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in told["causes"].items())
+    yield Text(f"{pluralize(len(forks), 'fork')}: {causes}")
+    for fork in forks[:_MAX_FORKS]:
+        session = f"{sanitize(fork['session'])}, " if told["sessions"] > 1 and fork["session"] else ""
+        yield Text(f"  {session}line {fork['line']}: {sanitize(fork['diagnosis'], 1000)}")
+    if len(forks) > _MAX_FORKS:
+        yield Text(f"  {format_count(len(forks) - _MAX_FORKS)} more; --json lists them all")
 
 
-def _skipped(log: CallLog) -> Iterator[Text]:
+def _skipped(log: CallLogFile) -> Iterator[Text]:
     if not log.skipped:
         return
-    yield Text(f"skipped {counted(len(log.skipped), 'bad line')}")
-    for error in log.skipped[:_MOST_SKIPPED]:
-        yield Text(f"  {plain(str(error))}")
-    if len(log.skipped) > _MOST_SKIPPED:
-        yield Text(f"  {number(len(log.skipped) - _MOST_SKIPPED)} more; --json lists them all")
+    yield Text(f"skipped {pluralize(len(log.skipped), 'bad line')}")
+    for error in log.skipped[:_MAX_SKIPPED]:
+        yield Text(f"  {sanitize(str(error))}")
+    if len(log.skipped) > _MAX_SKIPPED:
+        yield Text(f"  {format_count(len(log.skipped) - _MAX_SKIPPED)} more; --json lists them all")

@@ -11,19 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import Codec
-from branchline.cli.engines import ENGINE_KEY, ENGINES, OPENAI_KEY, UPSTREAM_KEY, build
-from branchline.cli.watching import Watch, add_watch_options, watch
+from branchline.cli.engines import (
+    ENGINE_KEY_ENV,
+    ENGINE_NAMES,
+    OPENAI_KEY_ENV,
+    UPSTREAM_KEY_ENV_PREFIX,
+    build_router,
+)
+from branchline.cli.observability import Observability, add_observability_options, configure_observability
 from branchline.gateway.access import require_loopback
-from branchline.gateway.config import UNKNOWN_ROOM, GatewayConfig
-from branchline.gateway.process import run_serving
+from branchline.gateway.config import FALLBACK_MAX_TOKENS, GatewayConfig
+from branchline.gateway.process import run_server
 
 if TYPE_CHECKING:
-    from branchline.gateway.fleet import Fleet
     from branchline.gateway.server import Gateway
+    from branchline.runtime.router import Router
 
 log = logging.getLogger("branchline.gateway")
 
-ADMIN_KEY = "BRANCHLINE_ADMIN_KEY"
+ADMIN_KEY_ENV = "BRANCHLINE_ADMIN_KEY"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EPILOG = """\
 examples:
@@ -47,7 +53,7 @@ Open a session, point an agent at it:
 """
 
 
-_SMALL_MODEL_TOKENS = 512
+_DEFAULT_MODEL_MAX_TOKENS = 512
 
 
 def add_serve(commands: Any) -> None:
@@ -61,7 +67,9 @@ def add_serve(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--engine", choices=ENGINES, default="hf", help="what samples (default: %(default)s)")
+    parser.add_argument(
+        "--engine", choices=ENGINE_NAMES, default="hf", help="what samples (default: %(default)s)"
+    )
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="a model's folder (default: SmolLM2, unpacked once)"
     )
@@ -73,16 +81,16 @@ def add_serve(commands: Any) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help=f"a server of the engine; repeat for replicas. Its key, if it wants one: {ENGINE_KEY}; for "
-        f"--engine openai else {OPENAI_KEY}",
+        help=f"a server of the engine; repeat for replicas. Its key, if it wants one: {ENGINE_KEY_ENV}; for "
+        f"--engine openai else {OPENAI_KEY_ENV}",
     )
     parser.add_argument(
         "--upstream",
         action="append",
         default=[],
         metavar="NAME=URL",
-        help=f"an OpenAI-compatible upstream that rules may name. Its key: {UPSTREAM_KEY}NAME, else "
-        f"{OPENAI_KEY}",
+        help=f"an OpenAI-compatible upstream that rules may name. Its key: {UPSTREAM_KEY_ENV_PREFIX}NAME, else "
+        f"{OPENAI_KEY_ENV}",
     )
     parser.add_argument(
         "--rule",
@@ -98,7 +106,7 @@ def add_serve(commands: Any) -> None:
     parser.add_argument(
         "--admin-key",
         default="",
-        help=f"the key that opens everything; better given as {ADMIN_KEY} (default: made and printed)",
+        help=f"the key that opens everything; better given as {ADMIN_KEY_ENV} (default: made and printed)",
     )
     parser.add_argument(
         "--public-url",
@@ -140,8 +148,8 @@ def add_serve(commands: Any) -> None:
         default=GatewayConfig.default_max_tokens,
         metavar="N",
         help="how long an answer may be where neither client nor session says (default: as long as its "
-        f"prompt leaves room; {UNKNOWN_ROOM} where the engine does not say how much it can hold; "
-        f"{_SMALL_MODEL_TOKENS} with the small model that comes without --model)",
+        f"prompt leaves room; {FALLBACK_MAX_TOKENS} where the engine does not say how much it can hold; "
+        f"{_DEFAULT_MODEL_MAX_TOKENS} with the small model that comes without --model)",
     )
     parser.add_argument(
         "--idle-s",
@@ -158,7 +166,7 @@ def add_serve(commands: Any) -> None:
         help="when told to stop, let calls go on for so long; a second signal stops at once "
         "(default: %(default)g)",
     )
-    add_watch_options(parser)
+    add_observability_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -166,19 +174,19 @@ def run(options: argparse.Namespace) -> str:
     """Serves until interrupted; what is running then is let end."""
     if options.no_auth:
         require_loopback(options.host)  # before a model is loaded for nothing
-    codec, fleet = build(options)
-    watching = watch(options)
+    codec, fleet = build_router(options)
+    watching = configure_observability(options)
     try:
-        run_serving(_serve(options, codec, fleet, watching))
+        run_server(_serve(options, codec, fleet, watching))
     finally:
         watching.close()
     return ""
 
 
-async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watching: Watch) -> None:
+async def _serve(options: argparse.Namespace, codec: Codec, fleet: Router, watching: Observability) -> None:
     from branchline.gateway.server import Gateway
 
-    await fleet.ready()
+    await fleet.check_ready()
     gateway = Gateway(
         engine=fleet,
         codec=codec,
@@ -188,7 +196,7 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
         host=options.host,
         port=options.port,
         config=GatewayConfig(
-            admin_key=options.admin_key or os.environ.get(ADMIN_KEY, ""),
+            admin_key=options.admin_key or os.environ.get(ADMIN_KEY_ENV, ""),
             auth=not options.no_auth,
             max_in_flight=options.max_in_flight,
             default_max_tokens=_default_max_tokens(options),
@@ -198,7 +206,7 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
             explain_forks=options.explain_forks,
         ),
         observers=watching.observers,
-        on_end=watching.on_end,
+        on_session_end=watching.on_end,
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -207,7 +215,7 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
         if not stop.is_set():
             stop.set()
             return
-        gateway.hurry()
+        gateway.stop_now()
         for name in _SIGNALS:  # a third one ends the process, whatever it is doing
             loop.remove_signal_handler(name)
 
@@ -215,19 +223,19 @@ async def _serve(options: argparse.Namespace, codec: Codec, fleet: Fleet, watchi
         loop.add_signal_handler(name, interrupted)
     async with gateway:
         session = await gateway.session()
-        print(_welcome(gateway, session.base_url, session.api_key), flush=True)
+        print(_startup_message(gateway, session.base_url, session.api_key), flush=True)
         await stop.wait()
         log.info("letting running calls end", extra={"drain_s": options.drain_s})
 
 
-def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:
+def _startup_message(gateway: Gateway, base_url: str, api_key: str) -> str:
     key = (
         f"admin key      {gateway.admin_key}\n"
         if gateway.admin_key
         else "no keys are asked for (--no-auth)\n"
     )
     return (
-        f"branchline serves {gateway.app.fleet.name} on {gateway.url}\n{key}"
+        f"branchline serves {gateway.app.router.name} on {gateway.url}\n{key}"
         f"a session      {base_url}\nits api key    {api_key}\ntry it:\n"
         f"  curl {base_url}/chat/completions -H 'authorization: Bearer {api_key}' "
         "-H 'content-type: application/json' "
@@ -239,6 +247,6 @@ def _welcome(gateway: Gateway, base_url: str, api_key: str) -> str:
 def _default_max_tokens(options: Any) -> int | None:
     """What was asked for; the model that comes by default seldom finds an end by itself."""
     if options.default_max_tokens is None and options.engine == "hf" and not options.model:
-        return _SMALL_MODEL_TOKENS
+        return _DEFAULT_MODEL_MAX_TOKENS
     given: int | None = options.default_max_tokens
     return given

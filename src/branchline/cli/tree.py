@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from branchline.cli.calls import LINE_HELP, add_input_options, read_calls
-from branchline.cli.show import columns, counted, printed, tree_view
+from branchline.cli.call_log import LOG_FORMAT_HELP, add_log_options, load_call_log
+from branchline.cli.render import output_width, pluralize, render_tree, to_text
 from branchline.core.errors import InputError
 
 HELP = "show the calls of a log as a tree"
@@ -22,7 +22,7 @@ _EPILOG = f"""\
 example:
   branchline tree calls.jsonl --session task-7 --width 100
 
-{LINE_HELP}"""
+{LOG_FORMAT_HELP}"""
 
 
 def add_tree(commands: Any) -> None:
@@ -34,7 +34,7 @@ def add_tree(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input_options(parser)
+    add_log_options(parser)
     parser.add_argument("--session", metavar="ID", help="show this session only")
     parser.add_argument("--width", type=_width, metavar="N", help="columns to use (default: the terminal's)")
     parser.set_defaults(run=run)
@@ -49,15 +49,17 @@ def _width(text: str) -> int:
 
 def run(options: argparse.Namespace) -> str:
     """What the command prints."""
-    log = read_calls(options)
+    log = load_call_log(options)
     chosen = [session for session in log.sessions if options.session in (None, session.name)]
     if not chosen:
         known = ", ".join(session.name or "(no name)" for session in log.sessions[:10])
         raise InputError(f"--session: got {options.session!r}, expected one of the log's: {known}")
     shown: list[RenderableType] = [
-        tree_view(session.merged.tree, session.judgement, name=session.name, width=columns(options.width))
+        render_tree(
+            session.merged.tree, session.fork_report, name=session.name, width=output_width(options.width)
+        )
         for session in chosen
     ]
     if log.skipped:
-        shown.append(Text(f"skipped {counted(len(log.skipped), 'bad line')}"))
-    return printed(*shown, width=options.width)
+        shown.append(Text(f"skipped {pluralize(len(log.skipped), 'bad line')}"))
+    return to_text(*shown, width=options.width)

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-_LITERAL_LIMIT = 100_000
+_MAX_LITERAL_CHARS = 100_000
 # Every request sends all earlier calls again, so most short texts have been read before.
-_REMEMBERED_TEXTS = 4096
-_REMEMBERED_LENGTH = 1024
+_CACHE_ENTRIES = 4096
+_MAX_CACHED_CHARS = 1024
 
 
 class Notation(IntEnum):
@@ -42,10 +42,10 @@ def canonical_arguments(text: str) -> tuple[bytes, Notation]:
     (b'{"a":true,"b":1}', <Notation.JSON: 0>)
     """
     try:
-        return _remember(text) if len(text) <= _REMEMBERED_LENGTH else _canonical(text)
+        return _canonicalize_cached(text) if len(text) <= _MAX_CACHED_CHARS else _canonicalize(text)
     except RecursionError:
         # Caught out here, so that it is never remembered: it tells of the caller's stack, not of the text.
-        return _as_text(text)
+        return _canonical_text(text)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -53,30 +53,30 @@ def canonical_json(value: Any) -> bytes:
 
     What is no JSON raises TypeError or ValueError, what is nested too deep RecursionError.
     """
-    return _encode(_plain(value))
+    return _encode_canonical(_to_json_types(value))
 
 
-def _canonical(text: str) -> tuple[bytes, Notation]:
+def _canonicalize(text: str) -> tuple[bytes, Notation]:
     if not text or text.isspace():
         return b"{}", Notation.EMPTY
     try:
-        return _encode(_load(text)), Notation.JSON
+        return _encode_canonical(_parse_json(text)), Notation.JSON
     except ValueError:
         pass
     try:
-        return _encode(_plain(_load_literal(text))), Notation.PYTHON
+        return _encode_canonical(_to_json_types(_parse_python_literal(text))), Notation.PYTHON
     except (ValueError, TypeError, SyntaxError, MemoryError):
-        return _as_text(text)
+        return _canonical_text(text)
 
 
-_remember = lru_cache(_REMEMBERED_TEXTS)(_canonical)
+_canonicalize_cached = lru_cache(_CACHE_ENTRIES)(_canonicalize)
 
 
-def _as_text(text: str) -> tuple[bytes, Notation]:
+def _canonical_text(text: str) -> tuple[bytes, Notation]:
     return b"text:" + text.encode("utf-8", "surrogatepass"), Notation.TEXT
 
 
-def _number(value: float | str) -> float | int:
+def _normalize_number(value: float | str) -> float | int:
     """A number that is not spelled as an integer; JSON has one kind of number, so `2.0` is `2`."""
     value = float(value)
     if not math.isfinite(value):
@@ -84,16 +84,16 @@ def _number(value: float | str) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-_decode = msgspec.json.Decoder(float_hook=_number).decode
+_decode = msgspec.json.Decoder(float_hook=_normalize_number).decode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
-def _load(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return _decode(text)
     except ValueError:
         # What msgspec refuses and clients still send: lone surrogates.
-        return json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
+        return json.loads(text, parse_float=_normalize_number, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> Any:
@@ -104,8 +104,8 @@ def _refuse_constant(name: str) -> Any:
 _warnings_lock = threading.Lock()
 
 
-def _load_literal(text: str) -> Any:
-    if len(text) > _LITERAL_LIMIT:
+def _parse_python_literal(text: str) -> Any:
+    if len(text) > _MAX_LITERAL_CHARS:
         raise ValueError("too long for a literal")
     # Odd escapes make the parser warn, and how a process treats warnings must not decide what a text means.
     with _warnings_lock, warnings.catch_warnings():
@@ -116,28 +116,30 @@ def _load_literal(text: str) -> Any:
     return value
 
 
-def _encode(plain: Any) -> bytes:
+def _encode_canonical(plain: Any) -> bytes:
     try:
         return _encode_sorted(plain)
     except UnicodeEncodeError:
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _plain(value: Any) -> Any:
+def _to_json_types(value: Any) -> Any:
     """The value in JSON's own types, with integral floats as integers."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{type(key).__name__} is not a JSON key")
-        return {key: item if type(item) in _AS_IT_IS else _plain(item) for key, item in value.items()}
+        return {
+            key: item if type(item) in _JSON_SCALARS else _to_json_types(item) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [item if type(item) in _AS_IT_IS else _plain(item) for item in value]
+        return [item if type(item) in _JSON_SCALARS else _to_json_types(item) for item in value]
     if isinstance(value, float):
-        return _number(value)
+        return _normalize_number(value)
     if value is None or isinstance(value, int | str):
         return value
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 # Tool lists are walked on every request: what needs no change is not even asked twice.
-_AS_IT_IS = frozenset((str, int, bool, type(None)))
+_JSON_SCALARS = frozenset((str, int, bool, type(None)))

@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class SizedCache(Generic[Value]):
+class ByteLimitedCache(Generic[Value]):
     """The most recently used values up to a number of bytes; safe to share between threads."""
 
-    def __init__(self, most_bytes: int, size_of: Callable[[Value], int]) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int, size_of: Callable[[Value], int]) -> None:
+        self._max_bytes = max_bytes
         self._size_of = size_of
         self._values: OrderedDict[object, Value] = OrderedDict()
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class SizedCache(Generic[Value]):
                 self.bytes -= self._size_of(old)
             self._values[key] = value
             self.bytes += self._size_of(value)
-            while self.bytes > self._most_bytes and len(self._values) > 1:
+            while self.bytes > self._max_bytes and len(self._values) > 1:
                 _, dropped = self._values.popitem(last=False)
                 self.bytes -= self._size_of(dropped)
 

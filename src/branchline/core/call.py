@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from branchline.core.echo import Equivalence
 from branchline.core.errors import MessageError
-from branchline.core.fields import clean_values
+from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
-from branchline.core.reader import ToolList, digest_of, read_messages, read_tools
-from branchline.core.runs import Floats, Ids, Runs
+from branchline.core.reader import ToolList, json_digest, read_messages, read_tools
+from branchline.core.token_arrays import Floats, Ids, Runs
 
 DEFAULT_AGENT = ""
-RAW_FRAME = b"raw prompt"
+RAW_PROMPT_DIGEST = b"raw prompt"
 """Keeps bare prompts apart from conversations that say the same."""
 
 
@@ -46,23 +46,23 @@ class Request:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    template: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template (`enable_thinking`, …): part of a prompt's identity."""
     agent: str = DEFAULT_AGENT
-    retry: int = 0
+    retry_count: int = 0
     """How often the client says it has sent this before (an SDK's retry header)."""
     spawned_by: str = ""
     """The agent that started this one, where a header says so."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     equivalences: tuple[Equivalence, ...] = ()
     """What reading the request already had to tolerate."""
-    trained: bool = True
+    trainable: bool = True
     """Whether its outputs are for training; a judge's or a title's may not be."""
-    resumes: str = ""
+    resume_call_id: str = ""
     """The id of a cancelled call that this one goes on from, behind the ids it had sampled."""
-    raw: bool = False
+    is_raw_prompt: bool = False
     """A bare prompt that no template frames: its one message is the whole of it."""
-    instructed: bool = False
+    has_instructions: bool = False
     """Its first message are instructions for this answer alone: who goes on from it leaves them out."""
 
     @classmethod
@@ -85,24 +85,24 @@ class Request:
         return cls(
             read_messages(body.get("messages")) if messages is None else messages,
             tools,
-            template=clean_values(template or {}),
+            chat_template_kwargs=replace_surrogates_deep(template or {}),
             agent=agent,
             equivalences=tolerated,
             **known,
         )
 
     @cached_property
-    def keys(self) -> bytes:
+    def message_keys(self) -> bytes:
         """The keys of all messages, end to end."""
         return b"".join([message.key for message in self.messages])
 
     @cached_property
-    def frame(self) -> bytes:
+    def prompt_config_digest(self) -> bytes:
         """What decides a prompt beside its messages: the tools and the template's arguments."""
-        if self.raw:
-            return RAW_FRAME
+        if self.is_raw_prompt:
+            return RAW_PROMPT_DIGEST
         tools = self.tools if isinstance(self.tools, ToolList) else ToolList(map(dict, self.tools))
-        parts = tools.digest, digest_of(dict(self.template))
+        parts = tools.digest, json_digest(dict(self.chat_template_kwargs))
         return xxhash.xxh3_128_digest(b"%b/%b" % parts) if any(parts) else b""
 
 
@@ -114,7 +114,7 @@ class Generation:
     logprobs: Floats | None = None
     versions: int | NDArray[np.integer] = 0
     """The policy version that sampled each token, or one for all."""
-    finish: str = "stop"
+    finish_reason: str = "stop"
     message: Message | None = None
     """The output as parsed; None lets the codec parse it."""
     routed_experts: NDArray[np.integer] | None = None
@@ -123,23 +123,23 @@ class Generation:
     """The ids were encoded from text, because what was sampled is not known."""
 
 
-class Echo(msgspec.Struct, frozen=True, array_like=True):
+class AppliedEquivalence(msgspec.Struct, frozen=True, array_like=True):
     """An equivalence that was used to recognise the message at `index` of a request."""
 
-    index: int
+    message_index: int
     equivalence: Equivalence
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
     """The sampled part of a node, beyond its ids."""
 
-    call: int
-    choice: int = 0
-    finish: str = "stop"
+    call_index: int
+    choice_index: int = 0
+    finish_reason: str = "stop"
     logprobs: Floats | None = None
     versions: Runs = ()
     routed_experts: NDArray[np.integer] | None = None
-    behind_other_ids: bool = False
+    inexact: bool = False
     """Sampled behind other ids than those on its path, or as other ids (foreign logs, upstreams)."""
 
 
@@ -154,27 +154,27 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """The node the prompt ends on (the generation prompt belongs to the outputs)."""
     outputs: tuple[int, ...]
     prompt_tokens: int
-    frame: bytes = b""
+    prompt_config_digest: bytes = b""
     """What keeps first messages apart beside what they say; none where tool lists are ignored."""
-    tools: bytes = b""
+    requested_config_digest: bytes = b""
     """The digest of the tools and template arguments asked for."""
-    echoes: tuple[Echo, ...] = ()
-    ambiguous_echo: bool = False
+    applied_equivalences: tuple[AppliedEquivalence, ...] = ()
+    ambiguous_match: bool = False
     """Several recorded outputs fitted an echo and nothing but their age decided."""
     encoded_tokens: int = 0
-    rewritten: str = ""
+    rewrite_reason: str = ""
     """Why the template did not show the matched path as it was sampled (`think_strip`), if it did not."""
-    retry: int = 0
+    retry_count: int = 0
     spawned_by: str = ""
     sampling: Mapping[str, Any] = {}
-    shown: tuple[int, ...] = ()
+    reused_nodes: tuple[int, ...] = ()
     """Nodes sampled elsewhere that this prompt shows as context."""
-    clock: float = 0.0
+    template_time: float = 0.0
     """The moment that the session's templates show as now, in seconds since 1970."""
-    trained: bool = True
+    trainable: bool = True
     """Whether its outputs are for training."""
-    resumes: int = -1
+    resumed_call_index: int = -1
     """The cancelled call whose tokens its output begins with; they count here and no longer there."""
-    instructed: bool = False
+    has_instructions: bool = False
     """Its first message were instructions for it alone. Others may have sent the same words as a message, and
     share the node: so it is the call that knows."""

@@ -26,8 +26,8 @@ import reprlib
 from typing import Literal
 
 # What was got is shown, however long or deep it is.
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 120
+_short_repr = reprlib.Repr()
+_short_repr.maxstring = _short_repr.maxother = 120
 
 
 class BranchlineError(Exception):
@@ -41,12 +41,12 @@ class InputError(BranchlineError):
 class MessageError(InputError):
     """A message or request that cannot be read.
 
-    >>> str(MessageError("messages[2].role", "wizard", "one of system, user"))
+    >>> str(MessageError("messages[2].role", "wizard", "one for_prompt system, user"))
     "messages[2].role: got 'wizard', expected one of system, user"
     """
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: got {_shown.repr(value)}, expected {expected}")
+        super().__init__(f"{field}: got {_short_repr.repr(value)}, expected {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -70,7 +70,7 @@ class TemplateError(CodecError):
     """The chat template refused a conversation; the message is its own."""
 
 
-SessionKind = Literal[
+SessionErrorKind = Literal[
     "unknown", "closed", "out_of_calls", "out_of_tokens", "forbidden", "no_key", "exists", "conflict", "busy"
 ]
 
@@ -78,7 +78,7 @@ SessionKind = Literal[
 class SessionError(BranchlineError):
     """A session that is not there, is closed or spent, or that a key does not open; `kind` says which."""
 
-    def __init__(self, kind: SessionKind, message: str) -> None:
+    def __init__(self, kind: SessionErrorKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -110,25 +110,25 @@ class ToolError(BranchlineError):
     "tool 'search': create: no index"
     """
 
-    def __init__(self, tool: str, doing: str, problem: str) -> None:
-        super().__init__(f"tool {tool!r}: {doing}: {problem}")
+    def __init__(self, tool: str, action: str, problem: str) -> None:
+        super().__init__(f"tool {tool!r}: {action}: {problem}")
         self.tool = tool
-        self.doing = doing
+        self.action = action
         self.problem = problem
 
 
 class ContextLengthError(EngineInputError):
     """A prompt beyond what the model can hold; agents compact their history when they are told so.
 
-    >>> str(ContextLengthError.of(17, 10))
+    >>> str(ContextLengthError.for_prompt(17, 10))
     "prompt is too long: 17 tokens > 10 maximum. This model's maximum context length is 10 tokens."
     """
 
     @classmethod
-    def of(cls, tokens: int, most: int) -> ContextLengthError:
+    def for_prompt(cls, prompt_tokens: int, max_tokens: int) -> ContextLengthError:
         """In the words that agents look for: Claude Code in the first sentence, all others in the second."""
-        words = f"prompt is too long: {tokens} tokens > {most} maximum."
-        return cls(f"{words} This model's maximum context length is {most} tokens.")
+        words = f"prompt is too long: {prompt_tokens} tokens > {max_tokens} maximum."
+        return cls(f"{words} This model's maximum context length is {max_tokens} tokens.")
 
 
 class JournalError(BranchlineError):

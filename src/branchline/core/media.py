@@ -14,10 +14,10 @@ from urllib.parse import unquote_to_bytes
 import xxhash
 
 from branchline.core.errors import MessageError
-from branchline.core.fields import clean, inside, text_field
+from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
 from branchline.core.message import Media, MediaKind
 
-MEDIA_PARTS: dict[str, MediaKind] = {
+MEDIA_PART_KINDS: dict[str, MediaKind] = {
     "image_url": "image",
     "image": "image",
     "input_image": "image",
@@ -31,36 +31,40 @@ MEDIA_PARTS: dict[str, MediaKind] = {
     "input_file": "file",
 }
 """Types of content parts that carry media, and what they carry."""
-_DATA_NAMES = ("data", "file_data", "input_audio")
-_LINK_NAMES = ("url", "file_id", "path")
+_DATA_FIELDS = ("data", "file_data", "input_audio")
+_LINK_FIELDS = ("url", "file_id", "path")
 
 
 def read_media_part(part: Mapping[str, Any], part_type: str) -> Media:
     """The media of a content part."""
-    kind = MEDIA_PARTS[part_type]
+    kind = MEDIA_PART_KINDS[part_type]
     # The data stands beside the type, or in an object of its own.
     names = (part_type, f"{kind}_url", kind)
     place = next((name for name in (*names, "source") if isinstance(part.get(name), dict)), "")
     try:
         return _read_media(part[place] if place else part, kind, names)
     except MessageError as error:
-        raise inside(place, error) from None
+        raise prefix_error(place, error) from None
 
 
 def _read_media(body: Mapping[str, Any], kind: MediaKind, names: Sequence[str]) -> Media:
-    for name in (*_DATA_NAMES, *_LINK_NAMES, *names):
+    for name in (*_DATA_FIELDS, *_LINK_FIELDS, *names):
         source = body.get(name)
         if isinstance(source, str) and source:
-            source = clean(source)
+            source = replace_surrogates(source)
             break
     else:
         raise MessageError("", body, f"{kind} data: a url, a data url, or base64 data")
-    detail = text_field(body, "detail")
-    mime = text_field(body, "mime_type") or text_field(body, "media_type") or text_field(body, "format")
+    detail = read_text_field(body, "detail")
+    mime = (
+        read_text_field(body, "mime_type")
+        or read_text_field(body, "media_type")
+        or read_text_field(body, "format")
+    )
     if source.startswith("data:"):
         mime, payload = _read_data_url(source, name)
-    elif name in _DATA_NAMES and "://" not in source:
-        payload = _base64(source, name)
+    elif name in _DATA_FIELDS and "://" not in source:
+        payload = _decode_base64(source, name)
         mime = mime if "/" in mime or not mime else f"{kind}/{mime}"
     else:
         return Media(kind, digest="url:" + source, url=source, mime=mime, detail=detail)
@@ -73,13 +77,13 @@ def _read_data_url(url: str, name: str) -> tuple[str, bytes]:
     plain = unquote_to_bytes(data.encode("utf-8", "surrogatepass"))
     if not comma or not plain:
         raise MessageError(name, url, "a data url with data behind a comma")
-    return mime, _base64(plain, name) if "base64" in options else plain
+    return mime, _decode_base64(plain, name) if "base64" in options else plain
 
 
-def _base64(text: str | bytes, name: str) -> bytes:
+def _decode_base64(text: str | bytes, name: str) -> bytes:
     """Base64 in any of its dresses: wrapped in lines, without padding, or in its url-safe alphabet."""
     letters = b"".join((text.encode("utf-8", "replace") if isinstance(text, str) else text).split())
-    letters = letters.rstrip(b"=").translate(_FROM_URL_SAFE)
+    letters = letters.rstrip(b"=").translate(_URL_SAFE_TO_STANDARD)
     try:
         payload = base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
     except binascii.Error:
@@ -89,7 +93,7 @@ def _base64(text: str | bytes, name: str) -> bytes:
     return payload
 
 
-_FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 def write_part(part: str | Media) -> dict[str, Any]:

@@ -23,12 +23,12 @@ ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool", "
 MediaKind = Literal["image", "video", "audio", "file"]
 
 
-class Form(IntFlag):
+class WireShape(IntFlag):
     """How a message was written on the wire where that carries no meaning; an echo may differ in it."""
 
     PLAIN = 0
     NULL_CONTENT = 1
-    NO_CONTENT = 2
+    ABSENT_CONTENT = 2
     PART_LIST = 4
     NULL_CALLS = 8
     EMPTY_CALLS = 16
@@ -53,13 +53,13 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str = ""
     id: str = ""
     kind: str = "function"
-    meaning: bytes = b""
+    canonical_arguments: bytes = b""
     """Canonical arguments; always made from `arguments`, on copies and replay too."""
     notation: int = 0
 
     def __post_init__(self) -> None:
         meaning, notation = canonical_arguments(self.arguments)
-        force_setattr(self, "meaning", meaning)
+        force_setattr(self, "canonical_arguments", meaning)
         force_setattr(self, "notation", int(notation))
 
     @property
@@ -75,18 +75,18 @@ class Message(msgspec.Struct, frozen=True):
     """
 
     role: Role
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     refusal: str = ""
     name: str = ""
-    answers: str = ""
+    tool_call_id: str = ""
     """The tool call this message is the result of, by its id on the wire."""
     parts: tuple[str | Media, ...] = ()
     """Content in order, where it is more than one text; `text` holds its texts joined."""
     id: str = ""
     """The message's or response's id on the wire, where the protocol has one."""
-    form: int = 0
+    wire_shape: int = 0
     key: bytes = b""
     """128 bits of meaning; always made from the fields above, on copies and replay too."""
 
@@ -99,16 +99,16 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.calls or self.reasoning or self.refusal or self.parts)
+        return not (self.content or self.tool_calls or self.reasoning_content or self.refusal or self.parts)
 
 
 # The plain case, a role and a text, is hashed in one pass over the text; everything else is framed first.
-_PLAIN_SEED = {role: index for index, role in enumerate(ROLES)}
-_FRAMED_SEED = 64
+_TEXT_ONLY_SEEDS = {role: index for index, role in enumerate(ROLES)}
+_STRUCTURED_SEED = 64
 
 
 def _message_key(message: Message) -> bytes:
-    role, text, reasoning, name = message.role, message.text, message.reasoning, message.name
+    role, text, reasoning, name = message.role, message.content, message.reasoning_content, message.name
     if role == "assistant":
         # What frameworks drop or add on the way back; the echo matcher names each.
         text, reasoning, name = text.strip(), "", ""
@@ -116,14 +116,14 @@ def _message_key(message: Message) -> bytes:
         # Results are paired with their calls by position and id; the name on them is decoration.
         name = ""
     media = message.media if message.parts else ()
-    if not (message.calls or reasoning or name or message.refusal or media):
-        return xxhash.xxh3_128_digest(_utf8(text), _PLAIN_SEED[role])
-    calls = [(_utf8(call.name), call.meaning) for call in message.calls]
+    if not (message.tool_calls or reasoning or name or message.refusal or media):
+        return xxhash.xxh3_128_digest(_utf8(text), _TEXT_ONLY_SEEDS[role])
+    calls = [(_utf8(call.name), call.canonical_arguments) for call in message.tool_calls]
     if role == "assistant":
         calls.sort()
     content = _content_key(message.parts) if media else _utf8(text)
     framed = (role, content, _utf8(reasoning), calls, _utf8(message.refusal), _utf8(name))
-    return xxhash.xxh3_128_digest(_encode(framed), _FRAMED_SEED)
+    return xxhash.xxh3_128_digest(_encode(framed), _STRUCTURED_SEED)
 
 
 def _content_key(parts: tuple[str | Media, ...]) -> list[Any]:
@@ -148,18 +148,18 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def same_meaning(one: Message, other: Message) -> bool:
+def is_same_message(one: Message, other: Message) -> bool:
     """Whether two context messages are the same, reasoning, order and whitespace included."""
     if one.key != other.key:
         return False
     # Only an assistant's key leaves things out.
     return one.role != "assistant" or (
-        one.text == other.text
-        and one.reasoning == other.reasoning
+        one.content == other.content
+        and one.reasoning_content == other.reasoning_content
         and one.name == other.name
         and (
-            one.calls == other.calls
-            or [(call.name, call.meaning) for call in one.calls]
-            == [(call.name, call.meaning) for call in other.calls]
+            one.tool_calls == other.tool_calls
+            or [(call.name, call.canonical_arguments) for call in one.tool_calls]
+            == [(call.name, call.canonical_arguments) for call in other.tool_calls]
         )
     )

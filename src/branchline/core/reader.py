@@ -17,42 +17,47 @@ import xxhash
 
 from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError, MessageError
-from branchline.core.fields import clean, clean_values, inside, text_field
-from branchline.core.media import MEDIA_PARTS, read_media_part, write_part
-from branchline.core.message import ROLES, Form, Media, Message, ToolCall
+from branchline.core.json_fields import (
+    prefix_error,
+    read_text_field,
+    replace_surrogates,
+    replace_surrogates_deep,
+)
+from branchline.core.media import MEDIA_PART_KINDS, read_media_part, write_part
+from branchline.core.message import ROLES, Media, Message, ToolCall, WireShape
 
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
+REASONING_TEXT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
 """Plain-text wire names of reasoning, in the order they are looked for."""
-REASONING_LISTS = ("reasoning_details", "thinking_blocks")
+REASONING_LIST_FIELDS = ("reasoning_details", "thinking_blocks")
 """Wire names under which reasoning comes as a list of blocks."""
 
 _KNOWN_ROLES = frozenset(ROLES)
-_ANY_REASONING = frozenset((*REASONING_NAMES, *REASONING_LISTS))
+_REASONING_FIELDS = frozenset((*REASONING_TEXT_FIELDS, *REASONING_LIST_FIELDS))
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 _REASONING_PARTS = frozenset(
     ("thinking", "reasoning", "reasoning_text", "reasoning.text", "reasoning.summary", "summary_text")
 )
-_SILENT_PARTS = frozenset(("redacted_thinking", "reasoning.encrypted"))
-_PART_TYPES = "one of " + ", ".join(sorted({*_TEXT_PARTS, *MEDIA_PARTS, "refusal", "thinking"}))
+_IGNORED_PARTS = frozenset(("redacted_thinking", "reasoning.encrypted"))
+_EXPECTED_PART_TYPES = "one of " + ", ".join(sorted({*_TEXT_PARTS, *MEDIA_PART_KINDS, "refusal", "thinking"}))
 
 # Members of Form as plain numbers: flags of an enum take longer to join than a message takes to read.
-_PLAIN, _PART_LIST = int(Form.PLAIN), int(Form.PART_LIST)
-_NULL_CONTENT, _NO_CONTENT = int(Form.NULL_CONTENT), int(Form.NO_CONTENT)
-_NULL_CALLS, _EMPTY_CALLS = int(Form.NULL_CALLS), int(Form.EMPTY_CALLS)
+_PLAIN, _PART_LIST = int(WireShape.PLAIN), int(WireShape.PART_LIST)
+_NULL_CONTENT, _ABSENT_CONTENT = int(WireShape.NULL_CONTENT), int(WireShape.ABSENT_CONTENT)
+_NULL_CALLS, _EMPTY_CALLS = int(WireShape.NULL_CALLS), int(WireShape.EMPTY_CALLS)
 
 
-def read_messages(raw: object, where: str = "messages") -> tuple[Message, ...]:
+def read_messages(raw: object, field_path: str = "messages") -> tuple[Message, ...]:
     """A request's messages.
 
     >>> read_messages([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])[0].text
     'hi'
     """
     if not isinstance(raw, list | tuple) or not raw:
-        raise MessageError(where, raw, "a non-empty list of messages")
-    return tuple([read_message(message, where, index) for index, message in enumerate(raw)])
+        raise MessageError(field_path, raw, "a non-empty list of messages")
+    return tuple([read_message(message, field_path, index) for index, message in enumerate(raw)])
 
 
-def read_message(raw: object, where: str = "message", index: int | None = None) -> Message:
+def read_message(raw: object, field_path: str = "message", index: int | None = None) -> Message:
     """One message; errors name the field by where it stands."""
     try:
         if not isinstance(raw, dict):
@@ -63,21 +68,21 @@ def read_message(raw: object, where: str = "message", index: int | None = None) 
         content = raw.get("content")
         # Most messages of most requests are a role and a text: they are read without looking further.
         if type(content) is str and len(raw) == 2:
-            return Message(role, clean(content))
-        return _read_full(raw, content)
+            return Message(role, replace_surrogates(content))
+        return _read_message_fields(raw, content)
     except MessageError as error:
-        raise inside(where if index is None else f"{where}[{index}]", error) from None
+        raise prefix_error(field_path if index is None else f"{field_path}[{index}]", error) from None
 
 
-def _read_full(raw: dict[str, Any], content: object) -> Message:
+def _read_message_fields(raw: dict[str, Any], content: object) -> Message:
     form = _PLAIN
-    reasoning = "" if _ANY_REASONING.isdisjoint(raw) else _read_reasoning(raw)
-    refusal = text_field(raw, "refusal")
+    reasoning = "" if _REASONING_FIELDS.isdisjoint(raw) else _read_reasoning(raw)
+    refusal = read_text_field(raw, "refusal")
     parts: tuple[str | Media, ...] = ()
     if isinstance(content, str):
-        text = clean(content)
+        text = replace_surrogates(content)
     elif content is None:
-        form = _NULL_CONTENT if "content" in raw else _NO_CONTENT
+        form = _NULL_CONTENT if "content" in raw else _ABSENT_CONTENT
         text = ""
     elif isinstance(content, list | tuple):
         form = _PART_LIST
@@ -89,18 +94,18 @@ def _read_full(raw: dict[str, Any], content: object) -> Message:
             parts = ()
     else:
         raise MessageError("content", content, "a string, null or a list of parts")
-    calls, calls_form = _read_calls(raw)
+    calls, calls_form = _read_tool_calls(raw)
     return Message(
         raw["role"],
         text,
-        reasoning=reasoning,
-        calls=calls,
+        reasoning_content=reasoning,
+        tool_calls=calls,
         refusal=refusal,
-        name=text_field(raw, "name"),
-        answers=text_field(raw, "tool_call_id"),
+        name=read_text_field(raw, "name"),
+        tool_call_id=read_text_field(raw, "tool_call_id"),
         parts=parts,
-        id=text_field(raw, "id"),
-        form=form | calls_form,
+        id=read_text_field(raw, "id"),
+        wire_shape=form | calls_form,
     )
 
 
@@ -108,35 +113,37 @@ def _read_full(raw: dict[str, Any], content: object) -> Message:
 
 
 def _read_reasoning(raw: Mapping[str, Any]) -> str:
-    for name in REASONING_NAMES:
-        text = text_field(raw, name)
+    for name in REASONING_TEXT_FIELDS:
+        text = read_text_field(raw, name)
         if text:
             return text
-    for name in REASONING_LISTS:
+    for name in REASONING_LIST_FIELDS:
         blocks = raw.get(name)
         if blocks is None:
             continue
         if not isinstance(blocks, list | tuple):
             raise MessageError(name, blocks, "a list of blocks or null")
-        text = "".join([_block_text(block, f"{name}[{place}]") for place, block in enumerate(blocks)])
+        text = "".join(
+            [_read_reasoning_block(block, f"{name}[{place}]") for place, block in enumerate(blocks)]
+        )
         if text:
             return text
     return ""
 
 
-def _block_text(block: object, where: str) -> str:
+def _read_reasoning_block(block: object, where: str) -> str:
     if isinstance(block, str):
-        return clean(block)
+        return replace_surrogates(block)
     if not isinstance(block, dict):
         raise MessageError(where, block, "a block of reasoning (an object)")
     for name in ("text", "thinking", "summary", "reasoning", "content"):
         value = block.get(name)
         if isinstance(value, str):
-            return clean(value)
+            return replace_surrogates(value)
         if isinstance(value, list):
             # Mistral's `thinking` and the `summary` of Responses: once more a list, of texts.
             texts = [item.get("text") if isinstance(item, dict) else item for item in value]
-            return clean("".join([text for text in texts if isinstance(text, str)]))
+            return replace_surrogates("".join([text for text in texts if isinstance(text, str)]))
     return ""
 
 
@@ -149,41 +156,41 @@ def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str
     reasoning = refusal = ""
     for place, part in enumerate(content):
         if isinstance(part, str):
-            parts.append(clean(part))
+            parts.append(replace_surrogates(part))
             continue
         try:
             if not isinstance(part, dict):
                 raise MessageError("", part, "a content part (an object with a type)")
             kind = part.get("type")
             if not isinstance(kind, str):
-                raise MessageError("type", kind, _PART_TYPES)
+                raise MessageError("type", kind, _EXPECTED_PART_TYPES)
             if kind in _TEXT_PARTS:
                 text = part.get("text")
                 if not isinstance(text, str):
                     raise MessageError("text", text, "a string")
-                parts.append(clean(text))
-            elif kind in MEDIA_PARTS:
+                parts.append(replace_surrogates(text))
+            elif kind in MEDIA_PART_KINDS:
                 parts.append(read_media_part(part, kind))
             elif kind in _REASONING_PARTS:
-                reasoning += _block_text(part, "")
+                reasoning += _read_reasoning_block(part, "")
             elif kind == "refusal":
-                refusal += text_field(part, "refusal")
-            elif kind not in _SILENT_PARTS:
-                raise MessageError("type", kind, _PART_TYPES)
+                refusal += read_text_field(part, "refusal")
+            elif kind not in _IGNORED_PARTS:
+                raise MessageError("type", kind, _EXPECTED_PART_TYPES)
         except MessageError as error:
-            raise inside(f"content[{place}]", error) from None
+            raise prefix_error(f"content[{place}]", error) from None
     return tuple(parts), reasoning, refusal
 
 
 # -- tool calls --------------------------------------------------------------------------------------
 
 
-def _read_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]:
+def _read_tool_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]:
     calls = raw.get("tool_calls")
     if calls is not None and not isinstance(calls, list | tuple):
         raise MessageError("tool_calls", calls, "a list or null")
     if calls:
-        return tuple([_read_call(call, place) for place, call in enumerate(calls)]), _PLAIN
+        return tuple([_read_tool_call(call, place) for place, call in enumerate(calls)]), _PLAIN
     legacy = raw.get("function_call")
     if legacy is not None:
         return (_read_function(legacy, "", "function", "function_call"),), _PLAIN
@@ -192,12 +199,12 @@ def _read_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]:
     return (), _NULL_CALLS if calls is None else _EMPTY_CALLS
 
 
-def _read_call(raw: object, place: int) -> ToolCall:
+def _read_tool_call(raw: object, place: int) -> ToolCall:
     try:
         if not isinstance(raw, dict):
             raise MessageError("", raw, "a tool call (an object with a function)")
-        kind = text_field(raw, "type") or "function"
-        call_id = text_field(raw, "id")
+        kind = read_text_field(raw, "type") or "function"
+        call_id = read_text_field(raw, "id")
         # A custom tool stands under its own name (`custom`), a call of some dialects right here.
         for name in (kind, "function"):
             if name in raw:
@@ -206,7 +213,7 @@ def _read_call(raw: object, place: int) -> ToolCall:
             raise MessageError("function", None, "an object with name and arguments")
         return _read_function(raw, call_id, kind, "")
     except MessageError as error:
-        raise inside(f"tool_calls[{place}]", error) from None
+        raise prefix_error(f"tool_calls[{place}]", error) from None
 
 
 def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCall:
@@ -220,15 +227,15 @@ def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCal
         if arguments is None:
             arguments = ""
         elif not isinstance(arguments, str):
-            arguments = _arguments_text(arguments)
-        return ToolCall(clean(name), clean(arguments), call_id, kind)
+            arguments = _serialize_arguments(arguments)
+        return ToolCall(replace_surrogates(name), replace_surrogates(arguments), call_id, kind)
     except MessageError as error:
-        raise inside(place, error) from None
+        raise prefix_error(place, error) from None
 
 
-def _arguments_text(arguments: object) -> str:
+def _serialize_arguments(arguments: object) -> str:
     try:
-        return clean(json.dumps(arguments, separators=(",", ":"), ensure_ascii=False))
+        return replace_surrogates(json.dumps(arguments, separators=(",", ":"), ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         raise MessageError("arguments", type(arguments).__name__, "a string or a JSON value") from None
 
@@ -241,15 +248,15 @@ class ToolList(tuple[dict[str, Any], ...]):
 
     @cached_property
     def digest(self) -> bytes:
-        return digest_of([dict(tool) for tool in self])
+        return json_digest([dict(tool) for tool in self])
 
     @cached_property
-    def constants(self) -> list[Constant]:
+    def cached_json_dicts(self) -> list[CachedJsonDict]:
         """The tools for a template, which may ask for their JSON."""
-        return [Constant(tool) for tool in self]
+        return [CachedJsonDict(tool) for tool in self]
 
 
-class Constant(dict[str, Any]):
+class CachedJsonDict(dict[str, Any]):
     """A mapping that nobody changes any more, so that its JSON need be written only once."""
 
     @cached_property
@@ -257,25 +264,25 @@ class Constant(dict[str, Any]):
         return json.dumps(self, ensure_ascii=False)
 
 
-def read_tools(raw: object, where: str = "tools") -> ToolList:
+def read_tools(raw: object, field_path: str = "tools") -> ToolList:
     """A request's tool list; null, absent and empty are the same."""
     if raw is None:
         return ToolList()
     if not isinstance(raw, list | tuple):
-        raise MessageError(where, raw, "a list of tools (objects) or null")
+        raise MessageError(field_path, raw, "a list of tools (objects) or null")
     for index, tool in enumerate(raw):
         if not isinstance(tool, dict):
-            raise MessageError(f"{where}[{index}]", tool, "a tool (an object)")
+            raise MessageError(f"{field_path}[{index}]", tool, "a tool (an object)")
     tools: Sequence[dict[str, Any]] = raw
     try:
         msgspec.json.encode(tools)
     except (UnicodeEncodeError, TypeError, OverflowError, RecursionError):
         # Rare: texts that UTF-8 cannot carry. What is no JSON at all is refused where it is digested.
-        tools = clean_values(tools)
+        tools = replace_surrogates_deep(tools)
     return ToolList(tools)
 
 
-def digest_of(*values: object) -> bytes:
+def json_digest(*values: object) -> bytes:
     """16 bytes that identify JSON values, key order aside; nothing but empty values gives no bytes at all."""
     if not any(values):
         return b""
@@ -291,20 +298,20 @@ def write_message(message: Message) -> dict[str, Any]:
     if message.parts:
         raw["content"] = [write_part(part) for part in message.parts]
     else:
-        raw["content"] = message.text
-    if message.reasoning:
-        raw["reasoning_content"] = message.reasoning
+        raw["content"] = message.content
+    if message.reasoning_content:
+        raw["reasoning_content"] = message.reasoning_content
     if message.refusal:
         raw["refusal"] = message.refusal
-    if message.calls:
-        raw["tool_calls"] = [_write_call(call) for call in message.calls]
+    if message.tool_calls:
+        raw["tool_calls"] = [_write_tool_call(call) for call in message.tool_calls]
     if message.name:
         raw["name"] = message.name
-    if message.answers:
-        raw["tool_call_id"] = message.answers
+    if message.tool_call_id:
+        raw["tool_call_id"] = message.tool_call_id
     return raw
 
 
-def _write_call(call: ToolCall) -> dict[str, Any]:
+def _write_tool_call(call: ToolCall) -> dict[str, Any]:
     body = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": body}

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.core.message import Media
-from branchline.core.runs import Floats, Ids
+from branchline.core.token_arrays import Floats, Ids
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Sample:
     agent: str = ""
     session: str = ""
     calls: tuple[str, ...] = ()
-    finish: str = "stop"
+    finish_reason: str = "stop"
     """Why the last output ended; `length` says it was cut."""
     exact: bool = True
-    tokens_behind_other_ids: int = 0
+    inexact_tokens: int = 0
     missing_logprobs: int = 0
     truncated_tokens: int = 0
     """Tokens of the timeline beyond the length cap."""
@@ -51,7 +51,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DroppedTokens:
     """Sampled tokens that no sample trains, and why."""
 
     reason: str
@@ -60,13 +60,13 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class Report:
+class ExportReport:
     """Where every sampled token of a session went."""
 
     sampled_tokens: int
     trained_tokens: int
     """Distinct sampled tokens that some sample trains."""
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[DroppedTokens, ...] = ()
     samples: int = 0
     inexact_tokens: int = 0
     missing_logprobs: int = 0

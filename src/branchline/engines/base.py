@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from branchline.core.runs import NO_IDS, Floats, Ids
+from branchline.core.token_arrays import NO_IDS, Floats, Ids
 
-Finish = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]
 LogprobKind = Literal["raw", "processed"]
 
 
@@ -41,14 +41,14 @@ class SamplingParams:
     """A `response_format`, handed to engines that can keep to it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Handed to an HTTP engine as it is."""
-    whole: bool = False
+    buffered: bool = False
     """Nobody reads this as it arrives: an engine may hand out larger chunks, later. Ids stay the same."""
 
     flush_s: float = 0.0
     """The least time between two chunks, so that tokens are coalesced: the first chunk and the last are
     yielded at once, the others carry all that has arrived. 0: every chunk as it arrives."""
 
-    def continued(self, produced: int) -> SamplingParams:
+    def for_continuation(self, produced: int) -> SamplingParams:
         """What is left to ask for behind ids that were produced already."""
         return replace(self, max_tokens=self.max_tokens - produced)
 
@@ -60,7 +60,7 @@ class Chunk(Struct, frozen=True):
     logprobs: Floats | None = None
     """One for each id; None where the engine gives none."""
     version: int = 0
-    finish: Finish | None = None
+    finish_reason: FinishReason | None = None
 
 
 class Engine(Protocol):

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.core.errors import EngineError, EngineInputError, InputError
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams
-from branchline.engines.relay import Cuttable, Progress
+from branchline.engines.continuation import CancellableStream, GenerationState
 
 # Sessions whose replica is remembered; one that is forgotten is placed anew, which costs a prefill.
-REMEMBERED = 100_000
+MAX_STICKY_SESSIONS = 100_000
 
 
 @dataclass(eq=False)
@@ -30,23 +30,23 @@ class Replica:
     """One engine and what is known of it."""
 
     engine: Engine
-    running: set[Cuttable] = field(default_factory=set)
-    sessions: int = 0
+    running: set[CancellableStream] = field(default_factory=set)
+    session_count: int = 0
     avoid_until: float = 0.0
     """A replica that failed is tried again after this, or before where no other is left."""
-    behind: bool = False
+    stale: bool = False
     """Its weights are not known to be those of the others."""
-    held: bool = False
+    paused: bool = False
     """It took part in a pause and waits for its resume."""
 
-    def leave(self) -> None:
+    def quarantine(self) -> None:
         """Its weights are not known from now on: what runs on it goes on elsewhere."""
-        self.behind = True
-        self.cut()
+        self.stale = True
+        self.cancel_streams()
 
-    def cut(self) -> None:
+    def cancel_streams(self) -> None:
         for stream in self.running:
-            stream.cut()
+            stream.cancel()
 
 
 class Replicas:
@@ -64,19 +64,19 @@ class Replicas:
         self.retry_after_s = retry_after_s
         self._clock = clock
         self._replicas: dict[str, Replica] = {}
-        self._places: OrderedDict[str, Replica] = OrderedDict()
+        self._replica_by_session: OrderedDict[str, Replica] = OrderedDict()
         self._paused = False
-        self._turn = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         """A pause is over before a resume begins, and nobody joins in between."""
         for engine in engines:
-            self._check(engine)
-            self._admit(engine)
+            self._validate(engine)
+            self._register(engine)
 
     @property
     def version(self) -> int:
         """Of those in use; one that is behind says nothing about the others."""
         replicas = self._replicas.values()
-        in_use = [one.engine.version for one in replicas if not one.behind]
+        in_use = [one.engine.version for one in replicas if not one.stale]
         return max(in_use or [one.engine.version for one in replicas], default=0)
 
     @property
@@ -99,33 +99,33 @@ class Replicas:
         return {name: len(replica.running) for name, replica in self._replicas.items()}
 
     @property
-    def behind(self) -> tuple[str, ...]:
+    def stale(self) -> tuple[str, ...]:
         """Names of the replicas that are not used before the next pause and resume."""
-        return tuple(name for name, one in self._replicas.items() if one.behind)
+        return tuple(name for name, one in self._replicas.items() if one.stale)
 
     @property
     def failing(self) -> tuple[str, ...]:
         """Names of the replicas that are avoided now."""
         now = self._clock()
-        return tuple(name for name, one in self._replicas.items() if one.behind or one.avoid_until > now)
+        return tuple(name for name, one in self._replicas.items() if one.stale or one.avoid_until > now)
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        progress = Progress(prompt_ids, params)
+        progress = GenerationState(prompt_ids, params)
         failed: dict[Replica, Exception] = {}
-        while (finish := progress.finish) is None:
-            replica = self._place(session, failed)
+        while (finish := progress.finish_reason) is None:
+            replica = self._select_replica(session, failed)
             before, failure = progress.produced, None
-            stream = Cuttable(
-                replica.engine.generate(progress.prompt_ids, progress.params, session=session)
+            stream = CancellableStream(
+                replica.engine.generate(progress.prompt_ids, progress.remaining_params, session=session)
             )
             replica.running.add(stream)
             try:
                 async for chunk in stream:
                     progress.add(chunk)
                     yield chunk
-                    if chunk.finish is not None:
+                    if chunk.finish_reason is not None:
                         replica.avoid_until = 0.0
                         return
             except EngineInputError:
@@ -140,18 +140,18 @@ class Replicas:
                 failed.clear()
             if failure is not None:
                 failed[replica] = failure
-        yield progress.end(finish, self.version)
+        yield progress.final_chunk(finish, self.version)
 
     async def add(self, engine: Engine) -> None:
         """Takes a further replica into use; while paused, it is paused too.
 
         One of another version than the others' waits for the next pause and resume.
         """
-        async with self._turn:
-            self._check(engine)
+        async with self._update_lock:
+            self._validate(engine)
             if self._paused:
                 await engine.pause()
-            self._admit(engine).held = self._paused
+            self._register(engine).paused = self._paused
 
     async def remove(self, name: str) -> None:
         """Takes a replica out and closes it; its sessions move, and its calls go on elsewhere at once."""
@@ -162,53 +162,53 @@ class Replicas:
             # Before the cut: an engine that is closed may hand out what it has.
             await replica.engine.close()
         finally:
-            replica.cut()
+            replica.cancel_streams()
 
-    def forget(self, session: str) -> None:
+    def release_session(self, session: str) -> None:
         """Lets go of a session that has ended."""
-        replica = self._places.pop(session, None)
+        replica = self._replica_by_session.pop(session, None)
         if replica is not None:
-            replica.sessions -= 1
+            replica.session_count -= 1
 
     async def pause(self) -> None:
         """Replicas that fail are left; if all in use do, none is, and it can be tried again."""
-        async with self._turn:
+        async with self._update_lock:
             self._paused = True
             replicas = list(self._replicas.values())
-            failed = await _each(replicas, lambda engine: engine.pause())
+            failed = await _for_each_replica(replicas, lambda engine: engine.pause())
             for one in replicas:
-                one.held = one not in failed
-            in_use = [one for one in replicas if not one.behind] or replicas
+                one.paused = one not in failed
+            in_use = [one for one in replicas if not one.stale] or replicas
             if in_use and all(one in failed for one in in_use):
-                raise self._failure("pause", failed)
+                raise self._all_failed_error("pause", failed)
             for one in failed:
-                one.leave()
+                one.quarantine()
 
     async def resume(self, version: int | None = None) -> None:
         """Replicas that fail are left; if all do, all are still held, and it can be tried again.
 
         Those that missed the pause are not asked: whatever weights they have, it is not known to be these.
         """
-        async with self._turn:
-            asked = [one for one in self._replicas.values() if one.held or not one.behind]
-            failed = await _each(asked, lambda engine: engine.resume(version))
+        async with self._update_lock:
+            asked = [one for one in self._replicas.values() if one.paused or not one.stale]
+            failed = await _for_each_replica(asked, lambda engine: engine.resume(version))
             resumed = [one for one in asked if one not in failed]
             if version is None:
-                version = max((one.engine.version for one in resumed if not one.behind), default=self.version)
+                version = max((one.engine.version for one in resumed if not one.stale), default=self.version)
             # Without a new version nobody has new weights: who was behind still is.
             in_step = [one for one in resumed if one.engine.version == version]
             if self._replicas and not in_step:
-                raise self._failure("resume", failed)
+                raise self._all_failed_error("resume", failed)
             self._paused = False
             for one in resumed:
-                one.held, one.behind = False, one not in in_step
+                one.paused, one.stale = False, one not in in_step
             for one in failed:
-                one.leave()
+                one.quarantine()
 
     async def close(self) -> None:
         await asyncio.gather(*[replica.engine.close() for replica in self._replicas.values()])
 
-    def _check(self, engine: Engine) -> None:
+    def _validate(self, engine: Engine) -> None:
         if engine.name in self._replicas:
             raise InputError(f"replica: {engine.name!r} is in use already")
         if self._replicas and engine.logprob_kind != self.logprob_kind:
@@ -216,42 +216,42 @@ class Replicas:
                 f"replica {engine.name!r}: {engine.logprob_kind} logprobs, expected {self.logprob_kind}"
             )
 
-    def _admit(self, engine: Engine) -> Replica:
+    def _register(self, engine: Engine) -> Replica:
         is_behind = bool(self._replicas) and engine.version != self.version
-        replica = self._replicas[engine.name] = Replica(engine, behind=is_behind)
+        replica = self._replicas[engine.name] = Replica(engine, stale=is_behind)
         return replica
 
-    def _place(self, session: str, failed: dict[Replica, Exception]) -> Replica:
+    def _select_replica(self, session: str, failed: dict[Replica, Exception]) -> Replica:
         """Where a call goes: to its session's replica, or to the one with the fewest calls, then sessions."""
         now = self._clock()
-        usable = [one for one in self._replicas.values() if not one.behind and one not in failed]
+        usable = [one for one in self._replicas.values() if not one.stale and one not in failed]
         if not usable:
             cause = next(reversed(failed.values()), None)
             raise EngineError(
                 f"{self.name}: no replica is left to ask" + (f": {cause}" if cause else "")
             ) from cause
         fresh = [one for one in usable if one.avoid_until <= now]
-        known = self._places.get(session)
+        known = self._replica_by_session.get(session)
         if known is not None and known in fresh:
-            self._places.move_to_end(session)
+            self._replica_by_session.move_to_end(session)
             return known
-        chosen = min(fresh or usable, key=lambda one: (len(one.running), one.sessions))
+        chosen = min(fresh or usable, key=lambda one: (len(one.running), one.session_count))
         if session:
-            self.forget(session)
-            self._places[session] = chosen
-            chosen.sessions += 1
-            if len(self._places) > REMEMBERED:
-                self.forget(next(iter(self._places)))
+            self.release_session(session)
+            self._replica_by_session[session] = chosen
+            chosen.session_count += 1
+            if len(self._replica_by_session) > MAX_STICKY_SESSIONS:
+                self.release_session(next(iter(self._replica_by_session)))
         return chosen
 
-    def _failure(self, what: str, failed: dict[Replica, BaseException]) -> EngineError:
+    def _all_failed_error(self, what: str, failed: dict[Replica, BaseException]) -> EngineError:
         error = next(iter(failed.values()), None)
         failure = EngineError(f"{self.name}: {what} failed everywhere: {error or 'all missed the pause'}")
         failure.__cause__ = error
         return failure
 
 
-async def _each(
+async def _for_each_replica(
     replicas: Sequence[Replica], act: Callable[[Engine], Coroutine[Any, Any, None]]
 ) -> dict[Replica, BaseException]:
     """Acts on every replica and gives back those that failed, and why."""

@@ -18,33 +18,33 @@ import numpy as np
 from branchline.chat.toy import ToyCodec
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.message import Message
-from branchline.core.runs import Floats, Ids, as_ids
+from branchline.core.token_arrays import Floats, Ids, as_ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 
 
 @dataclass(frozen=True)
-class Ask:
+class ScriptedRequest:
     """What a rule is asked: a prompt, and how often the engine was asked before."""
 
     prompt_ids: Ids
-    text: str
-    number: int
+    prompt_text: str
+    call_index: int
     params: SamplingParams
 
     @property
     def last_line(self) -> str:
         """The last thing that was said before the reply."""
-        lines = [line for line in self.text.replace("<end>", "\n").splitlines() if line.strip()]
+        lines = [line for line in self.prompt_text.replace("<end>", "\n").splitlines() if line.strip()]
         return lines[-2].partition(":")[2] if len(lines) > 1 else ""
 
 
-Reply = Message | str | Exception
-Rule = Callable[[Ask], Reply]
+ScriptedReply = Message | str | Exception
+ReplyRule = Callable[[ScriptedRequest], ScriptedReply]
 
 
-def replies(*said: Reply) -> Rule:
+def replies(*said: ScriptedReply) -> ReplyRule:
     """A rule that gives these replies in turn, and the last one from then on."""
-    return lambda ask: said[min(ask.number, len(said) - 1)]
+    return lambda ask: said[min(ask.call_index, len(said) - 1)]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ScriptedEngine:
     """Replies by rule."""
 
     codec: ToyCodec = field(default_factory=ToyCodec.chatml)
-    rule: Rule = field(default_factory=lambda: replies("ok"))
+    rule: ReplyRule = field(default_factory=lambda: replies("ok"))
     name: str = "scripted"
     version: int = 0
     logprob_kind: LogprobKind = "processed"
@@ -61,31 +61,31 @@ class ScriptedEngine:
     """Ids a chunk; small, so that streams are streams."""
     gate: asyncio.Event | None = None
     """Where given, no chunk leaves before it is set: tests hold generations with it."""
-    asked: list[Ids] = field(default_factory=list)
+    received_prompts: list[Ids] = field(default_factory=list)
     """Every prompt, in order of arrival."""
-    aborted: int = 0
-    _running: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted_count: int = 0
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._running.set()
+        self._resumed.set()
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncIterator[Chunk]:
         if params.grammar is not None:
             raise EngineInputError("response_format: the scripted engine cannot keep to a grammar")
-        number = len(self.asked)
-        self.asked.append(prompt_ids)
-        reply = self.rule(Ask(prompt_ids, self.codec.decode(prompt_ids), number, params))
+        number = len(self.received_prompts)
+        self.received_prompts.append(prompt_ids)
+        reply = self.rule(ScriptedRequest(prompt_ids, self.codec.decode(prompt_ids), number, params))
         if isinstance(reply, Exception):
             raise reply if isinstance(reply, EngineError) else EngineError(str(reply)) from reply
-        ids = self.codec.spell(Message("assistant", reply) if isinstance(reply, str) else reply)
+        ids = self.codec.encode_reply(Message("assistant", reply) if isinstance(reply, str) else reply)
         cut = len(ids) > params.max_tokens
         ids = ids[: params.max_tokens]
         finished = False
         try:
             for start in range(0, max(1, len(ids)), self.chunk_size):
-                await self._running.wait()
+                await self._resumed.wait()
                 if self.gate is not None:
                     await self.gate.wait()
                 part = ids[start : start + self.chunk_size]
@@ -95,17 +95,17 @@ class ScriptedEngine:
                 yield Chunk(part, scripted_logprobs(prompt_ids, ids, start, len(part)), self.version, finish)  # type: ignore[arg-type]
                 await asyncio.sleep(0)
         finally:
-            self.aborted += not finished
+            self.aborted_count += not finished
 
     async def pause(self) -> None:
-        self._running.clear()
+        self._resumed.clear()
 
     async def resume(self, version: int | None = None) -> None:
         self.version = self.version if version is None else version
-        self._running.set()
+        self._resumed.set()
 
     async def close(self) -> None:
-        self._running.set()
+        self._resumed.set()
 
 
 def scripted_logprobs(prompt_ids: Ids, ids: Sequence[int] | Ids, start: int, count: int) -> Floats:

@@ -17,77 +17,77 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.core.runs import Ids
-from branchline.engines.base import Finish, LogprobKind, SamplingParams
-from branchline.engines.client import REFUSALS, Server, error_event
-from branchline.engines.http import GATHERED, Ask, HttpEngine, Reader
+from branchline.core.token_arrays import Ids
+from branchline.engines.base import FinishReason, LogprobKind, SamplingParams
+from branchline.engines.client import INVALID_REQUEST_STATUSES, ServerConfig, error_from_event
+from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader
 
 T = TypeVar("T")
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 ABORT_TIMEOUT_S = 5.0
-FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-class FinishReason(Struct):
+class SglangFinishReason(Struct):
     type: str
     message: str | None = None
     status_code: int | None = None
 
 
-class MetaInfo(Struct):
+class SglangMetaInfo(Struct):
     completion_tokens: int = 0
-    finish_reason: FinishReason | None = None
+    finish_reason: SglangFinishReason | None = None
     output_token_logprobs: list[tuple[float, TokenId, Any]] = []
     """For each token its logprob, its id and, where asked for, its text."""
 
 
-class Event(Struct):
+class SglangEvent(Struct):
     output_ids: list[TokenId] = []
-    meta_info: MetaInfo | None = None
+    meta_info: SglangMetaInfo | None = None
 
 
-_read = msgspec.json.Decoder(Event).decode
+_decode_event = msgspec.json.Decoder(SglangEvent).decode
 
 
-class SglangReader(Reader):
+class SglangReader(OutputReader):
     """Reads `/generate`."""
 
     def __init__(self, engine: str) -> None:
         super().__init__()
         self._engine = engine
-        self._seen = 0
+        self._read_count = 0
         """How many ids were read so far."""
 
     def read(self, events: Sequence[bytes]) -> None:
-        if len(events) > 1 and _says_all(events[-1]):
+        if len(events) > 1 and _is_cumulative(events[-1]):
             events = events[-1:]
         for data in events:
             try:
-                event = _read(data)
+                event = _decode_event(data)
             except msgspec.DecodeError as error:
                 raise EngineError(f"{self._engine}: {error} in {data[:200]!r}") from error
             if event.meta_info is None:
-                raise error_event(self._engine, data)
-            self._add(event.output_ids, event.meta_info)
+                raise error_from_event(self._engine, data)
+            self._append(event.output_ids, event.meta_info)
 
-    def _add(self, output_ids: list[int], meta: MetaInfo) -> None:
+    def _append(self, output_ids: list[int], meta: SglangMetaInfo) -> None:
         reason = meta.finish_reason
-        finish = None if reason is None else FINISHES.get(reason.type)
+        finish = None if reason is None else FINISH_REASONS.get(reason.type)
         if reason is not None and finish is None:
-            kind = EngineInputError if reason.status_code in REFUSALS else EngineError
+            kind = EngineInputError if reason.status_code in INVALID_REQUEST_STATUSES else EngineError
             raise kind(f"{self._engine}: {reason.type}: {reason.message}")
         count = meta.completion_tokens
-        ids = _news(output_ids, self._seen, count)
-        logprobs = _news(meta.output_token_logprobs, self._seen, count)
+        ids = _new_items(output_ids, self._read_count, count)
+        logprobs = _new_items(meta.output_token_logprobs, self._read_count, count)
         if ids is None or logprobs is None or [one[1] for one in logprobs] != ids:
             raise EngineError(
                 f"{self._engine}: {len(output_ids)} ids and {len(meta.output_token_logprobs)} logprobs in "
-                f"an event that counts {count} behind {self._seen}, expected the same new ones in both"
+                f"an event that counts {count} behind {self._read_count}, expected the same new ones in both"
             )
         self.ids += ids
         self.logprobs += [one[0] for one in logprobs]
-        self.finish = finish or self.finish
-        self._seen = count
+        self.finish_reason = finish or self.finish_reason
+        self._read_count = count
 
 
 class SglangEngine(HttpEngine):
@@ -99,7 +99,7 @@ class SglangEngine(HttpEngine):
 
     def __init__(
         self,
-        server: Server | str,
+        server: ServerConfig | str,
         *,
         name: str = "",
         version: int = 0,
@@ -121,36 +121,38 @@ class SglangEngine(HttpEngine):
 
         `/health` is not asked: by default it generates a token.
         """
-        await self.read_model()
+        await self.load_model_info()
 
-    def ask(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> Ask:
+    def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
         rid = uuid.uuid4().hex
-        prompt = Raw(self.prompts.write(prompt_ids, session))
-        body = msgspec.json.encode(self._body(rid, prompt, len(prompt_ids), params))
-        return Ask("/generate", body, SglangReader(self.name), rid)
+        prompt = Raw(self.prompt_encoder.encode(prompt_ids, session))
+        body = msgspec.json.encode(self._request_body(rid, prompt, len(prompt_ids), params))
+        return EngineRequest("/generate", body, SglangReader(self.name), rid)
 
-    async def abort(self, ask: Ask) -> None:
+    async def abort_request(self, ask: EngineRequest) -> None:
         # We left, so the server need not go on; it may be gone too.
         with suppress(EngineError):
-            await self.client.control("/abort_request", {"rid": ask.id}, timeout_s=ABORT_TIMEOUT_S)
+            await self.client.post_control(
+                "/abort_request", {"rid": ask.request_id}, timeout_s=ABORT_TIMEOUT_S
+            )
 
     async def pause_server(self) -> None:
         self._server_paused = True  # until it says otherwise: an answer may be lost
-        self._server_paused = await self.client.control("/pause_generation", {"mode": "abort"})
+        self._server_paused = await self.client.post_control("/pause_generation", {"mode": "abort"})
 
     async def resume_server(self, version: int | None) -> None:
         if version is not None:
             told = {"new_version": str(version), "abort_all_requests": False}
-            await self.client.control("/update_weight_version", told)
+            await self.client.post_control("/update_weight_version", told)
         if self._server_paused:
-            await self.client.control("/continue_generation")
+            await self.client.post_control("/continue_generation")
             self._server_paused = False
 
-    def _body(self, rid: str, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
+    def _request_body(self, rid: str, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
         extra = dict(params.extra)
         sampling: dict[str, Any] = {
             **extra.pop("sampling_params", {}),
-            **_constraint(params),
+            **_structured_output_params(params),
             "max_new_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -163,8 +165,8 @@ class SglangEngine(HttpEngine):
         }
         if params.stop:
             sampling["stop"] = list(params.stop)
-        if params.whole:
-            sampling["stream_interval"] = GATHERED
+        if params.buffered:
+            sampling["stream_interval"] = STREAM_INTERVAL
         if params.seed is not None:
             # Drawn from the seed and a token's position: a continuation needs no other one.
             sampling["sampling_seed"] = params.seed
@@ -180,26 +182,26 @@ class SglangEngine(HttpEngine):
         }
 
 
-def _says_all(data: bytes) -> bool:
+def _is_cumulative(data: bytes) -> bool:
     """Whether an event repeats what those before it said, so that they need not be read."""
     try:
-        event = _read(data)
+        event = _decode_event(data)
     except msgspec.DecodeError:
         return False
     meta = event.meta_info
-    if meta is None or (meta.finish_reason is not None and meta.finish_reason.type not in FINISHES):
+    if meta is None or (meta.finish_reason is not None and meta.finish_reason.type not in FINISH_REASONS):
         return False
     return len(event.output_ids) == meta.completion_tokens
 
 
-def _news(given: list[T], seen: int, count: int) -> list[T] | None:
+def _new_items(given: list[T], seen: int, count: int) -> list[T] | None:
     """What is new in a list that holds either all `count` items or those behind the `seen` ones."""
     if len(given) == count:
         return given[seen:]
     return given if len(given) == count - seen else None
 
 
-def _constraint(params: SamplingParams) -> dict[str, str]:
+def _structured_output_params(params: SamplingParams) -> dict[str, str]:
     """A `response_format` as the server's own sampling parameters name it."""
     match dict(params.grammar or {"type": "text"}):
         case {"type": "text"}:

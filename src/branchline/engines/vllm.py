@@ -14,35 +14,35 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from branchline.core.errors import EngineError
-from branchline.core.runs import Ids
-from branchline.engines.base import Finish, LogprobKind, SamplingParams
-from branchline.engines.client import Server, error_event
-from branchline.engines.http import GATHERED, Ask, HttpEngine, Reader
+from branchline.core.token_arrays import Ids
+from branchline.engines.base import FinishReason, LogprobKind, SamplingParams
+from branchline.engines.client import ServerConfig, error_from_event
+from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "repetition": "stop"}
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
 
 
-class Logprobs(Struct):
+class VllmLogprobs(Struct):
     token_logprobs: list[float | None] = []
 
 
-class Choice(Struct):
+class VllmChoice(Struct):
     token_ids: list[TokenId] | None = None
-    logprobs: Logprobs | None = None
+    logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
     prompt_token_ids: Raw = Raw()
 
 
-class Event(Struct):
-    choices: list[Choice] | None = None
+class VllmEvent(Struct):
+    choices: list[VllmChoice] | None = None
 
 
 _PROMPT_KEY = b'"prompt_token_ids":'
-_read = msgspec.json.Decoder(Event).decode
+_decode_event = msgspec.json.Decoder(VllmEvent).decode
 
 
-class VllmReader(Reader):
+class VllmReader(OutputReader):
     """Reads `/v1/completions`. Events without choices (usage) say nothing about ids."""
 
     def __init__(self, engine: str, prompt: bytes) -> None:
@@ -55,35 +55,35 @@ class VllmReader(Reader):
         for data in events:
             if self._is_first:
                 self._is_first = False
-                data = self._without_prompt(data)
+                data = self._strip_prompt(data)
             try:
-                choices = _read(data).choices
+                choices = _decode_event(data).choices
             except msgspec.DecodeError as error:
                 raise EngineError(f"{self._engine}: {error} in {data[:200]!r}") from error
             if choices is None:
-                raise error_event(self._engine, data)
+                raise error_from_event(self._engine, data)
             for choice in choices:
                 if choice.prompt_token_ids:
-                    self._compare(bytes(choice.prompt_token_ids))
+                    self._check_prompt(bytes(choice.prompt_token_ids))
                 ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs if choice.logprobs else []
                 if ids is None or len(logprobs) != len(ids) or None in logprobs:
-                    raise self._incomplete(ids, logprobs)
+                    raise self._incomplete_error(ids, logprobs)
                 if choice.finish_reason is not None:
-                    self._end(choice.finish_reason)
+                    self._set_finish_reason(choice.finish_reason)
                 self.ids += ids
                 self.logprobs += logprobs  # type: ignore[arg-type]  # none of them is None
 
-    def _incomplete(self, ids: list[int] | None, logprobs: Sequence[float | None]) -> EngineError:
+    def _incomplete_error(self, ids: list[int] | None, logprobs: Sequence[float | None]) -> EngineError:
         if ids is None:
             return EngineError(f"{self._engine}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
         return EngineError(f"{self._engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each")
 
-    def _end(self, reason: str) -> None:
-        self.finish = FINISHES.get(reason)
-        if self.finish is None:
+    def _set_finish_reason(self, reason: str) -> None:
+        self.finish_reason = FINISH_REASONS.get(reason)
+        if self.finish_reason is None:
             raise EngineError(f"{self._engine}: the server ended a generation by {reason!r}")
 
-    def _without_prompt(self, data: bytes) -> bytes:
+    def _strip_prompt(self, data: bytes) -> bytes:
         """The first event repeats the prompt: what is ours to the last byte need not be parsed.
 
         Inside a text the key's second quote would be escaped, so this is the key.
@@ -93,7 +93,7 @@ class VllmReader(Reader):
             return data
         return b"".join((before, key, b"null", behind[len(self._prompt) :]))
 
-    def _compare(self, seen: bytes) -> None:
+    def _check_prompt(self, seen: bytes) -> None:
         if seen not in (self._prompt, b"null") and msgspec.json.decode(seen) != msgspec.json.decode(
             self._prompt
         ):
@@ -109,7 +109,7 @@ class VllmEngine(HttpEngine):
 
     def __init__(
         self,
-        server: Server | str,
+        server: ServerConfig | str,
         *,
         name: str = "",
         model: str = "",
@@ -130,36 +130,36 @@ class VllmEngine(HttpEngine):
 
     async def ready(self) -> None:
         """Raises EngineError until the server serves; learns its model and length. Samples nothing."""
-        await self.client.get("/health")
-        served = await self.read_model()
+        await self.client.get_json("/health")
+        served = await self.load_model_info()
         self.model = self.model or served
 
-    def ask(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> Ask:
-        prompt = self.prompts.write(prompt_ids, session)
-        body = self._body(Raw(prompt), len(prompt_ids), params)
-        return Ask("/v1/completions", msgspec.json.encode(body), VllmReader(self.name, prompt))
+    def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
+        prompt = self.prompt_encoder.encode(prompt_ids, session)
+        body = self._request_body(Raw(prompt), len(prompt_ids), params)
+        return EngineRequest("/v1/completions", msgspec.json.encode(body), VllmReader(self.name, prompt))
 
     async def pause_server(self) -> None:
         self._server_paused = True  # until it says otherwise: an answer may be lost
-        self._server_paused = await self.client.control("/pause?mode=abort&clear_cache=true")
+        self._server_paused = await self.client.post_control("/pause?mode=abort&clear_cache=true")
 
     async def resume_server(self, version: int | None) -> None:
         if version is not None:
-            await self.client.control("/update_weight_version", {"new_version": str(version)})
+            await self.client.post_control("/update_weight_version", {"new_version": str(version)})
         if self._server_paused:
-            await self.client.control("/resume")
+            await self.client.post_control("/resume")
             self._server_paused = False
 
     async def sleep(self, level: int = 1) -> bool:
         """Pauses, then frees the server's memory; False where it cannot (not `--enable-sleep-mode`)."""
         await self.pause()
-        return await self.client.control(f"/sleep?level={level}")
+        return await self.client.post_control(f"/sleep?level={level}")
 
     async def wake_up(self) -> bool:
         """Takes the memory back. Generations go on when `resume` is called, with the weights in place."""
-        return await self.client.control("/wake_up")
+        return await self.client.post_control("/wake_up")
 
-    def _body(self, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
+    def _request_body(self, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {
             **params.extra,
             "prompt": prompt,
@@ -179,8 +179,8 @@ class VllmEngine(HttpEngine):
             # Keys of old weights must not be found by requests under new ones.
             "cache_salt": f"v{self.version}",
         }
-        if params.whole:
-            body["stream_interval"] = GATHERED  # Read since v0.27.0; before, and harmlessly, not.
+        if params.buffered:
+            body["stream_interval"] = STREAM_INTERVAL  # Read since v0.27.0; before, and harmlessly, not.
         if self.model:
             body["model"] = self.model
         if params.seed is not None:

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from branchline.core.message import Media
-from branchline.core.sample import Report, Sample
+from branchline.core.sample import ExportReport, Sample
 
-_LEAST = np.finfo(np.float32).min
+_MIN_FLOAT32 = np.finfo(np.float32).min
 """What minus infinity becomes: JSON has no word for it, and null means unknown."""
 
 
-def sample_record(sample: Sample) -> dict[str, Any]:
+def sample_to_json(sample: Sample) -> dict[str, Any]:
     """A sample as plain JSON values."""
     return {
         "session": sample.session,
@@ -33,16 +33,16 @@ def sample_record(sample: Sample) -> dict[str, Any]:
         "response_logprobs": [
             None if unknown else value
             for value, unknown in zip(
-                np.maximum(sample.response_logprobs, _LEAST).tolist(),
+                np.maximum(sample.response_logprobs, _MIN_FLOAT32).tolist(),
                 np.isnan(sample.response_logprobs).tolist(),
                 strict=True,
             )
         ],
         "response_versions": sample.response_versions.tolist(),
         "shares": sample.shares.tolist(),
-        "finish": sample.finish,
+        "finish": sample.finish_reason,
         "exact": sample.exact,
-        "tokens_behind_other_ids": sample.tokens_behind_other_ids,
+        "tokens_behind_other_ids": sample.inexact_tokens,
         "missing_logprobs": sample.missing_logprobs,
         "truncated_tokens": sample.truncated_tokens,
         "reward": sample.reward,
@@ -51,7 +51,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
     }
 
 
-def report_record(report: Report) -> dict[str, Any]:
+def report_to_json(report: ExportReport) -> dict[str, Any]:
     """A report as plain JSON values."""
     return {
         "samples": report.samples,
@@ -74,7 +74,7 @@ def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
     try:
         with os.fdopen(handle, "wb") as file:
             for sample in samples:
-                file.write(msgspec.json.encode(sample_record(sample)) + b"\n")
+                file.write(msgspec.json.encode(sample_to_json(sample)) + b"\n")
                 count += 1
         # mkstemp is for secrets; a data set is as readable as any other file its user makes.
         umask = os.umask(0)
@@ -91,10 +91,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
     """The samples of a file that `write_jsonl` wrote. Media come back as digests without payload."""
     with Path(path).open("rb") as file:
         for line in file:
-            yield read_sample(msgspec.json.decode(line))
+            yield sample_from_json(msgspec.json.decode(line))
 
 
-def read_sample(raw: Mapping[str, Any]) -> Sample:
+def sample_from_json(raw: Mapping[str, Any]) -> Sample:
     """A sample from what `sample_record` made of it; its media are digests without payload."""
     logprobs = [np.nan if value is None else value for value in raw["response_logprobs"]]
     return Sample(
@@ -107,9 +107,9 @@ def read_sample(raw: Mapping[str, Any]) -> Sample:
         agent=raw["agent"],
         session=raw["session"],
         calls=tuple(raw["calls"]),
-        finish=raw["finish"],
+        finish_reason=raw["finish"],
         exact=raw["exact"],
-        tokens_behind_other_ids=raw["tokens_behind_other_ids"],
+        inexact_tokens=raw["tokens_behind_other_ids"],
         missing_logprobs=raw["missing_logprobs"],
         truncated_tokens=raw["truncated_tokens"],
         reward=raw["reward"],

@@ -14,35 +14,35 @@ from typing import Literal
 import numpy as np
 
 from branchline.core.errors import ExportError, MissingLogprobsError
-from branchline.core.sample import Dropped, Report, Sample
-from branchline.timelines.causes import Cause, Drop, Judgement, judge
+from branchline.core.sample import DroppedTokens, ExportReport, Sample
+from branchline.timelines.causes import Cause, DropReason, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.node import Node
 from branchline.tree.tree import Tree
 
 RESUMED = "resumed"
 """The tokens of a cancelled call that another went on from are that call's, and counted there."""
-Shares = Literal["split", "first", "all"]
-Keep = Literal["last", "random"]
+ShareMode = Literal["split", "first", "all"]
+KeepMode = Literal["last", "random"]
 
 
 @dataclass(frozen=True)
 class ExportPolicy:
     """What is trained, and how shared tokens count."""
 
-    shares: Shares = "split"
-    drop: frozenset[str] = field(default_factory=lambda: frozenset(Drop))
+    shares: ShareMode = "split"
+    drop: frozenset[str] = field(default_factory=lambda: frozenset(DropReason))
     """Reasons and causes whose outputs are not trained. By default only what never reached a client.
 
     A cause drops its branches, the first of siblings stays; of equal or alternative answers (`twin`,
     `best_of_n`) only those that nothing continues, so that `{Cause.TWIN}` is de-duplication."""
-    inexact: bool = False
+    include_inexact: bool = False
     """Train tokens that were sampled behind other ids than those before them (merged foreign logs)."""
-    missing_logprobs: bool = False
+    include_missing_logprobs: bool = False
     """Train tokens that came without logprobs."""
     max_samples: int | None = None
     """At most this many samples of a session; the one that ends last is always kept."""
-    keep: Keep = "last"
+    keep: KeepMode = "last"
     """Which samples stay when there are too many."""
     max_tokens: int | None = None
     """Tokens beyond this place are cut off a sample."""
@@ -60,7 +60,7 @@ class Export:
     """The samples of a session and the account of its tokens."""
 
     samples: list[Sample]
-    report: Report
+    report: ExportReport
 
 
 def export_samples(
@@ -69,24 +69,26 @@ def export_samples(
     *,
     session: str = "",
     reward: float | None = None,
-    judgement: Judgement | None = None,
+    fork_report: ForkReport | None = None,
 ) -> Export:
     """The samples of a tree; reads, changes nothing. A session that goes on in another thread is read
     as `session.reading()` gives it."""
     policy = policy or ExportPolicy()
-    judgement = judgement or judge(tree)
-    pruned = _pruned(tree, policy, judgement)
-    leaves = _cap(_kept_leaves(tree, pruned), policy)
+    fork_report = fork_report or classify_forks(tree)
+    pruned = _pruned_nodes(tree, policy, fork_report)
+    leaves = _limit_leaves(_kept_leaves(tree, pruned), policy)
     counts = _leaf_counts(leaves, pruned)
     seen: set[int] = set()
     samples: list[Sample] = []
     for leaf in leaves:
         timeline = Timeline(tree, leaf)
-        sample = _sample(timeline, policy, _shares(timeline, policy.shares, counts, seen), session, reward)
+        sample = _build_sample(
+            timeline, policy, _node_shares(timeline, policy.shares, counts, seen), session, reward
+        )
         if sample is not None:
             samples.append(sample)
-    report = _report(tree, policy, pruned, counts, len(samples))
-    if report.missing_logprobs and not policy.missing_logprobs:
+    report = _build_report(tree, policy, pruned, counts, len(samples))
+    if report.missing_logprobs and not policy.include_missing_logprobs:
         raise MissingLogprobsError(
             f"{report.missing_logprobs} of {report.trained_tokens} sampled tokens came without logprobs; "
             "set missing_logprobs=True to train on them all the same"
@@ -94,14 +96,14 @@ def export_samples(
     return Export(samples, report)
 
 
-def _pruned(tree: Tree, policy: ExportPolicy, judgement: Judgement) -> dict[int, str]:
+def _pruned_nodes(tree: Tree, policy: ExportPolicy, judgement: ForkReport) -> dict[int, str]:
     """Sampled nodes that are not trained, with the reason."""
     pruned: dict[int, str] = {}
     below: dict[int, str] = {}
     for fork in judgement.forks:
         if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED):
             continue
-        if fork.cause not in (Cause.TWIN, Cause.BEST_OF_N) or not fork.branch.children:
+        if fork.cause not in (Cause.DUPLICATE, Cause.BEST_OF_N) or not fork.branch.children:
             below[fork.branch.id] = fork.cause
     for node in tree.nodes[1:]:
         assert node.parent is not None
@@ -110,16 +112,16 @@ def _pruned(tree: Tree, policy: ExportPolicy, judgement: Judgement) -> dict[int,
             below[node.id] = inherited
         if node.output is None:
             continue
-        unseen = judgement.unseen.get(node.id)
+        unseen = judgement.undelivered.get(node.id)
         if tree.is_resumed(tree.call_of(node)):
             pruned[node.id] = RESUMED
         elif unseen is not None and unseen in policy.drop:
             pruned[node.id] = unseen
         elif inherited:
             pruned[node.id] = inherited
-        elif node.output.behind_other_ids and not policy.inexact:
+        elif node.output.inexact and not policy.include_inexact:
             pruned[node.id] = "inexact"
-        elif not tree.call_of(node).trained:
+        elif not tree.call_of(node).trainable:
             pruned[node.id] = "untrained"
     return pruned
 
@@ -141,7 +143,7 @@ def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
     return leaves
 
 
-def _cap(leaves: list[Node], policy: ExportPolicy) -> list[Node]:
+def _limit_leaves(leaves: list[Node], policy: ExportPolicy) -> list[Node]:
     """At most max_samples leaves, the final one always among them."""
     most = policy.max_samples
     if most is None or len(leaves) <= most:
@@ -162,8 +164,8 @@ def _leaf_counts(leaves: Sequence[Node], pruned: Mapping[int, str]) -> dict[int,
     return counts
 
 
-def _shares(
-    timeline: Timeline, shares: Shares, counts: Mapping[int, int], seen: set[int]
+def _node_shares(
+    timeline: Timeline, shares: ShareMode, counts: Mapping[int, int], seen: set[int]
 ) -> dict[int, float]:
     """The share of each trained node of a timeline; a node without one is context in this sample."""
     given: dict[int, float] = {}
@@ -179,7 +181,7 @@ def _shares(
     return given
 
 
-def _sample(
+def _build_sample(
     timeline: Timeline, policy: ExportPolicy, given: Mapping[int, float], session: str, reward: float | None
 ) -> Sample | None:
     """The sample of a timeline; None where it would train nothing."""
@@ -189,7 +191,7 @@ def _sample(
     for node in timeline.sampled_nodes:
         if node.id in given:
             shares[node.sampled_start : node.end] = given[node.id]
-            if node.output is not None and node.output.behind_other_ids:
+            if node.output is not None and node.output.inexact:
                 behind += max(0, min(node.end, length) - node.sampled_start)
     trained = np.flatnonzero(shares[:length])
     if not len(trained):
@@ -209,9 +211,9 @@ def _sample(
         agent=timeline.agent,
         session=session,
         calls=tuple(call.id for call in timeline.calls),
-        finish=last.finish if last is not None and length == len(timeline) else "length",
+        finish_reason=last.finish_reason if last is not None and length == len(timeline) else "length",
         exact=behind == 0,
-        tokens_behind_other_ids=behind,
+        inexact_tokens=behind,
         missing_logprobs=int(np.isnan(logprobs).sum()),
         truncated_tokens=len(timeline) - length,
         reward=reward,
@@ -220,12 +222,12 @@ def _sample(
     )
 
 
-def _report(
+def _build_report(
     tree: Tree, policy: ExportPolicy, pruned: Mapping[int, str], counts: Mapping[int, int], samples: int
-) -> Report:
+) -> ExportReport:
     """The account: each sampled token is trained in some sample or dropped for one reason."""
     sampled = trained = inexact = missing = 0
-    dropped: list[Dropped] = []
+    dropped: list[DroppedTokens] = []
     for node in tree.nodes:
         if node.output is None or node.sampled_ids is None or pruned.get(node.id) == RESUMED:
             continue
@@ -234,15 +236,15 @@ def _report(
         call = tree.call_of(node).id
         if node.id not in counts:
             if count:
-                dropped.append(Dropped(pruned.get(node.id, "capped"), call, count))
+                dropped.append(DroppedTokens(pruned.get(node.id, "capped"), call, count))
             continue
         kept = count
         if policy.max_tokens is not None:
             kept = max(0, min(node.end, policy.max_tokens) - node.sampled_start)
             if kept < count:
-                dropped.append(Dropped("over_length", call, count - kept))
+                dropped.append(DroppedTokens("over_length", call, count - kept))
         trained += kept
-        inexact += kept if node.output.behind_other_ids else 0
+        inexact += kept if node.output.inexact else 0
         given = node.output.logprobs
         missing += kept if given is None else int(np.isnan(given[:kept]).sum())
-    return Report(sampled, trained, tuple(dropped), samples, inexact, missing)
+    return ExportReport(sampled, trained, tuple(dropped), samples, inexact, missing)

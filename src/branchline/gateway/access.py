@@ -15,15 +15,15 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from branchline.core.errors import InputError, SessionError
-from branchline.gateway.live import LiveSession, Opened, keys_match
-from branchline.gateway.sessions import Sessions
+from branchline.runtime.managed_session import ManagedSession, SessionOpened, key_matches
+from branchline.runtime.session_store import SessionStore
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessControl:
     """The locks of one gateway."""
 
-    sessions: Sessions
+    sessions: SessionStore
     admin_key: str = ""
     auth: bool = True
 
@@ -36,33 +36,33 @@ class Access:
 
     def require_admin(self, key: str) -> None:
         if not self.is_admin(key):
-            raise _closed_to(key, "this needs the admin key")
+            raise _denied(key, "this needs the admin key")
 
-    def model(self, session_id: str | None, key: str) -> LiveSession:
+    def model_session(self, session_id: str | None, key: str) -> ManagedSession:
         """The session whose model API a key opens; without an id the key alone names it."""
         if session_id is None:
             live = self.sessions.by_api_key(key) if key else None
             if live is None and not self.auth:
-                live = self.sessions.default()
+                live = self.sessions.default_session()
             if live is None:
-                raise _closed_to(key, "this key opens no session")
+                raise _denied(key, "this key opens no session")
             return live
-        opened = self.sessions.opened(session_id)
-        if keys_match(key, opened.api_key) or self._is_control(opened, key):
+        opened = self.sessions.opening_record(session_id)
+        if key_matches(key, opened.api_key_hash) or self._is_control_key(opened, key):
             return self.sessions.get(session_id)
-        raise _closed_to(key, f"this key does not open session {session_id}")
+        raise _denied(key, f"this key does not open session {session_id}")
 
-    def control(self, session_id: str, key: str, *, is_reward: bool = False) -> LiveSession:
+    def control_session(self, session_id: str, key: str, *, is_reward: bool = False) -> ManagedSession:
         """The session a key may read and steer; an agent may pay itself only where that was allowed."""
-        opened = self.sessions.opened(session_id)
-        if self._is_control(opened, key) or (
-            is_reward and opened.options.agent_reward and keys_match(key, opened.api_key)
+        opened = self.sessions.opening_record(session_id)
+        if self._is_control_key(opened, key) or (
+            is_reward and opened.options.agent_reward and key_matches(key, opened.api_key_hash)
         ):
             return self.sessions.get(session_id)
-        raise _closed_to(key, f"this key does not open the control of session {session_id}")
+        raise _denied(key, f"this key does not open the control of session {session_id}")
 
-    def _is_control(self, opened: Opened, key: str) -> bool:
-        return self.is_admin(key) or keys_match(key, opened.control_key)
+    def _is_control_key(self, opened: SessionOpened, key: str) -> bool:
+        return self.is_admin(key) or key_matches(key, opened.control_key_hash)
 
 
 def require_loopback(host: str) -> None:
@@ -71,7 +71,7 @@ def require_loopback(host: str) -> None:
         raise InputError(f"no auth: got host {host!r}, expected loopback: anybody could use the model")
 
 
-def require_local(headers: Mapping[str, str], public_url: str = "") -> None:
+def require_local_origin(headers: Mapping[str, str], public_url: str = "") -> None:
     """Refuses what a page from elsewhere has sent: under its own name (`origin`), or one that it gave us."""
     known = urlsplit(public_url).hostname
     for name, before in (("host", "//"), ("origin", "")):
@@ -95,5 +95,5 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _closed_to(key: str, message: str) -> SessionError:
+def _denied(key: str, message: str) -> SessionError:
     return SessionError("forbidden" if key else "no_key", message)

@@ -8,21 +8,21 @@ from typing import Any
 
 from branchline.core.errors import SessionError
 from branchline.engines.base import Engine
-from branchline.engines.openai import UpstreamChat
-from branchline.gateway.access import Access, require_local
+from branchline.engines.upstream_chat import UpstreamChat
+from branchline.gateway.access import AccessControl, require_local_origin
+from branchline.gateway.asgi_request import AsgiRequest, Receive, Scope, Send
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.control import ControlApi
-from branchline.gateway.exchange import Exchange, Receive, Scope, Send
-from branchline.gateway.fleet import Fleet
-from branchline.gateway.forks import ForkWatch
-from branchline.gateway.metrics import Metrics
-from branchline.gateway.model import ModelApi, Place
-from branchline.gateway.protocols.chat import error
-from branchline.gateway.record import Observer, SessionObserver
-from branchline.gateway.sessions import Sessions
-from branchline.gateway.wire import code_of, error_of
+from branchline.gateway.control_api import ControlApi
+from branchline.gateway.fork_logger import ForkLogger
+from branchline.gateway.http_errors import error_code, http_error
+from branchline.gateway.metrics import GatewayMetrics
+from branchline.gateway.model_api import ModelApi, ModelRoute
+from branchline.gateway.protocols.chat import error_body
+from branchline.runtime.call_record import CallObserver, SessionObserver
+from branchline.runtime.router import Router
+from branchline.runtime.session_store import SessionStore
 
-_CUT_S = 5.0
+_CANCEL_TIMEOUT_S = 5.0
 """How long what was cut may take to note what it has; a client that reads nothing must not hold up an end."""
 
 
@@ -31,56 +31,62 @@ class GatewayApp:
 
     def __init__(
         self,
-        fleet: Fleet | Engine | UpstreamChat,
-        sessions: Sessions,
+        fleet: Router | Engine | UpstreamChat,
+        sessions: SessionStore,
         config: GatewayConfig | None = None,
-        observers: tuple[Observer, ...] = (),
-        on_end: tuple[SessionObserver, ...] = (),
+        observers: tuple[CallObserver, ...] = (),
+        on_session_end: tuple[SessionObserver, ...] = (),
     ) -> None:
         self.config = config or GatewayConfig()
-        self.fleet = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
+        self.router = fleet if isinstance(fleet, Router) else Router(fleet)
         self.sessions = sessions
-        self.metrics = Metrics()
-        access = Access(sessions, self.config.admin_key, self.config.auth)
-        watch = (ForkWatch(sessions).note,) if self.config.explain_forks else ()
-        self.model = ModelApi(self.fleet, access, self.config, (self.metrics.note_call, *observers, *watch))
-        self.metrics.in_flight.set_function(lambda: self.model.in_flight)
-        self.control = ControlApi(self.fleet, sessions, access, self.metrics, self.config, on_end)
-        self._running: set[asyncio.Task[Any]] = set()
-        self._is_cut = False
+        self.metrics = GatewayMetrics()
+        access = AccessControl(sessions, self.config.admin_key, self.config.auth)
+        watch = (ForkLogger(sessions).record_call,) if self.config.explain_forks else ()
+        self.model_api = ModelApi(
+            self.router, access, self.config, (self.metrics.record_call, *observers, *watch)
+        )
+        self.metrics.in_flight.set_function(lambda: self.model_api.in_flight)
+        self.control_api = ControlApi(
+            self.router, sessions, access, self.metrics, self.config, on_session_end
+        )
+        self._request_tasks: set[asyncio.Task[Any]] = set()
+        self._is_cancelling = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.control.asgi(scope, receive, send)
+            await self.control_api.asgi(scope, receive, send)
             return
         task = asyncio.current_task()
         assert task is not None
-        exchange = Exchange(scope, receive, send)
-        self._running.add(task)
+        exchange = AsgiRequest(scope, receive, send)
+        self._request_tasks.add(task)
         try:
             if not self.config.auth:
-                require_local(exchange.headers, self.config.public_url)
-            place = Place.find(scope["path"])
+                require_local_origin(exchange.headers, self.config.public_url)
+            place = ModelRoute.parse(scope["path"])
             if place is None:
-                await self.control.asgi(scope, receive, send)
+                await self.control_api.asgi(scope, receive, send)
             else:
-                await self.model.answer(place, exchange)
+                await self.model_api.handle(place, exchange)
         except SessionError as refused:
-            status, message, field, headers = error_of(refused)
-            await exchange.respond(error(status, message, field, code_of(refused)), status, headers)
+            status, message, field, headers = http_error(refused)
+            await exchange.send_json(error_body(status, message, field, error_code(refused)), status, headers)
         except asyncio.CancelledError:
-            if not self._is_cut:
+            if not self._is_cancelling:
                 raise
             with suppress(RuntimeError):  # its answer had begun already, and is broken off
-                await exchange.respond(error(503, "the gateway is stopping"), 503, {"retry-after": "1"})
+                await exchange.send_json(
+                    error_body(503, "the gateway is stopping"), 503, {"retry-after": "1"}
+                )
         finally:
-            self._running.discard(task)
+            self._request_tasks.discard(task)
 
-    async def cut(self) -> None:
+    async def cancel_all(self) -> None:
         """Ends every request that is under way; calls are kept as far as they came."""
-        self._is_cut = True
-        running = list(self._running)
+        self._is_cancelling = True
+        running = list(self._request_tasks)
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running, timeout=_CUT_S)
+            await asyncio.wait(running, timeout=_CANCEL_TIMEOUT_S)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from branchline.core.errors import InputError
 
-ROOM_LEFT = 2**62
+NO_LIMIT = 2**62
 """As a limit of an answer: nobody has said one, so it is the room that the prompt leaves."""
-UNKNOWN_ROOM = 4096
+FALLBACK_MAX_TOKENS = 4096
 """How long an answer may be where nobody says, and the engine does not say how much it can hold."""
 
 
@@ -28,7 +28,7 @@ class GatewayConfig:
     default_max_tokens: int | None = None
     """How long an answer may be where neither client nor session says. None: as long as the prompt leaves
     room, or UNKNOWN_ROOM where the engine does not say how much it can hold."""
-    silence_s: float = 10.0
+    keepalive_s: float = 10.0
     """The longest that a stream says nothing; then it says that it is still there."""
     stream_flush_s: float = 0.02
     """Tokens of a stream are coalesced: after the first, at most one event in this time; 0: one event for
@@ -51,5 +51,5 @@ class GatewayConfig:
             )
         if not 0 <= self.stream_flush_s <= 10:
             raise InputError(f"stream_flush_s: got {self.stream_flush_s:g}, expected 0 to 10")
-        if self.silence_s <= 0:
-            raise InputError(f"silence_s: got {self.silence_s:g}, expected more than 0")
+        if self.keepalive_s <= 0:
+            raise InputError(f"silence_s: got {self.keepalive_s:g}, expected more than 0")

@@ -17,46 +17,46 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from branchline.core.reader import write_message
-from branchline.gateway.record import CallRecord, Observer, causes_of
+from branchline.runtime.call_record import CallObserver, CallRecord, cause_chain
 
 if TYPE_CHECKING:
-    from branchline.gateway.calls import Asked, Done
+    from branchline.runtime.call_lifecycle import CallRequest, CallResult
 
 log = logging.getLogger("branchline.calls")
 
-Format = Literal["text", "json"]
-Level = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
-_LONGEST = 200
+_MAX_VALUE_CHARACTERS = 200
 """Letters of a value; clients name their models and agents as they like."""
-_KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_WORD = re.compile(r"[\w.:/@+,*<>-]+")
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_UNQUOTED_VALUE = re.compile(r"[\w.:/@+,*<>-]+")
 
 
-def configure_logs(
-    format: Format = "text", level: Level = "info", contents: bool = False, stream: TextIO | None = None
-) -> Observer:
+def configure_logging(
+    format: LogFormat = "text", level: LogLevel = "info", contents: bool = False, stream: TextIO | None = None
+) -> CallObserver:
     """Sets up the logs of this process, on standard error; gives the observer that writes the calls' lines.
 
     Branchline's own loggers speak from `level` on, all others from `warning` on.
     """
-    handler = _Handler(stream or sys.stderr)
+    handler = _BranchlineHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(contents) if format == "json" else TextFormatter(contents))
     root = logging.getLogger()
-    for earlier in [one for one in root.handlers if isinstance(one, _Handler)]:
+    for earlier in [one for one in root.handlers if isinstance(one, _BranchlineHandler)]:
         root.removeHandler(earlier)
     root.addHandler(handler)
     logging.getLogger("branchline").setLevel(level.upper())
-    return CallLog(contents).note
+    return CallLogger(contents).record_call
 
 
-class CallLog:
+class CallLogger:
     """Writes a line for each call."""
 
     def __init__(self, contents: bool = False) -> None:
         self._contents = contents
 
-    def note(self, record: CallRecord) -> None:
+    def record_call(self, record: CallRecord) -> None:
         """A call that is over. Only what went wrong on our side is more than information."""
         level = logging.WARNING if record.outcome == "failed" else logging.INFO
         if log.isEnabledFor(level):
@@ -68,7 +68,7 @@ def call_fields(record: CallRecord, contents: bool = False) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "outcome": record.outcome,
         "status": record.status,
-        "session": record.session,
+        "session": record.session_id,
         "group": record.group,
         "agent": record.agent,
         "model": record.model,
@@ -78,31 +78,31 @@ def call_fields(record: CallRecord, contents: bool = False) -> dict[str, Any]:
         "call": record.call_id,
     }
     if record.failure is not None:
-        fields["error"] = record.failure.kind
+        fields["error"] = record.failure.error_type
         fields["field"] = record.failure.field
-        if contents or not record.failure.may_quote:
-            fields["reason"] = record.failure.words
-    if record.done is not None:
-        fields |= _done_fields(record.done)
-    fields |= {f"{phase}_s": spent for phase, spent in record.seconds.items()}
+        if contents or not record.failure.may_quote_messages:
+            fields["reason"] = record.failure.message
+    if record.result is not None:
+        fields |= _result_fields(record.result)
+    fields |= {f"{phase}_s": spent for phase, spent in record.phase_s.items()}
     fields["total_s"] = record.total_s
     if contents:
-        fields |= _contents(record.asked, record.done)
+        fields |= _content_fields(record.call_request, record.result)
     return fields
 
 
-def _done_fields(done: Done) -> dict[str, Any]:
+def _result_fields(done: CallResult) -> dict[str, Any]:
     return {
         "prompt_tokens": done.prompt_tokens,
         "sampled_tokens": done.sampled_tokens,
         "reused_tokens": done.reused_tokens,
         "encoded_tokens": done.call.encoded_tokens,
-        "finish_reasons": [answer.finish for answer in done.answers],
+        "finish_reasons": [answer.finish_reason for answer in done.answers],
         "versions": done.version_range,
     }
 
 
-def _contents(asked: Asked | None, done: Done | None) -> dict[str, Any]:
+def _content_fields(asked: CallRequest | None, done: CallResult | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if asked is not None:
         fields["messages"] = [write_message(message) for message in asked.request.messages]
@@ -112,7 +112,7 @@ def _contents(asked: Asked | None, done: Done | None) -> dict[str, Any]:
     return fields
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _BranchlineHandler(logging.StreamHandler[TextIO]):
     """The one this module set up: setting up again replaces it."""
 
 
@@ -125,7 +125,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": _time(record),
+            "time": _timestamp(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record, self._contents),
@@ -144,8 +144,8 @@ class TextFormatter(logging.Formatter):
         self._contents = contents
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [_time(record), f"{record.levelname:<7}", record.name, _message(record, self._contents)]
-        words += [_pair(name, value) for name, value in _fields(record, self._contents).items()]
+        words = [_timestamp(record), f"{record.levelname:<7}", record.name, _message(record, self._contents)]
+        words += [_format_field(name, value) for name, value in _fields(record, self._contents).items()]
         line = " ".join(words)
         if record.exc_info and record.exc_info[1] is not None:
             line += "\n" + exception_text(record.exc_info[1], self._contents).rstrip()
@@ -158,12 +158,12 @@ def exception_text(error: BaseException, contents: bool = False) -> str:
         return "".join(traceback.format_exception(error))
     told = [
         "".join(traceback.format_tb(cause.__traceback__)) + type(cause).__name__
-        for cause in reversed(causes_of(error, contexts=True))
+        for cause in reversed(cause_chain(error, include_context=True))
     ]
     return "\nwhich led to\n".join(told)
 
 
-def _time(record: logging.LogRecord) -> str:
+def _timestamp(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
@@ -179,26 +179,30 @@ def _fields(record: logging.LogRecord, contents: bool) -> Mapping[str, Any]:
     given = {
         name: value
         for name, value in vars(record).items()
-        if name not in _KNOWN and value not in ("", None, [])
+        if name not in _STANDARD_ATTRIBUTES and value not in ("", None, [])
     }
-    return given if contents else {name: _short(value) for name, value in given.items()}
+    return given if contents else {name: _truncate(value) for name, value in given.items()}
 
 
-def _short(value: Any) -> Any:
-    return value[:_LONGEST] + "…" if isinstance(value, str) and len(value) > _LONGEST else value
+def _truncate(value: Any) -> Any:
+    return (
+        value[:_MAX_VALUE_CHARACTERS] + "…"
+        if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS
+        else value
+    )
 
 
-def _pair(name: str, value: Any) -> str:
+def _format_field(name: str, value: Any) -> str:
     """A field to read; seconds, as the name says, in a unit that fits.
 
-    >>> _pair("total_s", 0.00123), _pair("model", "two words"), _pair("finish_reasons", ["stop", "length"])
+    >>> _format_field("total_s", 0.00123), _format_field("model", "two words"), _format_field("finish_reasons", ["stop", "length"])
     ('total=1.2ms', 'model="two words"', 'finish_reasons=stop,length')
     """
     if name.endswith("_s") and isinstance(value, float):
         return f"{name[:-2]}=" + (f"{value:.1f}s" if value >= 10 else f"{value * 1000:.1f}ms")
     if isinstance(value, list | tuple) and all(isinstance(one, int | str) for one in value):
         value = ",".join(str(one) for one in value)
-    if isinstance(value, str) and _WORD.fullmatch(value):
+    if isinstance(value, str) and _UNQUOTED_VALUE.fullmatch(value):
         return f"{name}={value}"
     # A terminal obeys some letters that are not ASCII; who reads other scripts wants to see the rest.
     return f"{name}={json.dumps(value, default=str, ensure_ascii=not str(value).isprintable())}"

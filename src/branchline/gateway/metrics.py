@@ -6,14 +6,14 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from branchline.gateway.live import LiveSession
-from branchline.gateway.record import CallRecord, Outcome, Phase
-from branchline.timelines.causes import judge
+from branchline.runtime.call_record import CallRecord, Outcome, Phase
+from branchline.runtime.managed_session import ManagedSession
+from branchline.timelines.causes import classify_forks
 
-_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 120)
+_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 120)
 
 
-class Metrics:
+class GatewayMetrics:
     """The counters of one gateway."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Metrics:
             "branchline_call_seconds",
             "Where calls spend their time.",
             ["phase"],
-            buckets=_SECONDS,
+            buckets=_BUCKETS_S,
             registry=self._registry,
         )
         # Looked up once: finding a label costs more than counting.
@@ -55,27 +55,27 @@ class Metrics:
         )
         self.sessions = Gauge("branchline_sessions", "Sessions the gateway holds.", registry=self._registry)
 
-    def note_call(self, record: CallRecord) -> None:
+    def record_call(self, record: CallRecord) -> None:
         """A call that is over, however it ended."""
         self._outcomes[record.outcome].inc()
-        if record.done is None:
+        if record.result is None:
             return
-        call = record.done.call
-        self._prompt_tokens.inc(record.done.prompt_tokens)
-        self._sampled_tokens.inc(record.done.sampled_tokens)
+        call = record.result.call
+        self._prompt_tokens.inc(record.result.prompt_tokens)
+        self._sampled_tokens.inc(record.result.sampled_tokens)
         self._encoded_tokens.inc(call.encoded_tokens)
-        self._reused_tokens.inc(record.done.reused_tokens)
-        for phase, spent in record.seconds.items():
+        self._reused_tokens.inc(record.result.reused_tokens)
+        for phase, spent in record.phase_s.items():
             self._phases[phase].observe(spent)
-        for echo in call.echoes:
+        for echo in call.applied_equivalences:
             self._echoes.labels(echo.equivalence).inc()
-        self._ambiguous.inc(call.ambiguous_echo)
+        self._ambiguous.inc(call.ambiguous_match)
 
-    def note_end(self, live: LiveSession) -> None:
+    def record_session_end(self, live: ManagedSession) -> None:
         """A session that ended: its forks are judged once, when nothing can change them any more."""
-        with live.session.reading() as tree:
-            for fork in judge(tree).forks if tree.calls else ():
+        with live.session.snapshot() as tree:
+            for fork in classify_forks(tree).forks if tree.calls else ():
                 self._forks.labels(fork.cause).inc()
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def calm_gc() -> None:
+def tune_gc() -> None:
     """For a process that only serves: trees grow and nothing of them is garbage, so looking through them at
     Python's own pace is for nothing. What is there now is not looked at again; what comes, more rarely."""
     gc.collect()
@@ -18,9 +18,9 @@ def calm_gc() -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
-def run_serving(main: Coroutine[Any, Any, T]) -> T:
+def run_server(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` with calm garbage collection and, where it is installed, a faster event loop."""
-    calm_gc()
+    tune_gc()
     try:
         import uvloop
     except ImportError:  # as on Windows, where there is none

@@ -19,19 +19,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from branchline.chat.base import Codec, History
+from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import BranchlineError, InputError
 from branchline.engines.base import Engine
-from branchline.engines.openai import UpstreamChat
+from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.fleet import Fleet
-from branchline.gateway.listening import Listener, listening_socket
-from branchline.gateway.live import LiveSession, State, read_options
-from branchline.gateway.record import Observer, SessionObserver
-from branchline.gateway.sessions import Sessions
+from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
 from branchline.gateway.views import samples_view
+from branchline.runtime.call_record import CallObserver, SessionObserver
+from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.router import Router
+from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Durability, Journal
 
 log = logging.getLogger("branchline.gateway")
@@ -42,14 +42,14 @@ class GatewaySession:
     """A session of a gateway, as the program that opened it holds it."""
 
     app: GatewayApp = field(repr=False)
-    live: LiveSession = field(repr=False)
+    managed: ManagedSession = field(repr=False)
     base_url: str
     api_key: str = field(repr=False)
     control_key: str = field(repr=False)
 
     @property
     def id(self) -> str:
-        return self.live.id
+        return self.managed.id
 
     @property
     def anthropic_base_url(self) -> str:
@@ -57,28 +57,28 @@ class GatewaySession:
 
     async def reward(self, score: float, **extras: Any) -> None:
         """Posts a reward; extras travel with it."""
-        await self.live.post_reward({"score": score, **extras})
+        await self.managed.post_reward({"score": score, **extras})
 
     async def samples(self) -> dict[str, Any]:
         """Its samples and report as they would be now; it may go on."""
-        return await asyncio.to_thread(samples_view, self.live)
+        return await asyncio.to_thread(samples_view, self.managed)
 
-    async def wait(self, timeout_s: float | None = None) -> State:
+    async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until it is no longer open, or for so long; its state then."""
-        await self.app.control.wait(self.live, timeout_s)
-        return self.live.state
+        await self.app.control_api.wait_until_ended(self.managed, timeout_s)
+        return self.managed.state
 
     async def complete(self, reason: str = "") -> None:
         """The agent is done; rewards and calls that come late are still taken."""
-        await self.app.control.end(self.live, "completed", reason)
+        await self.app.control_api.end_session(self.managed, "completed", reason)
 
     async def finalize(self) -> dict[str, Any]:
         """Ends the session and gives its samples and report."""
-        await self.app.control.end(self.live, "finalized")
+        await self.app.control_api.end_session(self.managed, "finalized")
         return await self.samples()
 
     async def abort(self, reason: str = "") -> None:
-        await self.app.control.end(self.live, "aborted", reason)
+        await self.app.control_api.end_session(self.managed, "aborted", reason)
 
 
 class Gateway:
@@ -87,16 +87,16 @@ class Gateway:
     def __init__(
         self,
         *,
-        engine: Engine | UpstreamChat | Fleet,
+        engine: Engine | UpstreamChat | Router,
         codec: Codec | None = None,
         journal: str | Path | None = None,
         durability: Durability = "process",
-        history: History = "template",
+        history: HistoryPolicy = "template",
         host: str = "127.0.0.1",
         port: int = 0,
         config: GatewayConfig | None = None,
-        observers: Sequence[Observer] = (),
-        on_end: Sequence[SessionObserver] = (),
+        observers: Sequence[CallObserver] = (),
+        on_session_end: Sequence[SessionObserver] = (),
     ) -> None:
         """`codec` may be left out where the engine has one; `observers` see calls, `on_end` sessions."""
         config = config or GatewayConfig()
@@ -105,20 +105,20 @@ class Gateway:
         if config.auth and not config.admin_key:
             config = replace(config, admin_key="ak-bl-" + secrets.token_urlsafe(24))
         self._journal = Journal(journal, durability=durability) if journal is not None else None
-        self.sessions = Sessions(codec or _codec_of(engine), history=history, journal=self._journal)
-        self.app = GatewayApp(engine, self.sessions, config, tuple(observers), tuple(on_end))
+        self.sessions = SessionStore(codec or _engine_codec(engine), history=history, journal=self._journal)
+        self.app = GatewayApp(engine, self.sessions, config, tuple(observers), tuple(on_session_end))
         self.admin_key = config.admin_key
         self._host, self._port = host, port
-        self._server: Listener | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self._expiring: asyncio.Task[None] | None = None
-        self._hurried = asyncio.Event()
+        self._server: UvicornServer | None = None
+        self._server_task: asyncio.Task[None] | None = None
+        self._expiry_task: asyncio.Task[None] | None = None
+        self._stop_now_event = asyncio.Event()
         self._is_stopped = False
 
     @property
     def url(self) -> str:
         """Where clients reach it: its public address, else the one that a program on this machine can use."""
-        return self.app.config.public_url.rstrip("/") or _url(self._host, self._port)
+        return self.app.config.public_url.rstrip("/") or _http_url(self._host, self._port)
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -137,23 +137,23 @@ class Gateway:
             await self.stop()
             raise
         if self.app.config.idle_s:
-            self._expiring = asyncio.create_task(self._expire(self.app.config.idle_s))
+            self._expiry_task = asyncio.create_task(self._expire_idle_sessions(self.app.config.idle_s))
 
     async def _listen(self) -> None:
-        listener = listening_socket(self._host, self._port)
+        listener = bind_socket(self._host, self._port)
         self._port = listener.getsockname()[1]
-        self._server = Listener(self.app)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not self._server.started and not self._serving.done():
+        self._server = UvicornServer(self.app)
+        self._server_task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started and not self._server_task.done():
             await asyncio.sleep(0)
-        if self._serving.done():
-            self._serving.result()
+        if self._server_task.done():
+            self._server_task.result()
 
-    async def _expire(self, idle_s: float) -> None:
+    async def _expire_idle_sessions(self, idle_s: float) -> None:
         while True:
             await asyncio.sleep(min(60.0, idle_s / 4))
             try:
-                await self.app.control.expire()
+                await self.app.control_api.expire_idle()
             except BranchlineError as error:  # a journal that failed: calls are told, and this goes on
                 log.warning("sessions could not be expired: %s", error)
 
@@ -166,50 +166,52 @@ class Gateway:
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self._expiring is not None:
-            self._expiring.cancel()
-            await asyncio.gather(self._expiring, return_exceptions=True)
-        self.app.control.stopping.set()
-        if self._server is not None and self._serving is not None:
-            await self._drain(self._server, self._serving)
+        if self._expiry_task is not None:
+            self._expiry_task.cancel()
+            await asyncio.gather(self._expiry_task, return_exceptions=True)
+        self.app.control_api.stopping.set()
+        if self._server is not None and self._server_task is not None:
+            await self._drain(self._server, self._server_task)
         if self._journal is None:
             for live in self.sessions:
                 if not live.is_closed:
-                    self.app.control.tell_ended(live)
-        await self.app.fleet.close()
+                    self.app.control_api.notify_session_end(live)
+        await self.app.router.close()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
 
-    async def _drain(self, server: Listener, serving: asyncio.Task[None]) -> None:
+    async def _drain(self, server: UvicornServer, serving: asyncio.Task[None]) -> None:
         server.stop()
-        hurried = asyncio.ensure_future(self._hurried.wait())
+        hurried = asyncio.ensure_future(self._stop_now_event.wait())
         await asyncio.wait(
             {serving, hurried}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
         )
         hurried.cancel()
         if not serving.done():
-            log.warning("%d calls are still running and are broken off", self.app.model.in_flight)
-            await self.app.cut()
-            server.leave()
+            log.warning("%d calls are still running and are broken off", self.app.model_api.in_flight)
+            await self.app.cancel_all()
+            server.exit_now()
         await serving
 
-    def hurry(self) -> None:
+    def stop_now(self) -> None:
         """A gateway that is being stopped waits for nobody any more."""
-        self._hurried.set()
+        self._stop_now_event.set()
 
     async def session(self, **options: Any) -> GatewaySession:
         """Opens a session; options are those of `POST /sessions`."""
-        live, api_key, control_key = await asyncio.to_thread(self.sessions.open, read_options(options))
+        live, api_key, control_key = await asyncio.to_thread(
+            self.sessions.open, read_session_options(options)
+        )
         return GatewaySession(self.app, live, f"{self.url}/sessions/{live.id}/v1", api_key, control_key)
 
 
-def _url(host: str, port: int) -> str:
+def _http_url(host: str, port: int) -> str:
     # Listening everywhere is no address; on this machine loopback is one.
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _codec_of(engine: object) -> Codec:
+def _engine_codec(engine: object) -> Codec:
     codec: Codec | None = getattr(engine, "codec", None)
     if codec is None:
         raise InputError("codec: got None, expected one, because this engine knows no text")

@@ -43,32 +43,38 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from branchline.core.errors import InputError
-from branchline.gateway.genai import call_attributes, call_name, phase_ends, session_attributes, session_name
-from branchline.gateway.live import LiveSession
-from branchline.gateway.record import CallRecord
+from branchline.gateway.otel_attributes import (
+    call_attributes,
+    call_span_name,
+    phase_ends,
+    session_attributes,
+    session_span_name,
+)
+from branchline.runtime.call_record import CallRecord
+from branchline.runtime.managed_session import ManagedSession
 
 log = logging.getLogger("branchline.tracing")
 
 T = TypeVar("T")
 
-CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-_CAPTURED = ("true", "span_only", "span_and_event")
+CAPTURE_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+_CAPTURE_VALUES = ("true", "span_only", "span_and_event")
 FLUSH_S = 5.0
 """How long a gateway that stops waits for its last spans to be taken."""
 
 
-class _Ids(IdGenerator):
+class _RootIdGenerator(IdGenerator):
     """Random ids, except for the one root that is being made."""
 
     def __init__(self, otherwise: IdGenerator) -> None:
-        self._otherwise = otherwise
+        self._fallback = otherwise
         self.root: SpanContext | None = None
 
     def generate_trace_id(self) -> int:
-        return self._otherwise.generate_trace_id() if self.root is None else self.root.trace_id
+        return self._fallback.generate_trace_id() if self.root is None else self.root.trace_id
 
     def generate_span_id(self) -> int:
-        return self._otherwise.generate_span_id() if self.root is None else self.root.span_id
+        return self._fallback.generate_span_id() if self.root is None else self.root.span_id
 
 
 class Tracing:
@@ -85,7 +91,7 @@ class Tracing:
         self._owned = owned
         self._contents = contents
         self._tracer = tracer
-        self._ids = _Ids(provider.id_generator)
+        self._ids = _RootIdGenerator(provider.id_generator)
         # Providers hand out one tracer for a name, so this one is ours.
         self._tracer.id_generator = self._ids
 
@@ -95,16 +101,16 @@ class Tracing:
         resource = Resource({"service.name": "branchline"}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
-        contents = os.environ.get(CAPTURE, "").strip().lower() in _CAPTURED
+        contents = os.environ.get(CAPTURE_CONTENT_VARIABLE, "").strip().lower() in _CAPTURE_VALUES
         return cls(provider, contents=contents, owned=True)
 
-    def note_call(self, record: CallRecord) -> None:
+    def record_call(self, record: CallRecord) -> None:
         """A call that is over becomes a span below its session's."""
-        _safely(self._note_call, record)
+        _log_exceptions(self._record_call, record)
 
-    def note_end(self, live: LiveSession) -> None:
+    def record_session_end(self, live: ManagedSession) -> None:
         """A session that is over becomes the root of its trace; one that did nothing leaves none."""
-        _safely(self._note_end, live)
+        _log_exceptions(self._record_session_end, live)
 
     def close(self, timeout_s: float = FLUSH_S) -> bool:
         """Sends what is left; whether that was done in time. A provider that is not ours is left running."""
@@ -117,32 +123,32 @@ class Tracing:
             log.warning("spans were not taken in time and are lost", extra={"timeout_s": timeout_s})
         return not thread.is_alive()
 
-    def _note_call(self, record: CallRecord) -> None:
+    def _record_call(self, record: CallRecord) -> None:
         span = self._tracer.start_span(
-            call_name(record),
-            self._below(record.session, record.opened),
+            call_span_name(record),
+            self._session_context(record.session_id, record.session_created_at),
             SpanKind.CLIENT,
             call_attributes(record, self._contents),
             _links(record.traceparent),
-            _nanoseconds(record.began),
+            _to_ns(record.started_at),
         )
         for name, ended, spent in phase_ends(record):
-            span.add_event(name, {"seconds": spent}, _nanoseconds(ended))
+            span.add_event(name, {"seconds": spent}, _to_ns(ended))
         if record.outcome != "ok":
             span.set_status(Status(StatusCode.ERROR, self._description(record)))
-        span.end(_nanoseconds(record.began + record.total_s))
+        span.end(_to_ns(record.started_at + record.total_s))
 
-    def _note_end(self, live: LiveSession) -> None:
+    def _record_session_end(self, live: ManagedSession) -> None:
         if live.state == "open" and not live.session.tree.calls:
             return
-        self._ids.root = _root_of(live.id, live.created)
+        self._ids.root = _root_span(live.id, live.created_at)
         try:
             span = self._tracer.start_span(
-                session_name(live),
+                session_span_name(live),
                 Context(),
                 SpanKind.INTERNAL,
                 session_attributes(live),
-                start_time=_nanoseconds(live.created),
+                start_time=_to_ns(live.created_at),
             )
         finally:
             self._ids.root = None
@@ -150,9 +156,9 @@ class Tracing:
             span.set_status(Status(StatusCode.ERROR, live.reason or "aborted"))
         span.end(time.time_ns())
 
-    def _below(self, session: str, opened: float) -> Context:
+    def _session_context(self, session: str, opened: float) -> Context:
         """The context below a session's span, which may not have been made yet."""
-        root = _root_of(session, opened)
+        root = _root_span(session, opened)
         # Whether a trace is kept is decided for its root, by its id: the same for all its spans.
         kept = self._tracer.sampler.should_sample(None, root.trace_id, "").decision
         flags = TraceFlags(TraceFlags.SAMPLED if kept is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT)
@@ -163,10 +169,10 @@ class Tracing:
         failure = record.failure
         if failure is None:
             return record.outcome
-        return failure.words if self._contents or not failure.may_quote else failure.kind
+        return failure.message if self._contents or not failure.may_quote_messages else failure.error_type
 
 
-def _root_of(session: str, opened: float) -> SpanContext:
+def _root_span(session: str, opened: float) -> SpanContext:
     digest = hashlib.sha256(f"{session} {opened!r}".encode()).digest()
     return SpanContext(int.from_bytes(digest[:16]), int.from_bytes(digest[16:24]), is_remote=False)
 
@@ -180,11 +186,11 @@ def _links(traceparent: str) -> list[Link]:
     return [Link(caller)] if caller.is_valid else []
 
 
-def _nanoseconds(seconds: float) -> int:
+def _to_ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _safely(note: Callable[[T], None], value: T) -> None:
+def _log_exceptions(note: Callable[[T], None], value: T) -> None:
     try:
         note(value)
     except Exception:  # whatever is wrong with a span, the call it tells of was right

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from branchline.core.runs import Floats
-from branchline.export.jsonl import report_record, sample_record
+from branchline.core.token_arrays import Floats
+from branchline.export.jsonl import report_to_json, sample_to_json
 from branchline.export.samples import Export, ExportPolicy, export_samples
-from branchline.gateway.live import LiveSession
-from branchline.timelines.causes import judge
+from branchline.runtime.managed_session import ManagedSession
+from branchline.timelines.causes import classify_forks
 from branchline.timelines.timeline import timelines_of
 from branchline.tree.tree import Tree
 
 
-def session_view(live: LiveSession) -> dict[str, Any]:
+def session_view(live: ManagedSession) -> dict[str, Any]:
     """What is known of a session at a glance."""
     tree = live.session.tree
     return {
@@ -30,7 +30,7 @@ def session_view(live: LiveSession) -> dict[str, Any]:
         "group": live.options.group,
         "metadata": live.options.metadata,
         "eval": live.options.eval,
-        "created": live.created,
+        "created": live.created_at,
         "calls": len(tree.calls),
         "in_flight": live.in_flight,
         "tokens": tree.token_count,
@@ -40,14 +40,14 @@ def session_view(live: LiveSession) -> dict[str, Any]:
     }
 
 
-def tree_view(live: LiveSession) -> dict[str, Any]:
+def tree_view(live: ManagedSession) -> dict[str, Any]:
     """Every node, with the cause of the branch it begins."""
-    with live.session.reading() as tree:
-        return {"nodes": _nodes(tree)}
+    with live.session.snapshot() as tree:
+        return {"nodes": _node_views(tree)}
 
 
-def _nodes(tree: Tree) -> list[dict[str, Any]]:
-    causes = {fork.branch.id: str(fork.cause) for fork in judge(tree).forks} if tree.calls else {}
+def _node_views(tree: Tree) -> list[dict[str, Any]]:
+    causes = {fork.branch.id: str(fork.cause) for fork in classify_forks(tree).forks} if tree.calls else {}
     nodes = []
     for node in tree.nodes[1:]:
         assert node.parent is not None
@@ -56,29 +56,29 @@ def _nodes(tree: Tree) -> list[dict[str, Any]]:
                 "id": node.id,
                 "parent": node.parent.id,
                 "role": node.message.role,
-                "text": node.message.text,
+                "text": node.message.content,
                 "ids": node.ids.tolist(),
                 "spans": [
                     [count, ("template", "context", "sampled")[origin]] for count, origin in node.spans
                 ],
                 "cause": causes.get(node.id),
-                "call": tree.calls[node.output.call].id if node.output is not None else None,
-                "finish": node.output.finish if node.output is not None else None,
-                "source": node.source if node.source >= 0 else None,
+                "call": tree.calls[node.output.call_index].id if node.output is not None else None,
+                "finish": node.output.finish_reason if node.output is not None else None,
+                "source": node.source_id if node.source_id >= 0 else None,
             }
         )
     return nodes
 
 
-def timelines_view(live: LiveSession) -> dict[str, Any]:
+def timelines_view(live: ManagedSession) -> dict[str, Any]:
     """Every root-to-leaf path."""
-    with live.session.reading() as tree:
+    with live.session.snapshot() as tree:
         return {
             "timelines": [
                 {
                     "ids": line.ids.tolist(),
                     "mask": line.mask.tolist(),
-                    "logprobs": _known(line.logprobs),
+                    "logprobs": _nan_to_none(line.logprobs),
                     "versions": line.versions.tolist(),
                     "agent": line.agent or None,
                     "calls": [call.id for call in line.calls],
@@ -88,30 +88,30 @@ def timelines_view(live: LiveSession) -> dict[str, Any]:
         }
 
 
-def samples_view(live: LiveSession) -> dict[str, Any]:
+def samples_view(live: ManagedSession) -> dict[str, Any]:
     """The samples as they would be trained now, and the account of every sampled token."""
     export = _export(live)
     # A trainer reads a line at a time: each says by itself where it belongs.
     place = {"group": live.options.group, "metadata": live.options.metadata}
     return {
-        "samples": [{**sample_record(sample), **place} for sample in export.samples],
-        "report": report_record(export.report),
+        "samples": [{**sample_to_json(sample), **place} for sample in export.samples],
+        "report": report_to_json(export.report),
     }
 
 
-def report_view(live: LiveSession) -> dict[str, Any]:
-    return report_record(_export(live).report)
+def report_view(live: ManagedSession) -> dict[str, Any]:
+    return report_to_json(_export(live).report)
 
 
-def _export(live: LiveSession) -> Export:
-    policy = ExportPolicy(missing_logprobs=True)
-    with live.session.reading() as tree:
+def _export(live: ManagedSession) -> Export:
+    policy = ExportPolicy(include_missing_logprobs=True)
+    with live.session.snapshot() as tree:
         if live.options.eval or not tree.calls:
             # Sessions for evaluation are never trained on.
             return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
         return export_samples(tree, policy, session=live.id, reward=live.reward)
 
 
-def _known(logprobs: Floats) -> list[float | None]:
+def _nan_to_none(logprobs: Floats) -> list[float | None]:
     unknown = np.isnan(logprobs).tolist()
     return [None if missing else value for value, missing in zip(logprobs.tolist(), unknown, strict=True)]

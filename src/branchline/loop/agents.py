@@ -24,23 +24,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from branchline.core.errors import InputError
-from branchline.loop.names import is_awaited
+from branchline.loop.registry import is_async_callable
 
 if TYPE_CHECKING:
     # At run time they bring the gateway with them, and whoever only names an agent needs none of it.
     from branchline.core.message import Message
     from branchline.loop.cancel import CancelToken
     from branchline.loop.interactions.registry import InteractionRegistry
-    from branchline.loop.model import Model, Reply, Schemas
+    from branchline.loop.model import Model, ModelReply, ToolSchemas
     from branchline.loop.state import LoopLimits, LoopState, Task
     from branchline.loop.tools.registry import ToolRegistry
 
-DEFAULT = "single_turn"
-_BUILT_IN = "branchline.loop.builtin"
+DEFAULT_AGENT_NAME = "single_turn"
+_BUILTIN_MODULE = "branchline.loop.builtin_agents"
 
 
 @dataclass(frozen=True)
-class Setting:
+class AgentContext:
     """What agents work with: a session's model, and all tools and interactions there are."""
 
     model: Model
@@ -55,9 +55,9 @@ class Setting:
         state: LoopState,
         messages: Sequence[Message] | None = None,
         *,
-        tools: Schemas = (),
+        tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
-    ) -> Reply:
+    ) -> ModelReply:
         """A turn of the model: the state's conversation is asked and grows by the answer.
 
         With messages another conversation is asked, and what becomes of the answer is up to the agent.
@@ -65,14 +65,14 @@ class Setting:
         ends because there is no room left, this raises: ContextLengthError for the model's, SessionError for
         the session's.
         """
-        from branchline.loop.asking import ask
+        from branchline.loop.generation import ask
         from branchline.loop.limits import LoopLimits
 
         limits = state.task.limits or self.limits or LoopLimits()
         return await ask(self.model, state, messages, tools, params or {}, limits)
 
 
-Agent = Callable[["LoopState", Setting], Awaitable["LoopState"]]
+Agent = Callable[["LoopState", AgentContext], Awaitable["LoopState"]]
 _agents: dict[str, Agent] = {}
 
 
@@ -82,11 +82,13 @@ def agent(name: str) -> Callable[[Agent], Agent]:
         raise InputError(f"agent: got the name {name!r}, expected a text that is not empty: @agent('critic')")
 
     def register(function: Agent) -> Agent:
-        _check(name, function)
+        _check_agent(name, function)
         known = _agents.get(name)
         # The same definition once more is a module read again, as notebooks do.
-        if known is not None and _place(known) != _place(function):
-            raise InputError(f"agent: {name!r} is {_place(known)} already, expected names that differ")
+        if known is not None and _qualified_name(known) != _qualified_name(function):
+            raise InputError(
+                f"agent: {name!r} is {_qualified_name(known)} already, expected names that differ"
+            )
         _agents[name] = function
         return function
 
@@ -95,9 +97,9 @@ def agent(name: str) -> Callable[[Agent], Agent]:
 
 def find_agent(name: str) -> Agent:
     """The agent of a name; no name is `single_turn`."""
-    import_module(_BUILT_IN)
+    import_module(_BUILTIN_MODULE)
     try:
-        return _agents[name or DEFAULT]
+        return _agents[name or DEFAULT_AGENT_NAME]
     except KeyError:
         raise InputError(f"agent_name: got {name!r}, expected one of {sorted(_agents)}") from None
 
@@ -108,39 +110,39 @@ def check_tasks(
     interactions: InteractionRegistry | None = None,
 ) -> None:
     """Whether everything that tasks name is there; InputError says which task names what is not."""
-    from branchline.loop.builtin import chosen
+    from branchline.loop.builtin_agents import select
 
     for place, task in enumerate(tasks):
         try:
             find_agent(task.agent_name)
-            chosen(task, tools, interactions)
+            select(task, tools, interactions)
             if not task.agent_name and (task.tools or task.tool_arguments or task.interaction):
                 raise InputError(
                     f"agent_name: got none, beside tools {task.tools!r} and interaction "
-                    f"{task.interaction!r}, expected one: {DEFAULT!r} has neither, 'tool' has both"
+                    f"{task.interaction!r}, expected one: {DEFAULT_AGENT_NAME!r} has neither, 'tool' has both"
                 )
         except InputError as error:
             raise InputError(f"tasks[{place}].{error}") from error
 
 
-async def run_agent(state: LoopState, setting: Setting) -> LoopState:
+async def run_agent(state: LoopState, setting: AgentContext) -> LoopState:
     """Goes on with a trajectory, by the agent its task names, until it is over or cancelled.
 
     A trajectory whose agent returns is over. If it is cancelled, by the setting's token or as a task, its
     state says so, and going on means running the agent again on what stands there.
     """
     function = find_agent(state.agent_name)
-    if state.is_over:
+    if state.is_finished:
         return state
-    if getattr(function, "__module__", "") == _BUILT_IN:
+    if getattr(function, "__module__", "") == _BUILTIN_MODULE:
         return await function(state, setting)
-    return await _run(function, state, setting)
+    return await _run_custom_agent(function, state, setting)
 
 
-async def _run(function: Agent, state: LoopState, setting: Setting) -> LoopState:
-    from branchline.loop.state import Ending, State
+async def _run_custom_agent(function: Agent, state: LoopState, setting: AgentContext) -> LoopState:
+    from branchline.loop.state import LoopPhase, StopReason
 
-    cancel, noted = setting.cancel, _Noted(setting.model)
+    cancel, noted = setting.cancel, RecordingModel(setting.model)
 
     async def work() -> None:
         ended: object = await function(state, replace(setting, model=cast("Model", noted)))
@@ -155,39 +157,39 @@ async def _run(function: Agent, state: LoopState, setting: Setting) -> LoopState
     try:
         if cancel is None:
             await work()
-        elif cancel.is_set or not await cancel.guard(work()):
+        elif cancel.is_set or not await cancel.run_cancellable(work()):
             state.is_cancel = True
     except asyncio.CancelledError:
         state.is_cancel = True
         raise
     finally:
-        state.calls += [call for call in noted.calls if call not in state.calls]
+        state.calls += [call for call in noted.call_ids if call not in state.calls]
     if not state.is_cancel:
         state.is_with_agent = False
-        state.state, state.is_judged = State.TERMINATED, True
-        state.reason = state.reason or Ending.STOP
+        state.state, state.is_judged = LoopPhase.TERMINATED, True
+        state.reason = state.reason or StopReason.STOP
     return state
 
 
-class _Noted:
+class RecordingModel:
     """A model that keeps the names of the calls it answered."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self.calls: list[str] = []
+        self.call_ids: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    async def ask(self, messages: Sequence[Message], **options: Any) -> Reply:
+    async def ask(self, messages: Sequence[Message], **options: Any) -> ModelReply:
         reply = await self._model.ask(messages, **options)
-        self.calls.append(reply.call_id)
+        self.call_ids.append(reply.call_id)
         return reply
 
 
-def _check(name: str, function: Any) -> None:
+def _check_agent(name: str, function: Any) -> None:
     """Whether something can be run as an agent."""
-    if not is_awaited(function):
+    if not is_async_callable(function):
         raise InputError(f"agent {name!r}: got {function!r}, expected an `async def`")
     try:
         inspect.signature(function).bind("state", "setting")
@@ -197,7 +199,7 @@ def _check(name: str, function: Any) -> None:
         ) from error
 
 
-def _place(function: Agent) -> str:
+def _qualified_name(function: Agent) -> str:
     """Where it is defined; an object that is called is where its class is."""
     definition = function if hasattr(function, "__qualname__") else type(function)
     return f"{definition.__module__}.{definition.__qualname__}"

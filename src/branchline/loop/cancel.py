@@ -15,20 +15,20 @@ class CancelToken:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._running: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def cancel(self) -> None:
         self.is_set = True
-        for task in self._running:
+        for task in self._tasks:
             task.cancel()
 
-    async def guard(self, work: Coroutine[Any, Any, None]) -> bool:
+    async def run_cancellable(self, work: Coroutine[Any, Any, None]) -> bool:
         """Does the work; False if this token cancelled it. Other cancellations are raised as ever."""
         caller = asyncio.current_task()
         assert caller is not None, "loops run in tasks"
         cancelling = caller.cancelling()
         task = asyncio.create_task(work)
-        self._running.add(task)
+        self._tasks.add(task)
         try:
             await task
         except asyncio.CancelledError:
@@ -36,5 +36,5 @@ class CancelToken:
                 raise
             return False
         finally:
-            self._running.discard(task)
+            self._tasks.discard(task)
         return True

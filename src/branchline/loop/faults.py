@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Doing = Literal["calc_reward", "release", "finalize", "save", "made again"]
+FaultOperation = Literal["calc_reward", "release", "finalize", "save", "made again"]
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -22,12 +22,12 @@ class Fault(msgspec.Struct, frozen=True):
 
     who: str
     """A tool or an interaction, by name."""
-    doing: Doing
+    doing: FaultOperation
     """`made again`: it was used before, and what it remembered then is not there any more."""
     error: str
 
     @property
-    def is_of_judge(self) -> bool:
+    def is_reward_failure(self) -> bool:
         """Whether a reward is missing because of it."""
         return self.doing == "calc_reward"
 

@@ -9,9 +9,9 @@ from typing import get_args, get_type_hints
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.loop.tools.truncate import Side, Unit
+from branchline.loop.tools.truncate import TruncateSide, TruncateUnit
 
-_MAY_BE_NOTHING = ("tool_response_length", "max_user_turns")
+_MAY_BE_ZERO = ("tool_response_length", "max_user_turns")
 
 
 class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,8 +31,8 @@ class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tool calls that run at once; further ones run after them."""
     tool_response_length: int | None = None
     """Of each tool result; what is longer is cut."""
-    tool_response_unit: Unit = "tokens"
-    tool_response_side: Side = "middle"
+    tool_response_unit: TruncateUnit = "tokens"
+    tool_response_side: TruncateSide = "middle"
     tool_timeout_s: float | None = 60.0
     """Of one call, and of one `calc_reward`."""
     tool_create_timeout_s: float | None = 120.0
@@ -54,19 +54,19 @@ class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
             value = getattr(self, name)
-            if not _fits(name, value, hint):
+            if not _is_valid(name, value, hint):
                 raise InputError(f"limits.{name}: got {value!r}, expected {_expected(name, hint)}")
 
     @property
-    def has_length(self) -> bool:
+    def needs_token_counts(self) -> bool:
         """Whether prompts have to be counted before they are asked."""
         return self.response_length is not None or self.model_length is not None
 
 
-def takes_none(name: str) -> bool:
+def is_optional(name: str) -> bool:
     """Whether a limit can be lifted; one of those that cannot is left at its default instead.
 
-    >>> takes_none("wall_clock_s"), takes_none("max_parallel_calls")
+    >>> is_optional("wall_clock_s"), is_optional("max_parallel_calls")
     (True, False)
     """
     return name not in _hints() or type(None) in get_args(_hints()[name])
@@ -78,23 +78,23 @@ def _hints() -> dict[str, object]:
     return get_type_hints(LoopLimits)
 
 
-def _fits(name: str, value: object, hint: object) -> bool:
+def _is_valid(name: str, value: object, hint: object) -> bool:
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError:
         return False
     if not isinstance(value, int | float):
         return True
-    return math.isfinite(value) and (value > 0 if name.endswith("_s") else value >= _least(name))
+    return math.isfinite(value) and (value > 0 if name.endswith("_s") else value >= _minimum(name))
 
 
-def _least(name: str) -> int:
-    return 0 if name in _MAY_BE_NOTHING else 1
+def _minimum(name: str) -> int:
+    return 0 if name in _MAY_BE_ZERO else 1
 
 
 def _expected(name: str, hint: object) -> str:
     choices = get_args(hint)
     if choices and all(isinstance(choice, str) for choice in choices):
         return f"one of {', '.join(choices)}"
-    what = "a number of more than 0" if name.endswith("_s") else f"a whole number of {_least(name)} or more"
+    what = "a number of more than 0" if name.endswith("_s") else f"a whole number of {_minimum(name)} or more"
     return f"{what}, or null for no limit" if choices else what

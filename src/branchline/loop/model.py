@@ -20,29 +20,35 @@ from typing import Any, Protocol
 from branchline.chat.base import Codec
 from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import MessageError, SessionError
-from branchline.core.fields import clean_values
+from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
 from branchline.core.reader import ToolList
-from branchline.core.runs import Floats, Ids
 from branchline.core.sample import Sample
+from branchline.core.token_arrays import Floats, Ids
 from branchline.engines.base import Engine
 from branchline.export.samples import ExportPolicy, export_samples
-from branchline.gateway.calls import Asked, Done, begin, run_call
-from branchline.gateway.live import LiveSession
-from branchline.gateway.protocols.base import Caller, flag, sampling_params, whole_number, wishes
+from branchline.gateway.protocols.base import (
+    RequestContext,
+    merge_sampling,
+    read_bool,
+    read_int,
+    read_sampling_params,
+)
 from branchline.gateway.protocols.chat import CHAT
-from branchline.gateway.record import CallRecord
-from branchline.gateway.resume import earlier_attempt, next_attempt
+from branchline.runtime.call_lifecycle import CallRequest, CallResult, prepare_call, run_call
+from branchline.runtime.call_record import CallRecord
+from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.resume import find_earlier_attempt, next_attempt_id
 
-Schemas = Sequence[Mapping[str, Any]]
+ToolSchemas = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Reply:
+class ModelReply:
     """One answer, whole, and the tokens it is made of."""
 
     message: Message
-    finish: str
+    finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     call_id: str
     prompt_ids: Ids
@@ -64,10 +70,10 @@ class Model(Protocol):
         self,
         messages: Sequence[Message],
         *,
-        tools: Schemas = (),
+        tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
-        name: str = "",
-    ) -> Reply:
+        call_name: str = "",
+    ) -> ModelReply:
         """The answer to a conversation. `params` are those of Chat Completions; the session's own sampling
         goes before them, but an answer never has more than the `max_tokens` that are given here.
 
@@ -75,8 +81,8 @@ class Model(Protocol):
         """
         ...
 
-    async def count(
-        self, messages: Sequence[Message], *, tools: Schemas = (), params: Mapping[str, Any] | None = None
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
         """How many tokens the prompt of a conversation has. Nothing is sampled or recorded."""
         ...
@@ -89,31 +95,31 @@ class Model(Protocol):
 class SessionModel:
     """A session and an engine in this process."""
 
-    def __init__(self, live: LiveSession, engine: Engine, *, agent: str = "") -> None:
-        self.live = live
+    def __init__(self, live: ManagedSession, engine: Engine, *, agent: str = "") -> None:
+        self.managed = live
         self.engine = engine
         self.agent = agent or live.options.agent or DEFAULT_AGENT
 
     @property
     def codec(self) -> Codec:
-        return self.live.session.codec
+        return self.managed.session.codec
 
     async def ask(
         self,
         messages: Sequence[Message],
         *,
-        tools: Schemas = (),
+        tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
-        name: str = "",
-    ) -> Reply:
+        call_name: str = "",
+    ) -> ModelReply:
         while True:
             try:
-                return await self._ask(messages, tools, params or {}, name)
+                return await self._ask(messages, tools, params or {}, call_name)
             except SessionError as error:
-                if error.kind != "busy" or not self.live.running:
+                if error.kind != "busy" or not self.managed.running_calls:
                     raise
             # Calls under way hold what is left to sample; one that is over gives back what it did not use.
-            over = [asyncio.ensure_future(event.wait()) for event in self.live.running.values()]
+            over = [asyncio.ensure_future(event.wait()) for event in self.managed.running_calls.values()]
             try:
                 await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -121,22 +127,22 @@ class SessionModel:
                     waiter.cancel()
 
     async def _ask(
-        self, messages: Sequence[Message], tools: Schemas, params: Mapping[str, Any], name: str
-    ) -> Reply:
-        call_id = next_attempt(self.live, name) if name else CHAT.id_prefix + secrets.token_hex(12)
-        resumes = await earlier_attempt(self.live, call_id)
-        asked, record = self._asked(messages, tools, params, resumes), self._record(call_id)
-        done: Done | None = None
-        async with aclosing(run_call(self.live, self.engine, asked, record)) as events:
+        self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any], name: str
+    ) -> ModelReply:
+        call_id = next_attempt_id(self.managed, name) if name else CHAT.id_prefix + secrets.token_hex(12)
+        resumes = await find_earlier_attempt(self.managed, call_id)
+        asked, record = self._call_request(messages, tools, params, resumes), self._call_record(call_id)
+        done: CallResult | None = None
+        async with aclosing(run_call(self.managed, self.engine, asked, record)) as events:
             async for event in events:
-                if isinstance(event, Done):
+                if isinstance(event, CallResult):
                     # Read on: the call counts as delivered when its last event was taken.
                     done = event
         assert done is not None, "a call ends with its Done, or raises"
         answer = done.answers[0]
-        return Reply(
+        return ModelReply(
             answer.message,
-            answer.finish,
+            answer.finish_reason,
             done.call.id,
             done.prompt_ids,
             answer.ids,
@@ -144,30 +150,30 @@ class SessionModel:
             answer.versions,
         )
 
-    async def count(
-        self, messages: Sequence[Message], *, tools: Schemas = (), params: Mapping[str, Any] | None = None
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
-        asked = self._asked(messages, tools, params or {})
-        return len((await begin(self.live, asked, self._record(""), None)).prompt_ids)
+        asked = self._call_request(messages, tools, params or {})
+        return len((await prepare_call(self.managed, asked, self._call_record(""), None)).prompt_ids)
 
     async def samples(self) -> list[Sample]:
-        return await asyncio.to_thread(self._samples)
+        return await asyncio.to_thread(self._export_samples)
 
-    def _samples(self) -> list[Sample]:
-        live = self.live
-        with live.session.reading() as tree:
+    def _export_samples(self) -> list[Sample]:
+        live = self.managed
+        with live.session.snapshot() as tree:
             if live.options.eval or not tree.calls:
                 return []
-            policy = ExportPolicy(missing_logprobs=True)
+            policy = ExportPolicy(include_missing_logprobs=True)
             return export_samples(tree, policy, session=live.id, reward=live.reward).samples
 
-    def _record(self, call_id: str) -> CallRecord:
-        live = self.live
+    def _call_record(self, call_id: str) -> CallRecord:
+        live = self.managed
         return CallRecord(
             live.id,
             "loop",
             call_id,
-            live.created,
+            live.created_at,
             agent=self.agent,
             group=live.options.group,
             engine=self.engine.name,
@@ -175,30 +181,30 @@ class SessionModel:
             streamed=True,
         )
 
-    def _asked(
+    def _call_request(
         self,
         messages: Sequence[Message],
-        tools: Schemas,
+        tools: ToolSchemas,
         params: Mapping[str, Any],
         resumes: str = "",
-    ) -> Asked:
+    ) -> CallRequest:
         wanted = params.get("max_tokens")
         # A session's own sampling goes before the loop's, but never beyond its limits.
-        most = None if wanted is None else whole_number(params, "max_tokens", 1, 1, 2**31)
-        caller = Caller(self.live, self.agent, most_tokens=most)
-        given = wishes(dict(params), caller)
+        most = None if wanted is None else read_int(params, "max_tokens", 1, 1, 2**31)
+        caller = RequestContext(self.managed, self.agent, max_tokens_limit=most)
+        given = merge_sampling(dict(params), caller)
         template = given.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):
             raise MessageError("chat_template_kwargs", template, "an object or null")
         request = Request(
             tuple(messages),
             tools if isinstance(tools, ToolList) else tuple(tools),
-            template=clean_values(dict(template)),
+            chat_template_kwargs=replace_surrogates_deep(dict(template)),
             agent=self.agent,
-            resumes=resumes,
+            resume_call_id=resumes,
         )
-        return Asked(
+        return CallRequest(
             request,
-            sampling_params(given, "max_tokens", caller),
-            single_call=not flag(given, "parallel_tool_calls", True),
+            read_sampling_params(given, "max_tokens", caller),
+            single_tool_call=not read_bool(given, "parallel_tool_calls", True),
         )

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.core.message import Media, MediaKind
-from branchline.core.runs import NO_IDS, Floats, Ids
 from branchline.core.sample import Sample
+from branchline.core.token_arrays import NO_IDS, Floats, Ids
 from branchline.loop.model import Model
 from branchline.loop.state import LoopState
 
 
 @dataclass(frozen=True)
-class LoopMetrics:
+class OutputMetrics:
     """Seconds and counts."""
 
     generate_sequences: float
@@ -40,7 +40,7 @@ class LoopOutput:
     response_logprobs: Floats
     reward_score: float | None
     num_turns: int
-    metrics: LoopMetrics
+    metrics: OutputMetrics
     extra_fields: Mapping[str, Any]
     """`turn_scores`, `tool_rewards`, `final_rewards`, `faults` in words, `is_cancel`, and the `state` to go
     on from. Where a fault is that of somebody who judges, there is no `reward_score`."""
@@ -49,7 +49,7 @@ class LoopOutput:
     outputs: tuple[Sample, ...]
 
     @classmethod
-    def of(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
+    def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
         """The output of a trajectory, out of its session's samples: those that hold one of its calls."""
         own = set(state.calls)
         outputs = tuple(sample for sample in samples if not own.isdisjoint(sample.calls))
@@ -61,7 +61,9 @@ class LoopOutput:
             response_logprobs=np.zeros(0, np.float32) if last is None else last.response_logprobs,
             reward_score=state.reward_score,
             num_turns=state.num_turns,
-            metrics=LoopMetrics(state.metrics.generate_s, state.metrics.tool_s, state.metrics.num_preempted),
+            metrics=OutputMetrics(
+                state.metrics.generate_s, state.metrics.tool_s, state.metrics.num_preempted
+            ),
             extra_fields={
                 "turn_scores": state.turn_scores,
                 "tool_rewards": state.tool_rewards,
@@ -70,17 +72,17 @@ class LoopOutput:
                 "is_cancel": state.is_cancel,
                 "state": state,
             },
-            multi_modal_data={} if last is None else _media(last, state),
+            multi_modal_data={} if last is None else _media_by_kind(last, state),
             outputs=outputs,
         )
 
 
-async def output_of(state: LoopState, model: Model) -> LoopOutput:
+async def build_output(state: LoopState, model: Model) -> LoopOutput:
     """The output of a trajectory as its session stands now; a cancelled one can be read too."""
-    return LoopOutput.of(state, await model.samples())
+    return LoopOutput.from_samples(state, await model.samples())
 
 
-def _media(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:
+def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:
     """A sample that came over HTTP has digests only; the loop has the bytes."""
     known = {media.digest: media for message in state.messages for media in message.media}
     found: dict[MediaKind, tuple[Media, ...]] = {}

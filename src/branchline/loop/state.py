@@ -19,15 +19,15 @@ from branchline.loop.faults import Fault
 
 # Named here too: whoever has a state has its task and its limits.
 from branchline.loop.limits import LoopLimits as LoopLimits
-from branchline.loop.plain import builtin
+from branchline.loop.serialization import encode_hook
 from branchline.loop.task import Task as Task
 
-FORMAT = 1
+STATE_FORMAT = 2
 """Of written states; one that is not known is refused."""
-Encoding = Literal["msgpack", "json"]
+StateEncoding = Literal["msgpack", "json"]
 
 
-class State(StrEnum):
+class LoopPhase(StrEnum):
     """Where a loop stands; `machine.py` says what happens there."""
 
     PENDING = "pending"
@@ -37,7 +37,7 @@ class State(StrEnum):
     TERMINATED = "terminated"
 
 
-class Ending(StrEnum):
+class StopReason(StrEnum):
     """Why a trajectory is over."""
 
     STOP = "stop"
@@ -82,7 +82,7 @@ class TurnRecord(msgspec.Struct, frozen=True):
     extras: dict[str, Any] = {}
 
 
-class Metrics(msgspec.Struct):
+class LoopMetrics(msgspec.Struct):
     """Where the time went."""
 
     generate_s: float = 0.0
@@ -97,7 +97,7 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     trajectory: str
     task: Task
-    state: State = State.PENDING
+    state: LoopPhase = LoopPhase.PENDING
     messages: list[Message]
     """The conversation so far."""
     assistant_turns: int = 0
@@ -120,7 +120,7 @@ class LoopState(msgspec.Struct, kw_only=True):
     """The same of its interaction."""
     faults: list[Fault] = []
     """What failed beside the conversation: judging, putting away, remembering."""
-    metrics: Metrics = msgspec.field(default_factory=Metrics)
+    metrics: LoopMetrics = msgspec.field(default_factory=LoopMetrics)
     call: str = ""
     """The name of the call that is asked now; asked again under it, it goes on from where it was left."""
     calls: list[str] = []
@@ -135,12 +135,12 @@ class LoopState(msgspec.Struct, kw_only=True):
     is_with_agent: bool = False
     """Whether an agent of one's own has begun with it and has not returned: where a loop inside that agent
     ends, the trajectory goes on."""
-    reason: Ending | None = None
+    reason: StopReason | None = None
     """Why it is over; while the interaction looks at a last answer, why that is the last."""
     detail: str = ""
     """The figures behind a reason."""
     spent_s: float = 0.0
-    format: int = FORMAT
+    format: int = STATE_FORMAT
 
     @classmethod
     def begin(cls, task: Task, trajectory: str = "") -> LoopState:
@@ -154,14 +154,14 @@ class LoopState(msgspec.Struct, kw_only=True):
         return self.task.agent_name
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing more happens to it: its loop has ended, and its agent, if it has one, returned."""
-        return self.is_ended and not self.is_with_agent
+        return self.is_loop_finished and not self.is_with_agent
 
     @property
-    def is_ended(self) -> bool:
+    def is_loop_finished(self) -> bool:
         """Whether a loop has nothing to do with it any more."""
-        return self.state is State.TERMINATED and self.is_judged
+        return self.state is LoopPhase.TERMINATED and self.is_judged
 
     @property
     def turn_scores(self) -> list[float]:
@@ -177,7 +177,7 @@ class LoopState(msgspec.Struct, kw_only=True):
 
         None if somebody who judges failed to: what the others say is not the reward.
         """
-        if any(fault.is_of_judge for fault in self.faults):
+        if any(fault.is_reward_failure for fault in self.faults):
             return None
         if self.score is not None:
             return self.score
@@ -188,12 +188,12 @@ class LoopState(msgspec.Struct, kw_only=True):
         """Of both sides, the prompt counted as one."""
         return self.assistant_turns + self.user_turns + 1
 
-    def note(self, fault: Fault | None) -> None:
+    def add_fault(self, fault: Fault | None) -> None:
         """Keeps a fault, each once however often it comes back."""
         if fault is not None and fault not in self.faults:
             self.faults.append(fault)
 
-    def take_in(self) -> None:
+    def flush_partial(self) -> None:
         """Counts what is over though the model is not told of it any more: results, and a turn's score."""
         self.tool_records += [record for _, record in sorted(self.outcomes.items())]
         self.pending, self.outcomes = [], {}
@@ -201,9 +201,9 @@ class LoopState(msgspec.Struct, kw_only=True):
             self.turn_records.append(self.response)
             self.response = None
 
-    def encode(self, encoding: Encoding = "msgpack") -> bytes:
+    def encode(self, encoding: StateEncoding = "msgpack") -> bytes:
         """The state as bytes. InputError if its task holds something that is no data."""
-        encoder = _msgpack if encoding == "msgpack" else _json
+        encoder = _msgpack_encoder if encoding == "msgpack" else _json_encoder
         try:
             return encoder.encode(self)
         except (InputError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -212,17 +212,17 @@ class LoopState(msgspec.Struct, kw_only=True):
     @classmethod
     def decode(cls, data: bytes) -> LoopState:
         """A state from either encoding."""
-        decoder = _from_json if data[:1] == b"{" else _from_msgpack
+        decoder = _json_decoder if data[:1] == b"{" else _msgpack_decoder
         try:
             state = decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InputError(f"state: got {data[:40]!r}, expected an encoded LoopState: {error}") from error
-        if state.format != FORMAT:
-            raise InputError(f"state.format: got {state.format}, expected {FORMAT}")
+        if state.format != STATE_FORMAT:
+            raise InputError(f"state.format: got {state.format}, expected {STATE_FORMAT}")
         return state
 
 
-_msgpack = msgspec.msgpack.Encoder(enc_hook=builtin)
-_json = msgspec.json.Encoder(enc_hook=builtin)
-_from_msgpack = msgspec.msgpack.Decoder(LoopState)
-_from_json = msgspec.json.Decoder(LoopState)
+_msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=encode_hook)
+_json_encoder = msgspec.json.Encoder(enc_hook=encode_hook)
+_msgpack_decoder = msgspec.msgpack.Decoder(LoopState)
+_json_decoder = msgspec.json.Decoder(LoopState)

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.core.fields import clean_values
+from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
 from branchline.core.reader import read_messages
-from branchline.gateway.protocols.base import SAMPLING
-from branchline.loop.limits import LoopLimits, takes_none
+from branchline.gateway.protocols.base import SAMPLING_FIELDS
+from branchline.loop.limits import LoopLimits, is_optional
 
-_MESSAGES = ("messages", "prompt")
-_SAMPLING = (*SAMPLING, "stop", "parallel_tool_calls", "response_format")
+_MESSAGE_FIELDS = ("messages", "prompt")
+_SAMPLING_FIELDS = (*SAMPLING_FIELDS, "stop", "parallel_tool_calls", "response_format")
 
 
 class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,8 +48,8 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in self.sampling:
-            if name not in _SAMPLING:
-                raise InputError(f"sampling: got {name!r}, expected any of {', '.join(_SAMPLING)}")
+            if name not in _SAMPLING_FIELDS:
+                raise InputError(f"sampling: got {name!r}, expected any of {', '.join(_SAMPLING_FIELDS)}")
 
     @classmethod
     def read(cls, raw: object) -> Task:
@@ -63,10 +63,12 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not isinstance(raw, Mapping):
             raise InputError(f"task: got {raw!r}, expected an object")
-        where = next((name for name in _MESSAGES if raw.get(name) is not None), _MESSAGES[0])
-        said = _plain(raw.get(where))
-        given = clean_values(_plain({name: value for name, value in raw.items() if name != where}))
-        known = _said({name: given.pop(name) for name in cls.__struct_fields__ if name in given})
+        where = next((name for name in _MESSAGE_FIELDS if raw.get(name) is not None), _MESSAGE_FIELDS[0])
+        said = _arrays_to_lists(raw.get(where))
+        given = replace_surrogates_deep(
+            _arrays_to_lists({name: value for name, value in raw.items() if name != where})
+        )
+        known = _drop_nulls({name: given.pop(name) for name in cls.__struct_fields__ if name in given})
         try:
             # Types and names of everything else; messages have their own reader.
             task = msgspec.convert({**known, "messages": ()}, cls)
@@ -78,24 +80,24 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(task, messages=messages, extra={**task.extra, **given})
 
 
-def _plain(value: Any) -> Any:
+def _arrays_to_lists(value: Any) -> Any:
     """Arrays and their numbers as Python's own, at any depth."""
     try:
-        return _listed(value)
+        return _arrays_to_lists_nested(value)
     except RecursionError:
         raise InputError("task: got a value, expected one that is not nested so deep") from None
 
 
-def _listed(value: Any) -> Any:
+def _arrays_to_lists_nested(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _listed(item) for name, item in value.items()}
+        return {name: _arrays_to_lists_nested(item) for name, item in value.items()}
     as_list = getattr(value, "tolist", None)
     if as_list is not None:
         value = as_list()
-    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_arrays_to_lists_nested(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _said(known: dict[str, Any]) -> dict[str, Any]:
+def _drop_nulls(known: dict[str, Any]) -> dict[str, Any]:
     """The fields that a line says something in. Tables fill with null what other lines say."""
     said = {name: value for name, value in known.items() if value is not None}
     for name in ("tool_arguments", "sampling"):
@@ -103,7 +105,7 @@ def _said(known: dict[str, Any]) -> dict[str, Any]:
             said[name] = {key: value for key, value in said[name].items() if value is not None}
     if isinstance(said.get("limits"), dict):
         limits = said["limits"].items()
-        said["limits"] = {name: value for name, value in limits if value is not None or takes_none(name)}
+        said["limits"] = {name: value for name, value in limits if value is not None or is_optional(name)}
     if isinstance(said.get("id"), int) and not isinstance(said["id"], bool):
         said["id"] = str(said["id"])
     return said

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from branchline.core.message import Message
-from branchline.core.runs import NO_IDS, Ids
+from branchline.core.token_arrays import NO_IDS, Ids
 from branchline.timelines.causes import Cause, Fork
-from branchline.timelines.rewriting import rewriting
+from branchline.timelines.edit_description import describe_edit
 from branchline.tree.node import Node
 from branchline.tree.tree import Tree
 
 Decode = Callable[[Ids], str]
-_WINDOW = 12
+_EXCERPT_TOKENS = 12
 """Tokens shown of each side."""
-REWRITES = (Cause.EDIT, Cause.CONTEXT_DELETE, Cause.REPAIR_LOOP, Cause.UNKNOWN)
+EDIT_CAUSES = (Cause.EDIT, Cause.CONTEXT_DELETE, Cause.REPAIR_LOOP, Cause.UNKNOWN)
 """Causes that are something done to the history; of the others, what is asked is something else."""
 
 
@@ -37,7 +37,7 @@ class Diagnosis:
     """The branch's side, decoded."""
     tokens_computed_again: int
     """Tokens of the branch's first prompt that its sibling's path already had, beyond the common ids."""
-    rewritten: str = ""
+    edit_description: str = ""
     """What the client did to its history, message and field; empty where it did nothing of the kind."""
 
     @property
@@ -49,7 +49,7 @@ class Diagnosis:
             place = f"message {self.fork.branch.depth}"
         else:
             place = f"first divergent token {self.first_divergent_token}"
-        rewritten = f"{self.rewritten}; " if self.rewritten else ""
+        rewritten = f"{self.edit_description}; " if self.edit_description else ""
         return (
             f"{place}: {self.before!r} became {self.after!r}; {rewritten}cause {self.cause}; "
             f"{self.tokens_computed_again} token{'s' * (self.tokens_computed_again != 1)} computed again"
@@ -59,20 +59,20 @@ class Diagnosis:
 def diagnose(tree: Tree, fork: Fork, decode: Decode | None = None) -> Diagnosis:
     """Explains one fork; without a decoder the sides are shown as the messages' texts or as ids."""
     ours = _branch_nodes(tree, fork)
-    theirs = _sibling_nodes(fork.beside)
+    theirs = _sibling_nodes(fork.sibling)
     our_ids, their_ids = _ids_of_prompt(tree, fork, ours), _join(theirs)
     common = _common_prefix(our_ids, their_ids)
     if not len(our_ids) or not len(their_ids):
-        place, before, after = None, _excerpt(fork.beside.message), _excerpt(fork.branch.message)
+        place, before, after = None, _excerpt(fork.sibling.message), _excerpt(fork.branch.message)
     else:
-        place = fork.at.end + common
-        before = _show(their_ids[common : common + _WINDOW], decode)
-        after = _show(our_ids[common : common + _WINDOW], decode)
-    again = 0 if fork.branch.is_sampled else _computed_again(ours, theirs, len(our_ids), common)
+        place = fork.parent.end + common
+        before = _format_ids(their_ids[common : common + _EXCERPT_TOKENS], decode)
+        after = _format_ids(our_ids[common : common + _EXCERPT_TOKENS], decode)
+    again = 0 if fork.branch.is_sampled else _recomputed_tokens(ours, theirs, len(our_ids), common)
     rewritten = ""
-    if fork.cause in REWRITES and not fork.branch.is_sampled:
+    if fork.cause in EDIT_CAUSES and not fork.branch.is_sampled:
         old, new = ([node.message for node in nodes] for nodes in (theirs, ours))
-        rewritten = rewriting(old, new, fork.branch.depth)
+        rewritten = describe_edit(old, new, fork.branch.depth)
     return Diagnosis(fork, place, before, after, again, rewritten)
 
 
@@ -80,7 +80,7 @@ def _branch_nodes(tree: Tree, fork: Fork) -> list[Node]:
     """From the branch to the end of its first prompt; a sampled branch is itself."""
     if fork.branch.is_sampled:
         return [fork.branch]
-    return tree.nodes[fork.call.prompt_node].path()[fork.at.depth :]
+    return tree.nodes[fork.call.prompt_node].path()[fork.parent.depth :]
 
 
 def _ids_of_prompt(tree: Tree, fork: Fork, nodes: Sequence[Node]) -> Ids:
@@ -109,12 +109,12 @@ def _common_prefix(one: Ids, other: Ids) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _computed_again(ours: Sequence[Node], theirs: Sequence[Node], tokens: int, common: int) -> int:
+def _recomputed_tokens(ours: Sequence[Node], theirs: Sequence[Node], tokens: int, common: int) -> int:
     """Tokens behind the common ids that belong to messages both sides have."""
     known = {node.message.key for node in theirs}
     if not any(len(node.ids) for node in ours):
         # A grafted tree does not know the ids of single messages: share them out by length.
-        lengths = [len(node.message.text) + 1 for node in ours]
+        lengths = [len(node.message.content) + 1 for node in ours]
         shown = sum(length for node, length in zip(ours, lengths, strict=True) if node.message.key in known)
         return max(0, round(tokens * shown / sum(lengths)) - common)
     place = again = 0
@@ -125,10 +125,10 @@ def _computed_again(ours: Sequence[Node], theirs: Sequence[Node], tokens: int, c
     return again
 
 
-def _show(ids: Ids, decode: Decode | None) -> str:
+def _format_ids(ids: Ids, decode: Decode | None) -> str:
     return decode(ids) if decode is not None else " ".join(map(str, ids.tolist()))
 
 
 def _excerpt(message: Message) -> str:
-    calls = " ".join(f"{call.name}({call.arguments})" for call in message.calls)
-    return f"{message.role}: {message.text or calls}"[:80]
+    calls = " ".join(f"{call.name}({call.arguments})" for call in message.tool_calls)
+    return f"{message.role}: {message.content or calls}"[:80]

@@ -19,9 +19,9 @@ from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import InputError, LogError, MessageError
 from branchline.core.message import Message
 from branchline.core.reader import read_message
-from branchline.core.runs import Floats, Ids, as_ids
+from branchline.core.token_arrays import Floats, Ids, as_ids
 
-_MAX_ID = 2**31
+_TOKEN_ID_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LoggedOutput:
     message: Message
     ids: Ids | None = None
     logprobs: Floats | None = None
-    finish: str = "stop"
+    finish_reason: str = "stop"
     ids_were_sampled: bool = True
     """False where the log had no ids and these were made by encoding its text."""
 
@@ -53,7 +53,7 @@ class LoggedCall:
 
 
 @dataclass
-class LogReading:
+class LogReader:
     """Reads a log to its end; with `skip_bad`, bad lines are kept as errors and the rest goes on."""
 
     path: Path
@@ -96,7 +96,7 @@ class LogReading:
 
 def read_log(path: str | Path) -> list[LoggedCall]:
     """All calls of a log; the first bad line raises."""
-    return list(LogReading(Path(path)))
+    return list(LogReader(Path(path)))
 
 
 def read_call(raw: object, line: int = 0) -> LoggedCall:
@@ -107,7 +107,7 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         if not isinstance(raw.get(key), dict):
             raise MessageError(key, raw.get(key), f"an object (a chat completion {key})")
     response = raw["response"]
-    agent = _name(raw, "agent") or DEFAULT_AGENT
+    agent = _read_name(raw, "agent") or DEFAULT_AGENT
     request = Request.read(raw["request"], agent=agent)
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices:
@@ -120,13 +120,13 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
         request,
         outputs,
         _read_ids(response.get("prompt_token_ids"), "response.prompt_token_ids"),
-        session=_name(raw, "session"),
+        session=_read_name(raw, "session"),
         line=line,
         id=str(response.get("id") or ""),
     )
 
 
-def _name(raw: Mapping[str, Any], key: str) -> str:
+def _read_name(raw: Mapping[str, Any], key: str) -> str:
     value = raw.get(key)
     if value is None:
         return ""
@@ -166,8 +166,8 @@ def _read_ids(raw: object, where: str) -> Ids | None:
         ids = np.empty(0, np.float64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or any(type(one) is bool for one in raw):
         raise MessageError(where, raw, "a list of token ids (integers)")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= _MAX_ID):
-        bad = int(np.flatnonzero((ids < 0) | (ids >= _MAX_ID))[0])
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= _TOKEN_ID_LIMIT):
+        bad = int(np.flatnonzero((ids < 0) | (ids >= _TOKEN_ID_LIMIT))[0])
         raise MessageError(f"{where}[{bad}]", raw[bad], "a token id from 0 to 2147483647")
     return as_ids(ids)
 
@@ -199,7 +199,7 @@ def _all_ids(call: LoggedCall) -> Iterator[tuple[str, Ids]]:
             yield f"response.choices[{index}].token_ids", output.ids
 
 
-def by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]:
+def group_by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]:
     """Calls of each session, in the order sessions first appear."""
     sessions: dict[str, list[LoggedCall]] = {}
     for call in calls:
@@ -207,7 +207,7 @@ def by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]:
     return sessions
 
 
-def with_ids(call: LoggedCall, prompt_ids: Ids, output_ids: Iterable[Ids]) -> LoggedCall:
+def with_encoded_ids(call: LoggedCall, prompt_ids: Ids, output_ids: Iterable[Ids]) -> LoggedCall:
     """The call with ids that were made afterwards, by encoding what the log has as text."""
     outputs = tuple(
         replace(output, ids=ids, logprobs=None, ids_were_sampled=False)

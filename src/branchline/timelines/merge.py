@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from branchline.core.message import Message
-from branchline.core.runs import NO_IDS
-from branchline.timelines.align import Method
-from branchline.timelines.graft import Graft, graft
+from branchline.core.token_arrays import NO_IDS
+from branchline.timelines.alignment import AlignmentMethod
 from branchline.timelines.links import Link, MergePolicy, find_links
 from branchline.timelines.log import LoggedCall
+from branchline.timelines.tree_builder import BuiltTree, build_tree
 from branchline.tree.tree import Tree
 
 
@@ -28,11 +28,11 @@ class Repair:
     """A place where sampled ids were put back in front of a call that was sampled behind others."""
 
     line: int
-    method: Method
+    method: AlignmentMethod
 
 
 @dataclass
-class Merged:
+class MergeResult:
     """One session's calls as a tree."""
 
     calls: list[LoggedCall]
@@ -42,32 +42,34 @@ class Merged:
     """(call, output) left out because an equal one is kept."""
     drifted: list[tuple[int, int]] = field(default_factory=list)
     """(call, depth) of calls left apart because ids disagree where texts agree."""
-    _graft: Graft | None = None
+    _built: BuiltTree | None = None
 
     @property
     def repairs(self) -> list[Repair]:
         return [
-            Repair(call.line, link.cut.method)
+            Repair(call.line, link.alignment.method)
             for call, link in zip(self.calls, self.links, strict=True)
-            if link is not None and link.cut is not None and link.cut.method != Method.IDENTICAL
+            if link is not None
+            and link.alignment is not None
+            and link.alignment.method != AlignmentMethod.IDENTICAL
         ]
 
     @property
     def tree(self) -> Tree:
-        return self._grafted.tree
+        return self._built_tree.tree
 
     @cached_property
     def line_of_call(self) -> list[int]:
         """The log line of each call of the tree."""
-        return [self.calls[index].line for index in self._grafted.order]
+        return [self.calls[index].line for index in self._built_tree.call_order]
 
     @property
-    def _grafted(self) -> Graft:
-        if self._graft is None:
-            self._graft = graft(
+    def _built_tree(self) -> BuiltTree:
+        if self._built is None:
+            self._built = build_tree(
                 self.calls, self.links, set(self.duplicates), ignore_tools=self.policy.ignore_tools
             )
-        return self._graft
+        return self._built
 
     def timelines(self) -> Iterator[tuple[list[Message], list[int]]]:
         """Merged timelines as (messages, places the model wrote), straight from the links."""
@@ -79,10 +81,10 @@ class Merged:
                 if (index, choice) in continued or (index, choice) in dropped:
                     continue
                 if written is None:
-                    written = self._written(index)
+                    written = self._sampled_positions(index)
                 yield [*call.request.messages, output.message], [*written, len(call.request.messages)]
 
-    def _written(self, index: int) -> list[int]:
+    def _sampled_positions(self, index: int) -> list[int]:
         places: list[int] = []
         link = self.links[index]
         while link is not None:
@@ -91,14 +93,14 @@ class Merged:
         return places[::-1]
 
 
-def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> Merged:
+def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> MergeResult:
     """Merges the calls of one session. Linear in the log; the order of calls does not matter."""
     policy = policy or MergePolicy()
     # Where nothing else decides, the earlier line does, in whatever order the calls are handed over.
     calls = sorted(calls, key=lambda call: call.line)
     scopes = _scopes(calls, policy)
     links = find_links(calls, scopes, policy)
-    merged = Merged(calls, links.of_call, policy, drifted=links.drifted)
+    merged = MergeResult(calls, links.by_call, policy, drifted=links.drifted)
     if policy.deduplicate:
         merged.duplicates = list(_duplicates(calls, scopes, merged.links))
     return merged
@@ -108,7 +110,9 @@ def _scopes(calls: Sequence[LoggedCall], policy: MergePolicy) -> list[int]:
     """A number for each set of calls that may meet: one agent, and one tool list unless those are ignored."""
     numbers: dict[tuple[str, bytes], int] = {}
     return [
-        numbers.setdefault((call.agent, b"" if policy.ignore_tools else call.request.frame), len(numbers))
+        numbers.setdefault(
+            (call.agent, b"" if policy.ignore_tools else call.request.prompt_config_digest), len(numbers)
+        )
         for call in calls
     ]
 
@@ -124,7 +128,7 @@ def _duplicates(
         call, output = calls[index], calls[index].outputs[choice]
         prompt = (call.prompt_ids if call.prompt_ids is not None else NO_IDS).tobytes()
         ids = output.ids.tobytes() if output.ids is not None else output.message.key
-        identity = (scopes[index], call.request.keys, prompt, ids, output.message.text)
+        identity = (scopes[index], call.request.message_keys, prompt, ids, output.message.content)
         if identity in kept and (index, choice) not in continued:
             yield index, choice
         kept[identity] = True

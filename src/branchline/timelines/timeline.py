@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from branchline.core.call import Call
 from branchline.core.message import Media, Message
-from branchline.core.runs import NO_IDS, Floats, Ids, Origin, expand, runs_of, total
+from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, decode_runs, normalize_runs, runs_length
 from branchline.tree.node import Node
 from branchline.tree.tree import Tree
 
@@ -24,14 +24,14 @@ NO_VERSION = -1
 
 
 @dataclass(frozen=True)
-class Emission:
+class AssistantSpan:
     """One assistant turn of a timeline: what it saw is `ids[:start]`, what it said `ids[start:end]`."""
 
     call: Call
     node: Node
     start: int
     end: int
-    finish: str
+    finish_reason: str
 
 
 class Timeline:
@@ -68,11 +68,15 @@ class Timeline:
         return [self.tree.call_of(node) for node in self.sampled_nodes]
 
     @property
-    def emissions(self) -> list[Emission]:
+    def assistant_spans(self) -> list[AssistantSpan]:
         """The assistant turns with their boundaries, first to last."""
         return [
-            Emission(
-                self.tree.calls[node.output.call], node, node.sampled_start, node.end, node.output.finish
+            AssistantSpan(
+                self.tree.calls[node.output.call_index],
+                node,
+                node.sampled_start,
+                node.end,
+                node.output.finish_reason,
             )
             for node in self.nodes
             if node.output is not None
@@ -89,7 +93,7 @@ class Timeline:
         return sum(
             len(node.sampled_ids)
             for node in self.nodes
-            if node.output is not None and node.output.behind_other_ids and node.sampled_ids is not None
+            if node.output is not None and node.output.inexact and node.sampled_ids is not None
         )
 
     def __len__(self) -> int:
@@ -101,8 +105,8 @@ class Timeline:
 
     @cached_property
     def origins(self) -> NDArray[np.int8]:
-        runs = runs_of(run for node in self.nodes for run in node.spans)
-        return expand(runs, np.int8).astype(np.int8, copy=False)
+        runs = normalize_runs(run for node in self.nodes for run in node.spans)
+        return decode_runs(runs, np.int8).astype(np.int8, copy=False)
 
     @cached_property
     def mask(self) -> NDArray[np.int8]:
@@ -125,8 +129,8 @@ class Timeline:
         """The policy version that sampled each token; -1 where nothing was sampled."""
         versions = np.full(len(self), NO_VERSION, np.int32)
         for node in self.nodes:
-            if node.output is not None and total(node.output.versions):
-                versions[node.sampled_start : node.end] = expand(node.output.versions)
+            if node.output is not None and runs_length(node.output.versions):
+                versions[node.sampled_start : node.end] = decode_runs(node.output.versions)
         return versions
 
     @cached_property
@@ -145,14 +149,14 @@ class Timeline:
         return routed
 
     @cached_property
-    def nodes_of_tokens(self) -> NDArray[np.int32]:
+    def token_node_ids(self) -> NDArray[np.int32]:
         """The id of the node each token belongs to."""
         return np.repeat(
             np.array([node.id for node in self.nodes], np.int32), [len(node.ids) for node in self.nodes]
         )
 
     def __repr__(self) -> str:
-        said = " · ".join(repr(node.message.text[:16]) for node in self.sampled_nodes)
+        said = " · ".join(repr(node.message.content[:16]) for node in self.sampled_nodes)
         return f"<Timeline {len(self.nodes)} messages, {len(self)} tokens: {said}>"
 
 

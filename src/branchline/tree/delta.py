@@ -12,23 +12,23 @@ import numpy as np
 
 from branchline.core.call import Call, Delivery, Output
 from branchline.core.message import Message
-from branchline.core.runs import Ids, Runs
-from branchline.tree.node import NOWHERE
+from branchline.core.token_arrays import Ids, Runs
+from branchline.tree.node import NO_NODE
 
 
 class NewNode(msgspec.Struct, frozen=True, array_like=True):
     """A node to be added; parents come before their children."""
 
     id: int
-    parent: int
+    parent_id: int
     message: Message
     ids: Ids
     spans: Runs
-    source: int = NOWHERE
+    source_id: int = NO_NODE
     output: Output | None = None
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+class TreeDelta(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     """One commit: context nodes that were not there yet, sampled nodes, the call."""
 
     nodes: tuple[NewNode, ...]
@@ -38,11 +38,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivery"):
     """What became of a call's outputs."""
 
-    call: int
+    call_index: int
     delivery: Delivery
 
 
-Record = Delta | Delivered
+TreeRecord = TreeDelta | Delivered
 
 
 def _encode_array(value: Any) -> Any:
@@ -62,7 +62,7 @@ def decode_array(_: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=decode_array)
+_decoder: msgspec.msgpack.Decoder[TreeRecord] = msgspec.msgpack.Decoder(TreeRecord, dec_hook=decode_array)
 
 
 def encode_record(record: msgspec.Struct) -> bytes:
@@ -70,5 +70,5 @@ def encode_record(record: msgspec.Struct) -> bytes:
     return _encoder.encode(record)
 
 
-def decode_record(data: bytes) -> Record:
+def decode_record(data: bytes) -> TreeRecord:
     return _decoder.decode(data)

@@ -29,23 +29,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from branchline.core.errors import JournalError
-from branchline.tree.journal_file import LAST_SEQ, check_header, locked, set_up
+from branchline.tree.journal_file import LAST_SEQ_SQL, check_header, initialize, lock_journal
 from branchline.tree.journal_file import Durability as Durability
 
 # The WAL is copied into the main file each time it has grown by this much. Larger: fewer fsyncs and fewer
 # pages copied twice. Smaller: less to recover at open, and a shorter stall of the writer while it copies.
 _CHECKPOINT_BYTES = 16 * 2**20
-_SHORTEN_WAL = "PRAGMA wal_checkpoint(TRUNCATE)"
+_CHECKPOINT_SQL = "PRAGMA wal_checkpoint(TRUNCATE)"
 # SQLite refuses rows near 10^9 bytes; found out inside a transaction, that would fail everybody's records.
 _MAX_RECORD_BYTES = 512 * 2**20
 # What an appender writes itself at level `process`; more would hold up whatever else its thread does.
-_SMALL_BYTES, _FEW = 256 * 2**10, 16
+_MAX_INLINE_BYTES, _MAX_INLINE_RECORDS = 256 * 2**10, 16
 # How long a note may stay unwritten.
-_NOTES_S = 1.0
+_LAZY_FLUSH_S = 1.0
 # How long to wait for another program that has the file open to write (and how often to look): nobody should.
-_PATIENCE_S, _LOOK_AGAIN_S = 5.0, 0.01
+_BUSY_TIMEOUT_S, _BUSY_POLL_S = 5.0, 0.01
 # Sessions whose number is remembered; looking one up again is cheap.
-_KNOWN_SESSIONS = 10_000
+_MAX_CACHED_SESSIONS = 10_000
 
 _Entry = tuple[str, bytes, "Future[int]"]
 
@@ -67,42 +67,42 @@ class Journal:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._queue: list[_Entry] = []
-        self._is_awaited = False  # the thread is to write the queue; else it holds nothing but notes
-        self._thread_writes = False
-        self._wal_is_long = False
-        self._tail: Future[int] | None = None
-        self._failed: JournalError | None = None
+        self._write_requested = False  # the thread is to write the queue; else it holds nothing but notes
+        self._writer_active = False
+        self._checkpoint_due = False
+        self._last_future: Future[int] | None = None
+        self._failure: JournalError | None = None
         self._closed = False
-        self._commits = 0
-        self._numbers: dict[str, int] = {}
-        self._checkpoint_at = _CHECKPOINT_BYTES
+        self._commit_count = 0
+        self._session_ids: dict[str, int] = {}
+        self._checkpoint_at_bytes = _CHECKPOINT_BYTES
         try:
             with ExitStack() as resources:
                 # The lock comes first: POSIX drops a process's locks on a file when any descriptor of it
                 # closes, so even a peek at a file already open here would strip SQLite of its locks.
-                resources.enter_context(locked(self._file))
+                resources.enter_context(lock_journal(self._file))
                 check_header(self._file)
                 db = sqlite3.connect(self._file, isolation_level=None, check_same_thread=False)
                 resources.enter_context(closing(db))
-                self._last_seq = set_up(db, durability)
+                self._last_seq = initialize(db, durability)
                 owned = resources.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise self._error("cannot be opened", error) from error
         self._db = db
-        self._writer = threading.Thread(target=self._write, args=(owned,), name="journal", daemon=True)
+        self._writer = threading.Thread(target=self._run_writer, args=(owned,), name="journal", daemon=True)
         self._writer.start()
 
     @property
-    def commits(self) -> int:
+    def commit_count(self) -> int:
         """Transactions written through this object so far."""
-        return self._commits
+        return self._commit_count
 
     @property
-    def failed(self) -> JournalError | None:
+    def failure(self) -> JournalError | None:
         """Why this journal takes no more records, or None while it does."""
-        return self._failed
+        return self._failure
 
-    def append(self, session: str, record: bytes, *, is_note: bool = False) -> Future[int]:
+    def append(self, session: str, record: bytes, *, lazy: bool = False) -> Future[int]:
         """Write or queue a record; the future resolves with its sequence number once it is durable.
 
         Never raises and never waits for the disk: a refusal is a future that has failed with JournalError.
@@ -112,8 +112,8 @@ class Journal:
         # A running future refuses cancel(), and a cancelled asyncio waiter merely stops listening.
         future.set_running_or_notify_cancel()
         with self._lock:
-            if self._failed is not None:
-                refusal = self._error("has failed and takes no more records", self._failed.__cause__)
+            if self._failure is not None:
+                refusal = self._error("has failed and takes no more records", self._failure.__cause__)
             elif self._closed:
                 refusal = self._error("is closed")
             # One caller's bad value must not fail the transaction it would share with others.
@@ -123,9 +123,9 @@ class Journal:
                 refusal = self._error(f"got session {session!r}, expected no lone surrogates")
             else:
                 self._queue.append((session, record, future))
-                self._tail = future  # behind it: nobody may wait for what is not queued
-                if not is_note and not self._write_at_once():
-                    self._is_awaited = True
+                self._last_future = future  # behind it: nobody may wait for what is not queued
+                if not lazy and not self._write_inline():
+                    self._write_requested = True
                     self._wake.notify()
                 return future
         future.set_exception(refusal)
@@ -134,27 +134,29 @@ class Journal:
     def flush(self) -> None:
         """Wait until everything appended so far is committed; JournalError if the journal has failed."""
         with self._lock:
-            tail = self._tail
-            self._is_awaited = bool(self._queue)
+            tail = self._last_future
+            self._write_requested = bool(self._queue)
             self._wake.notify()
         if tail is not None:
             tail.exception()  # waits; futures resolve in order, so the last one stands for all
-        if self._failed is not None:
-            raise self._error("has failed", self._failed.__cause__)
+        if self._failure is not None:
+            raise self._error("has failed", self._failure.__cause__)
 
     def sessions(self) -> list[str]:
         """All sessions, in the order of their first records."""
-        return [name for (name,) in self._rows("SELECT name FROM sessions ORDER BY id")]
+        return [name for (name,) in self._query("SELECT name FROM sessions ORDER BY id")]
 
     def read(self, session: str) -> Iterator[bytes]:
         """The session's records in order of append, as committed when the first one is taken."""
         query = "SELECT record FROM records JOIN sessions ON id = session WHERE name = ? ORDER BY seq"
-        return (record for (record,) in self._rows(query, session))
+        return (record for (record,) in self._query(query, session))
 
     def replay(self) -> Iterator[tuple[str, bytes]]:
         """Every record with its session, in order of append, as committed when the first one is taken."""
         # CROSS JOIN pins the order of the loops: records stream by seq and are never sorted in memory.
-        return self._rows("SELECT name, record FROM records CROSS JOIN sessions ON id = session ORDER BY seq")
+        return self._query(
+            "SELECT name, record FROM records CROSS JOIN sessions ON id = session ORDER BY seq"
+        )
 
     def close(self) -> None:
         """Commit what is queued, then let go of the file. Does not raise: futures tell what failed."""
@@ -174,12 +176,12 @@ class Journal:
         error.__cause__ = cause
         return error
 
-    def _rows(self, query: str, *values: str) -> Iterator[Any]:
+    def _query(self, query: str, *values: str) -> Iterator[Any]:
         with self._lock:
             if self._closed:
                 raise self._error("is closed")
             if self._queue:
-                self._write_at_once()
+                self._write_inline()
         # A connection per reader: its own snapshot, from any thread, never in the writer's way.
         uri = f"{self._file.as_uri()}?mode=ro"
         try:
@@ -188,25 +190,25 @@ class Journal:
         except sqlite3.Error as error:
             raise self._error("cannot be read", error) from error
 
-    def _write_at_once(self) -> bool:
+    def _write_inline(self) -> bool:
         """Writes the queue here and now, unless that could take long; False: the thread has to."""
-        is_busy = self._is_awaited or self._thread_writes or self._wal_is_long
-        if is_busy or self.durability != "process" or len(self._queue) > _FEW:
+        is_busy = self._write_requested or self._writer_active or self._checkpoint_due
+        if is_busy or self.durability != "process" or len(self._queue) > _MAX_INLINE_RECORDS:
             return False
-        if sum([len(record) for _, record, _ in self._queue]) > _SMALL_BYTES:
+        if sum([len(record) for _, record, _ in self._queue]) > _MAX_INLINE_BYTES:
             return False
         batch, before = self._queue, self._last_seq
         try:
             self._queue = []
             last = self._insert(batch)
         except Exception as error:
-            if _is_busy(error):
+            if _is_busy_error(error):
                 self._queue = batch
                 return False
             self._fail(batch, error)
             return True
         except BaseException:
-            self._look_after(batch, before)
+            self._recover_batch(batch, before)
             raise
         _resolve(batch, last)
         return True
@@ -218,43 +220,43 @@ class Journal:
         """
         values: list[int | bytes] = []
         for session, record, _ in batch:
-            values += (self._number(session), record)
+            values += (self._session_id(session), record)
         rows = ", ".join(["(?, ?)"] * len(batch))
         written = self._db.execute(f"INSERT INTO records (session, record) VALUES {rows}", values)
         self._last_seq = int(written.lastrowid or 0)
-        self._note_commit()
+        self._after_commit()
         return self._last_seq
 
-    def _look_after(self, batch: list[_Entry], before: int) -> None:
+    def _recover_batch(self, batch: list[_Entry], before: int) -> None:
         """Behind a signal: the batch is in the file, or it goes back to the queue."""
-        (self._last_seq,) = self._db.execute(LAST_SEQ).fetchone()
+        (self._last_seq,) = self._db.execute(LAST_SEQ_SQL).fetchone()
         if self._last_seq > before:
             _resolve(batch, self._last_seq)
         else:
             self._queue = batch
-            self._is_awaited = True
+            self._write_requested = True
             self._wake.notify()
 
-    def _write(self, owned: ExitStack) -> None:
+    def _run_writer(self, owned: ExitStack) -> None:
         """The thread. Leaving `owned` closes the connection, then the lock."""
         with owned:
             while True:
                 with self._wake:
                     self._wake.wait_for(
-                        lambda: self._is_awaited or self._wal_is_long or self._closed, _NOTES_S
+                        lambda: self._write_requested or self._checkpoint_due or self._closed, _LAZY_FLUSH_S
                     )
-                    batch, self._queue, self._is_awaited = self._queue, [], False
+                    batch, self._queue, self._write_requested = self._queue, [], False
                     if not batch and self._closed:
                         return
-                    self._thread_writes = bool(batch) or self._wal_is_long
+                    self._writer_active = bool(batch) or self._checkpoint_due
                 if batch:
-                    self._commit_all(batch)
-                if self._wal_is_long:
-                    self._shorten_wal()
+                    self._write_batch(batch)
+                if self._checkpoint_due:
+                    self._checkpoint()
                 with self._wake:
-                    self._thread_writes = False
+                    self._writer_active = False
 
-    def _commit_all(self, batch: list[_Entry]) -> None:
+    def _write_batch(self, batch: list[_Entry]) -> None:
         """Any number of records in one transaction; whatever becomes of it, those who wait hear of it."""
         try:
             self._begin()
@@ -266,61 +268,61 @@ class Journal:
 
     def _begin(self) -> None:
         """Opens a transaction, once nobody else has one."""
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + _BUSY_TIMEOUT_S
         while True:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
-                if not _is_busy(error) or time.monotonic() > until:
+                if not _is_busy_error(error) or time.monotonic() > until:
                     raise
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_BUSY_POLL_S)
 
     def _commit(self, batch: list[_Entry]) -> None:
         db, first = self._db, self._last_seq + 1
-        rows = [(seq, self._number(name), record) for seq, (name, record, _) in enumerate(batch, first)]
+        rows = [(seq, self._session_id(name), record) for seq, (name, record, _) in enumerate(batch, first)]
         db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
         db.execute("COMMIT")
         self._last_seq += len(batch)
-        self._note_commit()
+        self._after_commit()
 
-    def _note_commit(self) -> None:
-        self._commits += 1
-        if os.stat(f"{self._file}-wal").st_size >= self._checkpoint_at:
+    def _after_commit(self) -> None:
+        self._commit_count += 1
+        if os.stat(f"{self._file}-wal").st_size >= self._checkpoint_at_bytes:
             with self._lock:
-                self._wal_is_long = True
+                self._checkpoint_due = True
                 self._wake.notify()
 
-    def _number(self, session: str) -> int:
+    def _session_id(self, session: str) -> int:
         """A session's number; a new session gets one, in the transaction under way if there is one."""
-        number = self._numbers.get(session)
+        number = self._session_ids.get(session)
         if number is None:
             self._db.execute("INSERT OR IGNORE INTO sessions (name) VALUES (?)", (session,))
             (number,) = self._db.execute("SELECT id FROM sessions WHERE name = ?", (session,)).fetchone()
-            if len(self._numbers) >= _KNOWN_SESSIONS:
-                self._numbers.clear()
-            self._numbers[session] = number
+            if len(self._session_ids) >= _MAX_CACHED_SESSIONS:
+                self._session_ids.clear()
+            self._session_ids[session] = number
         return int(number)
 
-    def _shorten_wal(self) -> None:
+    def _checkpoint(self) -> None:
         # In place of SQLite's automatic checkpoint, which runs inside COMMIT, before futures could resolve,
         # and leaves the WAL at its greatest length. TRUNCATE empties it: the disk space comes back, and a
         # cut through the WAL never mixes its old pages with newer ones in the main file.
         try:
             wal_bytes = os.stat(f"{self._file}-wal").st_size
-            (busy, _, _) = self._db.execute(_SHORTEN_WAL).fetchone()
+            (busy, _, _) = self._db.execute(_CHECKPOINT_SQL).fetchone()
         except Exception as error:
             self._fail([], error)
             wal_bytes, busy = 0, 0
         # Where a reader is in the way, try again after as much growth again, not at every commit.
-        self._checkpoint_at = _CHECKPOINT_BYTES + (wal_bytes if busy else 0)
-        self._wal_is_long = False
+        self._checkpoint_at_bytes = _CHECKPOINT_BYTES + (wal_bytes if busy else 0)
+        self._checkpoint_due = False
 
     def _fail(self, batch: list[_Entry], cause: Exception) -> None:
         with suppress(sqlite3.Error):  # some failures SQLite has already rolled back
             self._db.rollback()
         with self._wake:
-            self._failed = self._error("could not be written", cause)
+            self._failure = self._error("could not be written", cause)
             unresolved, self._queue = [*batch, *self._queue], []
         for _, _, future in unresolved:
             if not future.done():  # after a failed checkpoint the batch itself is committed
@@ -334,7 +336,7 @@ def _resolve(batch: list[_Entry], last: int) -> None:
             future.set_result(seq)
 
 
-def _is_busy(error: Exception) -> bool:
+def _is_busy_error(error: Exception) -> bool:
     """Whether another program has the file open to write."""
     code: int = getattr(error, "sqlite_errorcode", 0)
     return code & 0xFF == sqlite3.SQLITE_BUSY

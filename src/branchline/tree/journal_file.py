@@ -22,12 +22,12 @@ Durability = Literal["process", "disk"]
 
 # NORMAL leaves a commit in the kernel's page cache, which survives kill -9; FULL fsyncs the WAL at every
 # commit, which survives power loss. (fullfsync: on macOS a plain fsync stops at the drive's own cache.)
-_LEVEL: dict[Durability, str] = {
+_DURABILITY_PRAGMAS: dict[Durability, str] = {
     "process": "PRAGMA synchronous = NORMAL",
     "disk": "PRAGMA synchronous = FULL; PRAGMA fullfsync = ON",
 }
 _APPLICATION_ID = 0x42726C6E  # "Brln"
-_VERSION = 1
+_VERSION = 2
 # One transaction, before the file turns to WAL mode: the schema lies in the main file, where no cut through
 # the WAL can take it away, and a kill in the middle leaves a file that counts as empty.
 _SCHEMA = f"""
@@ -39,11 +39,11 @@ CREATE TABLE records (seq INTEGER PRIMARY KEY, session INTEGER NOT NULL, record 
 CREATE INDEX records_by_session ON records (session);
 COMMIT;
 """
-LAST_SEQ = "SELECT coalesce(max(seq), 0) FROM records"
+LAST_SEQ_SQL = "SELECT coalesce(max(seq), 0) FROM records"
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[None]:
+def lock_journal(file: Path) -> Iterator[None]:
     """Hold the journal for one object alone; the kernel lets go when the process dies, however it dies."""
     if not file.parent.is_dir():
         raise JournalError(f"{file}: folder {file.parent} does not exist")
@@ -75,12 +75,14 @@ def check_header(file: Path) -> None:
     raise JournalError(f"{file}: found {found}, expected {expected}")
 
 
-def set_up(db: sqlite3.Connection, durability: Durability) -> int:
+def initialize(db: sqlite3.Connection, durability: Durability) -> int:
     """Make the schema if the file is new, set the modes; return the last sequence number in use."""
     if db.execute("PRAGMA schema_version").fetchone() == (0,):
         db.executescript(_SCHEMA)
-    db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {_LEVEL[durability]}")
-    (last_seq,) = db.execute(LAST_SEQ).fetchone()
+    db.executescript(
+        f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {_DURABILITY_PRAGMAS[durability]}"
+    )
+    (last_seq,) = db.execute(LAST_SEQ_SQL).fetchone()
     # From here on no waiting inside SQLite: a slow reader must hold up neither the writer nor an appender.
     db.execute("PRAGMA busy_timeout = 0")
     return int(last_seq)

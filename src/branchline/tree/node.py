@@ -10,10 +10,10 @@ import numpy as np
 
 from branchline.core.call import Output
 from branchline.core.message import Message
-from branchline.core.runs import NO_IDS, Ids, Runs
+from branchline.core.token_arrays import NO_IDS, Ids, Runs
 
-ROOT = 0
-NOWHERE = -1
+ROOT_ID = 0
+NO_NODE = -1
 
 
 class Node:
@@ -24,15 +24,15 @@ class Node:
         "children",
         "depth",
         "ends_sampled",
-        "frame",
         "id",
         "ids",
         "key",
         "message",
         "output",
         "parent",
+        "prompt_config_digest",
         "sampled_ids",
-        "source",
+        "source_id",
         "spans",
         "start",
     )
@@ -48,8 +48,8 @@ class Node:
         *,
         output: Output | None = None,
         sampled_ids: Ids | None = None,
-        source: int = NOWHERE,
-        frame: bytes = b"",
+        source_id: int = NO_NODE,
+        prompt_config_digest: bytes = b"",
         agent: str | None = None,
     ) -> None:
         self.id = id
@@ -62,11 +62,11 @@ class Node:
         self.output = output
         self.sampled_ids = sampled_ids
         """The output as sampled: a view of `ids`, or of the source's where it is shown as context."""
-        self.ends_sampled: bool = output is not None or _ends_in(ids, sampled_ids)
+        self.ends_sampled: bool = output is not None or _ends_with(ids, sampled_ids)
         """Whether `ids` end in `sampled_ids`; not so where a template showed the message otherwise."""
-        self.source = source
+        self.source_id = source_id
         """The node this one shows again as context, or NOWHERE."""
-        self.frame = frame
+        self.prompt_config_digest = prompt_config_digest
         self.agent = agent
         """Who sampled it; None for context, which belongs to nobody."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
@@ -105,7 +105,7 @@ class Node:
             return next(iter(self.children.values()))
         return sorted((child for group in self.children.values() for child in group), key=lambda n: n.id)
 
-    def alone(self, parent: Node | None) -> Node:
+    def copy_under(self, parent: Node | None) -> Node:
         """The same node below another parent, with no children yet. What it holds is shared, not copied."""
         twin = Node.__new__(Node)
         for name in Node.__slots__:
@@ -116,14 +116,14 @@ class Node:
 
     def __repr__(self) -> str:
         kind = "sampled" if self.is_sampled else self.message.role
-        return f"<Node {self.id} {kind} {self.message.text[:20]!r} {len(self.ids)} ids>"
+        return f"<Node {self.id} {kind} {self.message.content[:20]!r} {len(self.ids)} ids>"
 
 
-def _ends_in(ids: Ids, sampled_ids: Ids | None) -> bool:
+def _ends_with(ids: Ids, sampled_ids: Ids | None) -> bool:
     if sampled_ids is None:
         return False
     return bool(np.array_equal(ids[len(ids) - len(sampled_ids) :], sampled_ids))
 
 
 def root_node() -> Node:
-    return Node(ROOT, None, b"", Message("system"), NO_IDS, ())
+    return Node(ROOT_ID, None, b"", Message("system"), NO_IDS, ())

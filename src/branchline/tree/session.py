@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
-from branchline.chat.base import Codec, History
+from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import TreeError
-from branchline.core.runs import Ids
-from branchline.tree.delta import Delivered, Record, decode_record, encode_record
+from branchline.core.token_arrays import Ids
+from branchline.tree.delta import Delivered, TreeRecord, decode_record, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.tree import Tree, Turn
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """A call in the tree, and when it is safe."""
 
     call: Call
@@ -47,24 +47,24 @@ class Session:
         id: str,
         codec: Codec,
         *,
-        history: History = "template",
+        history: HistoryPolicy = "template",
         restore_reasoning: bool = True,
         journal: Journal | None = None,
         tree: Tree | None = None,
-        started: datetime | None = None,
+        started_at: datetime | None = None,
     ) -> None:
         self.id = id
-        self.started = started or datetime.now()
+        self.started_at = started_at or datetime.now()
         """What the clock of a template shows throughout; kept with every call, so that a restart keeps it."""
-        stop_clock: Callable[[datetime], Codec] | None = getattr(codec, "at", None)
-        self.codec = codec if stop_clock is None else stop_clock(self.started)
-        self.history: History = history
+        stop_clock: Callable[[datetime], Codec] | None = getattr(codec, "with_clock", None)
+        self.codec = codec if stop_clock is None else stop_clock(self.started_at)
+        self.history: HistoryPolicy = history
         self.tree = tree or Tree(restore_reasoning=restore_reasoning)
         self._journal = journal
         if journal is not None and tree is None and next(journal.read(id), None) is not None:
             raise TreeError(f"session {id} is in the journal already: reopen it with Session.reopen")
         # Plan, journal and apply belong together; prepare reads an append-only tree and needs no lock.
-        self._commit = threading.Lock()
+        self._commit_lock = threading.Lock()
 
     @classmethod
     def reopen(
@@ -73,15 +73,15 @@ class Session:
         codec: Codec,
         journal: Journal,
         *,
-        history: History = "template",
+        history: HistoryPolicy = "template",
         restore_reasoning: bool = True,
     ) -> Session:
         """The session as its journal has it; an unknown id is a session with nothing in it yet."""
         tree = Tree(restore_reasoning=restore_reasoning)
         for data in journal.read(id):
             tree.apply(decode_record(data))
-        started = datetime.fromtimestamp(tree.calls[0].clock) if tree.calls else None
-        return cls(id, codec, history=history, journal=journal, tree=tree, started=started)
+        started = datetime.fromtimestamp(tree.calls[0].template_time) if tree.calls else None
+        return cls(id, codec, history=history, journal=journal, tree=tree, started_at=started)
 
     def prepare(self, request: Request) -> Turn:
         return self.tree.prepare(request, self.codec, self.history)
@@ -90,35 +90,35 @@ class Session:
         """The same for a bare prompt, whose ids are given."""
         return self.tree.prepare_ids(request, prompt_ids, self.codec)
 
-    def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> Committed:
+    def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> CommitResult:
         """Adds the outputs of a turn, one generation for each choice."""
-        with self._commit:
-            delta = self.tree.plan(turn, generations, call_id, self.codec, self.started.timestamp())
-            durable = self._write(delta)
-            return Committed(self.tree.apply(delta), durable)
+        with self._commit_lock:
+            delta = self.tree.plan(turn, generations, call_id, self.codec, self.started_at.timestamp())
+            durable = self._append_record(delta)
+            return CommitResult(self.tree.apply(delta), durable)
 
-    def deliver(self, call: Call, delivery: Delivery = Delivery.DELIVERED) -> Future[int] | None:
+    def record_delivery(self, call: Call, delivery: Delivery = Delivery.DELIVERED) -> Future[int] | None:
         """Records what became of a call's outputs."""
         record = Delivered(call.index, delivery)
-        with self._commit:
+        with self._commit_lock:
             # That all went well is a note: without it a call counts as under way, until somebody answers it.
-            durable = self._write(record, is_note=delivery is Delivery.DELIVERED)
+            durable = self._append_record(record, lazy=delivery is Delivery.DELIVERED)
             self.tree.apply(record)
             return durable
 
     @contextmanager
-    def reading(self) -> Iterator[Tree]:
+    def snapshot(self) -> Iterator[Tree]:
         """The tree as it is now, for whoever reads it from another thread; commits go on meanwhile."""
-        with self._commit:
-            moment = self.tree.moment()
+        with self._commit_lock:
+            moment = self.tree.snapshot()
         yield moment()
 
-    def _write(self, record: Record, *, is_note: bool = False) -> Future[int] | None:
+    def _append_record(self, record: TreeRecord, *, lazy: bool = False) -> Future[int] | None:
         if self._journal is None:
             return None
-        if self._journal.failed is not None:
-            raise self._journal.failed
-        durable = self._journal.append(self.id, encode_record(record), is_note=is_note)
+        if self._journal.failure is not None:
+            raise self._journal.failure
+        durable = self._journal.append(self.id, encode_record(record), lazy=lazy)
         # A refusal comes at once: what the journal will never hold must not be in the tree.
         refused = durable.exception() if durable.done() else None
         if refused is not None:

@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from branchline.chat.base import Codec, History, Piece, Shown
-from branchline.core.call import Call, Delivery, Echo, Generation, Output, Request
-from branchline.core.echo import Equivalence, echo
+from branchline.chat.base import Codec, HistoryPolicy, MessageTokens, NewMessage
+from branchline.core.call import AppliedEquivalence, Call, Delivery, Generation, Output, Request
+from branchline.core.echo import Equivalence, match_echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message, ToolCall
-from branchline.core.runs import NO_IDS, Ids, Origin, Runs, as_ids, compress, runs_of
-from branchline.tree.defaults import SampledCalls
-from branchline.tree.delta import Delivered, Delta, NewNode, Record
-from branchline.tree.match import UNSEEN, Matcher, longest_path, reorder
-from branchline.tree.node import NOWHERE, Node, root_node
+from branchline.core.token_arrays import NO_IDS, Ids, Origin, Runs, as_ids, encode_runs, normalize_runs
+from branchline.tree.argument_defaults import SampledToolCalls
+from branchline.tree.delta import Delivered, NewNode, TreeDelta, TreeRecord
+from branchline.tree.match import UNDELIVERED, PathMatcher, longest_raw_path, reorder_tool_results
+from branchline.tree.node import NO_NODE, Node, root_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class Turn:
     """The deepest node of the matched path that stays as it is."""
     messages: tuple[Message, ...]
     """The messages below `parent`, one for each piece."""
-    pieces: tuple[Piece, ...]
-    sources: tuple[int, ...]
+    message_tokens: tuple[MessageTokens, ...]
+    source_ids: tuple[int, ...]
     """For each piece the node it shows again, or NOWHERE."""
-    opening: Ids
+    generation_prompt_ids: Ids
     prompt_ids: Ids
-    echoes: tuple[Echo, ...]
-    ambiguous: bool
-    encoded: int
-    rewritten: str
+    applied_equivalences: tuple[AppliedEquivalence, ...]
+    ambiguous_match: bool
+    encoded_tokens: int
+    rewrite_reason: str
 
 
 class Tree:
@@ -57,10 +57,10 @@ class Tree:
         self.nodes: list[Node] = [root_node()]
         self.calls: list[Call] = []
         self._deliveries: dict[int, Delivery] = {}
-        self._resumed: set[int] = set()
-        self._sampled: dict[bytes, list[Node]] = {}
-        self._sampled_calls = SampledCalls()
-        self._matcher = Matcher(self.root, self._delivery_of)
+        self._resumed_calls: set[int] = set()
+        self._sampled_by_key: dict[bytes, list[Node]] = {}
+        self._sampled_tool_calls = SampledToolCalls()
+        self._matcher = PathMatcher(self.root, self._delivery_of)
         self._matcher.restore_reasoning = restore_reasoning
 
     @property
@@ -76,7 +76,7 @@ class Tree:
         """The call that sampled a node."""
         if node.output is None:
             raise TreeError(f"node {node.id} was not sampled, so no call made it")
-        return self.calls[node.output.call]
+        return self.calls[node.output.call_index]
 
     def delivery(self, call: Call) -> Delivery:
         return self._deliveries.get(call.index, Delivery.PENDING)
@@ -86,101 +86,118 @@ class Tree:
 
     # -- prepare -------------------------------------------------------------------------------------
 
-    def prepare(self, request: Request, codec: Codec, history: History = "template") -> Turn:
+    def prepare(self, request: Request, codec: Codec, history: HistoryPolicy = "template") -> Turn:
         """The next prompt for a request. Mutates nothing."""
-        first_key = _root_key(request.frame, request.messages[0].key)
+        first_key = _first_message_key(request.prompt_config_digest, request.messages[0].key)
         match = self._matcher.find(request, first_key)
-        filled: tuple[Echo, ...] = ()
-        if len(match.path) < len(request.messages) and request.messages[len(match.path)].calls:
+        filled: tuple[AppliedEquivalence, ...] = ()
+        if len(match.path) < len(request.messages) and request.messages[len(match.path)].tool_calls:
             # Nobody said that, it seems; but a client may only have written out what its tools have anyway.
-            meant, filled = self._sampled_calls.restore(request.messages, len(match.path), request.tools)
+            meant, filled = self._sampled_tool_calls.restore_sampled_arguments(
+                request.messages, len(match.path), request.tools
+            )
             match = self._matcher.find(replace(request, messages=meant), first_key) if filled else match
         path = match.path
         new, sources, messages, echoes = self._new_messages(request, match.messages, len(path))
-        extension = codec.extend(path, new, tools=request.tools, template=request.template, history=history)
+        extension = codec.extend(
+            path, new, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs, history=history
+        )
         kept = extension.kept
         again = path[kept:]
         parts = [node.ids for node in path[:kept]]
-        parts += [piece.ids for piece in extension.pieces]
-        parts.append(extension.opening)
+        parts += [piece.ids for piece in extension.message_tokens]
+        parts.append(extension.generation_prompt_ids)
         prompt_ids = np.concatenate(parts)
         prompt_ids.flags.writeable = False
         return Turn(
             request=request,
             parent=path[kept - 1] if kept else self.root,
             messages=(*(node.message for node in again), *messages),
-            pieces=extension.pieces,
-            sources=(*(_source_of(node) for node in again), *sources),
-            opening=extension.opening,
+            message_tokens=extension.message_tokens,
+            source_ids=(*(_source_id(node) for node in again), *sources),
+            generation_prompt_ids=extension.generation_prompt_ids,
             prompt_ids=prompt_ids,
-            echoes=(*(Echo(-1, used) for used in request.equivalences), *match.echoes, *filled, *echoes),
-            ambiguous=match.ambiguous,
-            encoded=extension.encoded,
-            rewritten=extension.rewritten,
+            applied_equivalences=(
+                *(AppliedEquivalence(-1, used) for used in request.equivalences),
+                *match.applied_equivalences,
+                *filled,
+                *echoes,
+            ),
+            ambiguous_match=match.ambiguous,
+            encoded_tokens=extension.encoded_tokens,
+            rewrite_reason=extension.rewrite_reason,
         )
 
     def prepare_ids(self, request: Request, prompt_ids: Ids, codec: Codec) -> Turn:
         """A turn for a bare prompt: it goes on from the longest path whose ids it repeats."""
-        path = longest_path(self.root, prompt_ids)
+        path = longest_raw_path(self.root, prompt_ids)
         rest = as_ids(prompt_ids[path[-1].end if path else 0 :])
-        piece = Piece(rest, runs_of(((len(rest), Origin.CONTEXT),)))
+        piece = MessageTokens(rest, normalize_runs(((len(rest), Origin.CONTEXT),)))
         return Turn(
             request=request,
             parent=path[-1] if path else self.root,
             messages=(Message("user", codec.decode(rest)),) if len(rest) else (),
-            pieces=(piece,) if len(rest) else (),
-            sources=(NOWHERE,) if len(rest) else (),
-            opening=NO_IDS,
+            message_tokens=(piece,) if len(rest) else (),
+            source_ids=(NO_NODE,) if len(rest) else (),
+            generation_prompt_ids=NO_IDS,
             prompt_ids=prompt_ids,
-            echoes=(),
-            ambiguous=False,
-            encoded=len(rest),
-            rewritten="",
+            applied_equivalences=(),
+            ambiguous_match=False,
+            encoded_tokens=len(rest),
+            rewrite_reason="",
         )
 
     def _new_messages(
         self, request: Request, messages: Sequence[Message], start: int
-    ) -> tuple[list[Shown], list[int], list[Message], list[Echo]]:
+    ) -> tuple[list[NewMessage], list[int], list[Message], list[AppliedEquivalence]]:
         """The messages behind the path; those that were sampled in another place are recognised."""
-        shown: list[Shown] = []
+        shown: list[NewMessage] = []
         sources: list[int] = []
         kept: list[Message] = []
-        echoes: list[Echo] = []
+        echoes: list[AppliedEquivalence] = []
         pending = list(messages)
         for index in range(start, len(pending)):
             message = pending[index]
-            source = self._sampled_elsewhere(message, request.agent)
+            source = self._find_sampled_elsewhere(message, request.agent)
             if source is None:
-                shown.append(Shown(message))
-                sources.append(NOWHERE)
+                shown.append(NewMessage(message))
+                sources.append(NO_NODE)
                 kept.append(message)
                 continue
-            used = echo(source.message, message) or ()
-            echoes += [Echo(index, equivalence) for equivalence in used]
-            moved = reorder(source.message, message, pending, index)
+            used = match_echo(source.message, message) or ()
+            echoes += [AppliedEquivalence(index, equivalence) for equivalence in used]
+            moved = reorder_tool_results(source.message, message, pending, index)
             if moved and Equivalence.REORDERED_CALLS not in used:
-                echoes.append(Echo(index, Equivalence.REORDERED_RESULTS))
+                echoes.append(AppliedEquivalence(index, Equivalence.REORDERED_RESULTS))
             for place, result in (moved or {}).items():
                 pending[place] = result
-            shown.append(Shown(source.message, source.sampled_ids))
+            shown.append(NewMessage(source.message, source.sampled_ids))
             sources.append(source.id)
             kept.append(source.message)
         return shown, sources, kept, echoes
 
-    def _sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
+    def _find_sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
         if message.role != "assistant":
             return None
         best: tuple[int, ...] | None = None
         found: Node | None = None
-        for node in self._sampled.get(message.key, ()):
-            used = echo(node.message, message)
+        for node in self._sampled_by_key.get(message.key, ()):
+            used = match_echo(node.message, message)
             if used is None or (
                 Equivalence.DROPPED_REASONING in used
                 and (node.agent != agent or not self._matcher.restore_reasoning)
             ):
                 continue
-            ids = {call.id for call in node.message.calls if call.id} & {call.id for call in message.calls}
-            rank = (-len(ids), node.agent != agent, self._delivery_of(node) in UNSEEN, len(used), node.id)
+            ids = {call.id for call in node.message.tool_calls if call.id} & {
+                call.id for call in message.tool_calls
+            }
+            rank = (
+                -len(ids),
+                node.agent != agent,
+                self._delivery_of(node) in UNDELIVERED,
+                len(used),
+                node.id,
+            )
             if best is None or rank < best:
                 best, found = rank, node
         return found
@@ -193,17 +210,19 @@ class Tree:
         generations: Sequence[Generation],
         call_id: str = "",
         codec: Codec | None = None,
-        clock: float = 0.0,
-    ) -> Delta:
+        template_time: float = 0.0,
+    ) -> TreeDelta:
         """What committing these outputs of a turn adds. Mutates nothing; raises where they do not fit."""
         if not generations:
             raise TreeError("commit: got no generation, expected one for each choice")
         new: list[NewNode] = []
         parent_id = turn.parent.id
         parent: Node | None = turn.parent
-        for message, piece, source in zip(turn.messages, turn.pieces, turn.sources, strict=True):
+        for message, piece, source in zip(turn.messages, turn.message_tokens, turn.source_ids, strict=True):
             if parent is not None:
-                parent = self.context_child(parent, message, piece.ids, turn.request.frame)
+                parent = self.find_context_child(
+                    parent, message, piece.ids, turn.request.prompt_config_digest
+                )
             if parent is not None:
                 parent_id = parent.id
                 continue
@@ -214,16 +233,20 @@ class Tree:
         prompt_node = parent_id
         outputs: list[int] = []
         for choice, generation in enumerate(generations):
-            ids, output = _read_generation(generation, call_index, choice)
+            ids, output = _check_generation(generation, call_index, choice)
             message = generation.message or (
-                codec.parse(ids, generation.finish, turn.request.tools, turn.request.template)
+                codec.parse(
+                    ids, generation.finish_reason, turn.request.tools, turn.request.chat_template_kwargs
+                )
                 if codec
                 else Message("assistant")
             )
             node_id = len(self.nodes) + len(new)
-            spans = runs_of(((len(turn.opening), Origin.TEMPLATE), (len(ids), Origin.SAMPLED)))
-            joined = as_ids(np.concatenate((turn.opening, ids)))
-            new.append(NewNode(node_id, prompt_node, message, joined, spans, NOWHERE, output))
+            spans = normalize_runs(
+                ((len(turn.generation_prompt_ids), Origin.TEMPLATE), (len(ids), Origin.SAMPLED))
+            )
+            joined = as_ids(np.concatenate((turn.generation_prompt_ids, ids)))
+            new.append(NewNode(node_id, prompt_node, message, joined, spans, NO_NODE, output))
             outputs.append(node_id)
         call = Call(
             index=call_index,
@@ -232,48 +255,48 @@ class Tree:
             prompt_node=prompt_node,
             outputs=tuple(outputs),
             prompt_tokens=len(turn.prompt_ids),
-            frame=turn.request.frame,
-            tools=turn.request.frame,
-            echoes=turn.echoes,
-            ambiguous_echo=turn.ambiguous,
-            encoded_tokens=turn.encoded,
-            rewritten=turn.rewritten,
-            retry=turn.request.retry,
+            prompt_config_digest=turn.request.prompt_config_digest,
+            requested_config_digest=turn.request.prompt_config_digest,
+            applied_equivalences=turn.applied_equivalences,
+            ambiguous_match=turn.ambiguous_match,
+            encoded_tokens=turn.encoded_tokens,
+            rewrite_reason=turn.rewrite_reason,
+            retry_count=turn.request.retry_count,
             spawned_by=turn.request.spawned_by,
             sampling=turn.request.sampling,
-            shown=tuple(source for source in turn.sources if source != NOWHERE),
-            clock=clock,
-            trained=turn.request.trained,
-            resumes=self._resumed_index(turn.request.resumes),
-            instructed=turn.request.instructed,
+            reused_nodes=tuple(source for source in turn.source_ids if source != NO_NODE),
+            template_time=template_time,
+            trainable=turn.request.trainable,
+            resumed_call_index=self._resumed_call_index(turn.request.resume_call_id),
+            has_instructions=turn.request.has_instructions,
         )
-        return Delta(tuple(new), call)
+        return TreeDelta(tuple(new), call)
 
     def find_call(self, call_id: str) -> Call | None:
         """The call with this id, the latest where clients gave it twice."""
         return next((call for call in reversed(self.calls) if call.id == call_id), None)
 
-    def sampled_call(self, call_id: str) -> ToolCall | None:
+    def find_sampled_tool_call(self, call_id: str) -> ToolCall | None:
         """The tool call that was sampled and has this id on the wire."""
-        return self._sampled_calls.find(call_id)
+        return self._sampled_tool_calls.find(call_id)
 
     def is_resumed(self, call: Call) -> bool:
         """Whether another call went on from it, so that its tokens count there."""
-        return call.index in self._resumed
+        return call.index in self._resumed_calls
 
-    def _resumed_index(self, call_id: str) -> int:
+    def _resumed_call_index(self, call_id: str) -> int:
         call = self.find_call(call_id) if call_id else None
         if call is None:
-            return NOWHERE
-        if call.index in self._resumed:
+            return NO_NODE
+        if call.index in self._resumed_calls:
             raise TreeError(f"commit: call {call_id} was resumed already, and tokens count once")
         return call.index
 
-    def apply(self, record: Record) -> Call:
+    def apply(self, record: TreeRecord) -> Call:
         """Adds what a record says, whole or not at all."""
         if isinstance(record, Delivered):
-            self._deliveries[record.call] = record.delivery
-            return self.calls[record.call]
+            self._deliveries[record.call_index] = record.delivery
+            return self.calls[record.call_index]
         if record.call.index != len(self.calls) or (record.nodes and record.nodes[0].id != len(self.nodes)):
             raise TreeError(
                 f"commit of call {record.call.index}: expected call {len(self.calls)} "
@@ -281,23 +304,23 @@ class Tree:
             )
         # The call first: whoever prepares meanwhile may meet a node of it.
         self.calls.append(record.call)
-        if record.call.resumes != NOWHERE:
-            self._resumed.add(record.call.resumes)
+        if record.call.resumed_call_index != NO_NODE:
+            self._resumed_calls.add(record.call.resumed_call_index)
         for new in record.nodes:
-            self._add(new, record.call)
+            self._add_node(new, record.call)
         return record.call
 
-    def _add(self, new: NewNode, call: Call) -> None:
-        parent = self.nodes[new.parent]
-        key, frame = new.message.key, (call.frame if parent.parent is None else b"")
+    def _add_node(self, new: NewNode, call: Call) -> None:
+        parent = self.nodes[new.parent_id]
+        key, frame = new.message.key, (call.prompt_config_digest if parent.parent is None else b"")
         if parent.parent is None:
-            key = _root_key(frame, key)
+            key = _first_message_key(frame, key)
         sampled_ids = None
         if new.output is not None:
             sampled = new.spans[-1][0] if new.spans and new.spans[-1][1] == Origin.SAMPLED else 0
             sampled_ids = new.ids[len(new.ids) - sampled :]
-        elif new.source != NOWHERE:
-            sampled_ids = self.nodes[new.source].sampled_ids
+        elif new.source_id != NO_NODE:
+            sampled_ids = self.nodes[new.source_id].sampled_ids
         node = Node(
             new.id,
             parent,
@@ -307,8 +330,8 @@ class Tree:
             new.spans,
             output=new.output,
             sampled_ids=sampled_ids,
-            source=new.source,
-            frame=frame,
+            source_id=new.source_id,
+            prompt_config_digest=frame,
             agent=call.agent if new.output is not None else None,
         )
         self._attach(node)
@@ -320,12 +343,18 @@ class Tree:
                 node.parent.children = {}
             node.parent.children.setdefault(node.key, []).append(node)
         if node.output is not None:
-            self._sampled.setdefault(node.message.key, []).append(node)
-            self._sampled_calls.add(node.message)
+            self._sampled_by_key.setdefault(node.message.key, []).append(node)
+            self._sampled_tool_calls.add(node.message)
 
-    def context_child(self, parent: Node, message: Message, ids: Ids, frame: bytes) -> Node | None:
+    def find_context_child(
+        self, parent: Node, message: Message, ids: Ids, prompt_config_digest: bytes
+    ) -> Node | None:
         """The child that adds this message as these ids, if there is one; sampled nodes do not count."""
-        key = message.key if parent.parent is not None else _root_key(frame, message.key)
+        key = (
+            message.key
+            if parent.parent is not None
+            else _first_message_key(prompt_config_digest, message.key)
+        )
         for child in (parent.children or {}).get(key, ()):
             if child.output is None and np.array_equal(child.ids, ids):
                 return child
@@ -333,7 +362,7 @@ class Tree:
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def moment(self) -> Callable[[], Tree]:
+    def snapshot(self) -> Callable[[], Tree]:
         """The tree as it is now, for whoever reads on while it grows.
 
         This takes note of what there is and is quick: no commit may run beside it. The call it gives makes
@@ -341,15 +370,15 @@ class Tree:
         only those are made again.
         """
         nodes, calls = self.nodes[1:], self.calls[:]
-        deliveries, resumed = self._deliveries.copy(), self._resumed.copy()
+        deliveries, resumed = self._deliveries.copy(), self._resumed_calls.copy()
 
         def tree() -> Tree:
             then = Tree(restore_reasoning=self._matcher.restore_reasoning)
             then.is_chronological = self.is_chronological
-            then.calls, then._deliveries, then._resumed = calls, deliveries, resumed
+            then.calls, then._deliveries, then._resumed_calls = calls, deliveries, resumed
             for node in nodes:
                 assert node.parent is not None
-                then._attach(node.alone(then.nodes[node.parent.id]))
+                then._attach(node.copy_under(then.nodes[node.parent.id]))
             return then
 
         return tree
@@ -363,16 +392,16 @@ class Tree:
         return [node for node in self.nodes if not node.children and node.parent is not None]
 
 
-def _root_key(frame: bytes, key: bytes) -> bytes:
+def _first_message_key(frame: bytes, key: bytes) -> bytes:
     """Other tools or template arguments make another first message, whatever it says."""
     return xxhash.xxh3_128_digest(frame + key) if frame else key
 
 
-def _source_of(node: Node) -> int:
-    return node.id if node.is_sampled else node.source
+def _source_id(node: Node) -> int:
+    return node.id if node.is_sampled else node.source_id
 
 
-def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Ids, Output]:
+def _check_generation(generation: Generation, call: int, choice: int) -> tuple[Ids, Output]:
     ids = as_ids(generation.ids)
     count = len(ids)
     logprobs = generation.logprobs
@@ -382,13 +411,13 @@ def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Id
             raise TreeError(f"logprobs: got {len(logprobs)} for {count} sampled ids, expected one for each")
         logprobs.flags.writeable = False
     if isinstance(generation.versions, int | np.integer):
-        versions: Runs = runs_of(((count, int(generation.versions)),))
+        versions: Runs = normalize_runs(((count, int(generation.versions)),))
     else:
         if len(generation.versions) != count:
             raise TreeError(
                 f"versions: got {len(generation.versions)} for {count} sampled ids, expected one for each"
             )
-        versions = compress(np.asarray(generation.versions))
+        versions = encode_runs(np.asarray(generation.versions))
     if any(not 0 <= version < 2**31 for _, version in versions):
         raise TreeError(
             f"versions: got {max(v for _, v in versions)}, expected whole numbers from 0 to 2147483647"
@@ -401,4 +430,4 @@ def _read_generation(generation: Generation, call: int, choice: int) -> tuple[Id
                 f"routed_experts: got {len(routed)} rows for {count} sampled ids, expected one for each"
             )
         routed.flags.writeable = False
-    return ids, Output(call, choice, generation.finish, logprobs, versions, routed, generation.inexact)
+    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, routed, generation.inexact)

@@ -13,9 +13,9 @@ import pytest
 from branchline import CodecError, Generation, Media, Message, Request, Session, ToolCall, Turn, timelines_of
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.tree.node import Node
-from tests.chat.families import FAMILIES, codec_of, tokenizer_of
+from tests.chat.families import FAMILIES, load_codec, load_tokenizer
 from tests.chat.test_tokenizer import save_byte_level
 
 TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
@@ -25,35 +25,37 @@ def user(text: str) -> Message:
     return Message("user", text)
 
 
-def said(text: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
-    return Message("assistant", text, calls=calls, reasoning=reasoning)
+def assistant(text: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    return Message("assistant", text, tool_calls=calls, reasoning_content=reasoning)
 
 
-class Talk:
+class SessionDriver:
     """A session on a real codec, driven by hand-written ids and texts."""
 
     def __init__(self, codec: GenericCodec, **options: object) -> None:
         self.codec = codec
         self.session = Session("s", codec, **options)  # type: ignore[arg-type]
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self.codec.tokenizer.encode(text).tolist()
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return self.codec.decode(as_ids(ids))
 
-    def say(self, messages: list[Message], ids: list[int], finish: str = "stop", **about: object) -> Node:
-        turn = self.look(*messages, **about)
-        call = self.session.commit(turn, Generation(as_ids(ids), finish=finish)).call
+    def commit_reply(
+        self, messages: list[Message], ids: list[int], finish_reason: str = "stop", **about: object
+    ) -> Node:
+        turn = self.prepare(*messages, **about)
+        call = self.session.commit(turn, Generation(as_ids(ids), finish_reason=finish_reason)).call
         return self.session.tree.nodes[call.outputs[0]]
 
-    def look(self, *messages: Message, **about: object) -> Turn:
+    def prepare(self, *messages: Message, **about: object) -> Turn:
         return self.session.prepare(Request(messages, **about))  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def qwen() -> Talk:
-    return Talk(codec_of("qwen3"))
+def qwen() -> SessionDriver:
+    return SessionDriver(load_codec("qwen3"))
 
 
 IM_START, IM_END, ASSISTANT, NEWLINE = 151644, 151645, 77091, 198
@@ -68,10 +70,10 @@ IM_START, IM_END, ASSISTANT, NEWLINE = 151644, 151645, 77091, 198
     ids=["stopped", "cut"],
 )
 def test_a1_container_and_terminator_on_the_real_tokenizer(
-    qwen: Talk, sampled: list[int], finish: str, mask: list[int]
+    qwen: SessionDriver, sampled: list[int], finish: str, mask: list[int]
 ) -> None:
-    node = qwen.say([user("p")], sampled, finish)
-    qwen.say([user("p"), node.message, user("q")], [9, IM_END])
+    node = qwen.commit_reply([user("p")], sampled, finish)
+    qwen.commit_reply([user("p"), node.message, user("q")], [9, IM_END])
     (line,) = timelines_of(qwen.session.tree)
     start = node.sampled_start - 3
     body = sampled if IM_END in sampled else [*sampled, IM_END]
@@ -79,11 +81,11 @@ def test_a1_container_and_terminator_on_the_real_tokenizer(
     assert line.mask[start : start + 8].tolist() == mask
 
 
-def test_a7_an_oddly_spelled_reply_stays_as_it_was_sampled(qwen: Talk) -> None:
-    node = qwen.say([user("p")], [71, 4791, IM_END])
-    assert node.message.text == "hello"
-    assert qwen.ids("hello") == [14990]
-    turn = qwen.look(user("p"), said("hello"), user("q"))
+def test_a7_an_oddly_spelled_reply_stays_as_it_was_sampled(qwen: SessionDriver) -> None:
+    node = qwen.commit_reply([user("p")], [71, 4791, IM_END])
+    assert node.message.content == "hello"
+    assert qwen.encode("hello") == [14990]
+    turn = qwen.prepare(user("p"), assistant("hello"), user("q"))
     assert turn.parent is node
     whole = turn.prompt_ids.tolist()
     assert whole[node.sampled_start : node.end] == [71, 4791, IM_END]
@@ -92,173 +94,179 @@ def test_a7_an_oddly_spelled_reply_stays_as_it_was_sampled(qwen: Talk) -> None:
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
 def test_a_compact_tool_call_is_kept_although_the_template_would_space_it(history: str) -> None:
-    talk = Talk(codec_of("qwen3"), history=history)
+    talk = SessionDriver(load_codec("qwen3"), history=history)
     text = '<tool_call>\n{"name":"look","arguments":{"at":1,"far":false}}\n</tool_call>'
-    node = talk.say([user("p")], [*talk.ids(text), IM_END], tools=TOOLS)
-    (call,) = node.message.calls
+    node = talk.commit_reply([user("p")], [*talk.encode(text), IM_END], tools=TOOLS)
+    (call,) = node.message.tool_calls
     assert (call.name, call.arguments) == ("look", '{"at":1,"far":false}')
-    echoed = said("", ToolCall("look", '{"far": false, "at": 1}', "renamed"))
-    turn = talk.look(user("p"), echoed, Message("tool", "seen", answers="renamed"), tools=TOOLS)
+    echoed = assistant("", ToolCall("look", '{"far": false, "at": 1}', "renamed"))
+    turn = talk.prepare(user("p"), echoed, Message("tool", "seen", tool_call_id="renamed"), tools=TOOLS)
     assert turn.parent is node
-    assert not turn.rewritten
-    assert '{"name":"look","arguments":{"at":1,"far":false}}' in talk.text(turn.prompt_ids.tolist())
+    assert not turn.rewrite_reason
+    assert '{"name":"look","arguments":{"at":1,"far":false}}' in talk.decode(turn.prompt_ids.tolist())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_empty_reply_can_be_continued(family: str) -> None:
-    talk = Talk(codec_of(family))
-    node = talk.say([user("p")], [], "length")
+    talk = SessionDriver(load_codec(family))
+    node = talk.commit_reply([user("p")], [], "length")
     assert node.message.is_empty
-    turn = talk.look(user("p"), said(""), user("go on"))
-    assert "go on" in talk.text(turn.prompt_ids.tolist())
-    talk.session.commit(turn, Generation(as_ids(talk.ids("yes"))))
+    turn = talk.prepare(user("p"), assistant(""), user("go on"))
+    assert "go on" in talk.decode(turn.prompt_ids.tolist())
+    talk.session.commit(turn, Generation(as_ids(talk.encode("yes"))))
     assert turn.parent is node or family == "qwen3"
 
 
-def test_a_stop_that_the_template_does_not_write_forks(qwen: Talk) -> None:
-    end_of_text = qwen.ids("<|endoftext|>")
-    qwen = Talk(GenericCodec(qwen.codec.tokenizer, stop_ids=end_of_text))
-    node = qwen.say([user("p")], [*qwen.ids("yes"), *end_of_text])
-    assert node.message.text == "yes"
-    turn = qwen.look(user("p"), node.message, user("q"))
-    assert turn.rewritten == "foreign_stop"
-    assert turn.parent.message.text == "p"
+def test_a_stop_that_the_template_does_not_write_forks(qwen: SessionDriver) -> None:
+    end_of_text = qwen.encode("<|endoftext|>")
+    qwen = SessionDriver(GenericCodec(qwen.codec.tokenizer, stop_ids=end_of_text))
+    node = qwen.commit_reply([user("p")], [*qwen.encode("yes"), *end_of_text])
+    assert node.message.content == "yes"
+    turn = qwen.prepare(user("p"), node.message, user("q"))
+    assert turn.rewrite_reason == "foreign_stop"
+    assert turn.parent.message.content == "p"
 
 
-def test_thinking_that_was_cut_is_closed_by_the_template_as_context(qwen: Talk) -> None:
+def test_thinking_that_was_cut_is_closed_by_the_template_as_context(qwen: SessionDriver) -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    first = qwen.say([user("p")], [*qwen.ids("<think>\nhm\n</think>\n\n" + call), IM_END], tools=TOOLS)
-    result = Message("tool", "seen")
-    node = qwen.say(
-        [user("p"), first.message, result], qwen.ids("<think>\nhalf a thou"), "length", tools=TOOLS
+    first = qwen.commit_reply(
+        [user("p")], [*qwen.encode("<think>\nhm\n</think>\n\n" + call), IM_END], tools=TOOLS
     )
-    assert node.message.reasoning == "half a thou"
-    turn = qwen.look(user("p"), first.message, result, node.message, result, tools=TOOLS)
+    result = Message("tool", "seen")
+    node = qwen.commit_reply(
+        [user("p"), first.message, result], qwen.encode("<think>\nhalf a thou"), "length", tools=TOOLS
+    )
+    assert node.message.reasoning_content == "half a thou"
+    turn = qwen.prepare(user("p"), first.message, result, node.message, result, tools=TOOLS)
     assert turn.parent is node
-    follows = qwen.text(turn.prompt_ids.tolist()[node.end :])
+    follows = qwen.decode(turn.prompt_ids.tolist()[node.end :])
     assert follows.startswith("\n</think>\n\n<|im_end|>\n")
 
 
 def test_thinking_is_left_out_where_the_template_leaves_it_out_and_kept_inside_a_tool_cycle(
-    qwen: Talk,
+    qwen: SessionDriver,
 ) -> None:
-    node = qwen.say([user("p")], [*qwen.ids("<think>\nplan\n</think>\n\nanswer"), IM_END])
-    assert (node.message.text, node.message.reasoning) == ("answer", "plan")
-    turn = qwen.look(user("p"), said("answer"), user("q"))
-    assert turn.rewritten == "think_strip"
-    assert "plan" not in qwen.text(turn.prompt_ids.tolist())
-    verbatim = Talk(qwen.codec, history="verbatim")
-    node = verbatim.say([user("p")], [*qwen.ids("<think>\nplan\n</think>\n\nanswer"), IM_END])
-    assert verbatim.look(user("p"), said("answer"), user("q")).parent is node
+    node = qwen.commit_reply([user("p")], [*qwen.encode("<think>\nplan\n</think>\n\nanswer"), IM_END])
+    assert (node.message.content, node.message.reasoning_content) == ("answer", "plan")
+    turn = qwen.prepare(user("p"), assistant("answer"), user("q"))
+    assert turn.rewrite_reason == "think_strip"
+    assert "plan" not in qwen.decode(turn.prompt_ids.tolist())
+    verbatim = SessionDriver(qwen.codec, history="verbatim")
+    node = verbatim.commit_reply([user("p")], [*qwen.encode("<think>\nplan\n</think>\n\nanswer"), IM_END])
+    assert verbatim.prepare(user("p"), assistant("answer"), user("q")).parent is node
 
 
-def test_a_client_that_drops_reasoning_gets_it_back_unless_it_may_really_drop_it(qwen: Talk) -> None:
+def test_a_client_that_drops_reasoning_gets_it_back_unless_it_may_really_drop_it(qwen: SessionDriver) -> None:
     call = "<think>\nplan\n</think>\n\n" + '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     for restore in (True, False):
-        talk = Talk(qwen.codec, restore_reasoning=restore)
-        node = talk.say([user("p")], [*qwen.ids(call), IM_END], tools=TOOLS)
-        dropped = said("", *node.message.calls)
-        turn = talk.look(user("p"), dropped, Message("tool", "seen"), tools=TOOLS)
-        assert ("plan" in talk.text(turn.prompt_ids.tolist())) is restore
+        talk = SessionDriver(qwen.codec, restore_reasoning=restore)
+        node = talk.commit_reply([user("p")], [*qwen.encode(call), IM_END], tools=TOOLS)
+        dropped = assistant("", *node.message.tool_calls)
+        turn = talk.prepare(user("p"), dropped, Message("tool", "seen"), tools=TOOLS)
+        assert ("plan" in talk.decode(turn.prompt_ids.tolist())) is restore
         assert (turn.parent is node) is restore
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_empty_thought_of_the_generation_prompt_may_stand(keep: bool) -> None:
-    talk = Talk(GenericCodec(tokenizer_of("qwen3"), keep_empty_think=keep))
+    talk = SessionDriver(GenericCodec(load_tokenizer("qwen3"), keep_empty_think=keep))
     off = {"enable_thinking": False}
     history = [user("p")]
     for count in range(3):
-        turn = talk.look(*history, template=off)
-        assert talk.text(turn.opening.tolist()).endswith("<think>\n\n</think>\n\n")
+        turn = talk.prepare(*history, template=off)
+        assert talk.decode(turn.generation_prompt_ids.tolist()).endswith("<think>\n\n</think>\n\n")
         assert (turn.parent.depth == len(history) - 1) is (keep or count == 0)
-        node = talk.say(history, [*talk.ids(f"answer {count}"), IM_END], template=off)
+        node = talk.commit_reply(history, [*talk.encode(f"answer {count}"), IM_END], template=off)
         history += [node.message, user(f"and {count}?")]
 
 
-def test_consecutive_tool_results_are_folded_as_the_template_folds_them(qwen: Talk) -> None:
+def test_consecutive_tool_results_are_folded_as_the_template_folds_them(qwen: SessionDriver) -> None:
     text = "\n".join(
         f'<tool_call>\n{{"name": "look", "arguments": {{"at": {n}}}}}\n</tool_call>' for n in (1, 2)
     )
-    node = qwen.say([user("p")], [*qwen.ids(text), IM_END], tools=TOOLS)
+    node = qwen.commit_reply([user("p")], [*qwen.encode(text), IM_END], tools=TOOLS)
     results = [Message("tool", "one"), Message("tool", "two")]
-    turn = qwen.look(user("p"), node.message, *results, tools=TOOLS)
+    turn = qwen.prepare(user("p"), node.message, *results, tools=TOOLS)
     assert turn.parent is node
-    behind = qwen.text(turn.prompt_ids.tolist()[node.end :])
+    behind = qwen.decode(turn.prompt_ids.tolist()[node.end :])
     assert behind.count("<|im_start|>user") == 1
-    assert len(turn.pieces) == 2
-    assert "one" in qwen.text(turn.pieces[0].ids.tolist())
-    assert "two" in qwen.text(turn.pieces[1].ids.tolist())
+    assert len(turn.message_tokens) == 2
+    assert "one" in qwen.decode(turn.message_tokens[0].ids.tolist())
+    assert "two" in qwen.decode(turn.message_tokens[1].ids.tolist())
 
 
-def test_b6_an_assistant_message_anywhere_is_context(qwen: Talk) -> None:
-    shots = [user("1+1"), said("2"), user("2+2"), said("4"), user("3+3")]
-    node = qwen.say(shots, [*qwen.ids("6"), IM_END])
+def test_b6_an_assistant_message_anywhere_is_context(qwen: SessionDriver) -> None:
+    shots = [user("1+1"), assistant("2"), user("2+2"), assistant("4"), user("3+3")]
+    node = qwen.commit_reply(shots, [*qwen.encode("6"), IM_END])
     assert [entry.is_sampled for entry in node.path()] == [False] * 5 + [True]
-    prefill = qwen.look(user("p"), said("It starts with"))
-    assert "It starts with" in qwen.text(prefill.prompt_ids.tolist())
-    middle = qwen.look(*shots, node.message, Message("system", "Be brief."), user("4+4"))
+    prefill = qwen.prepare(user("p"), assistant("It starts with"))
+    assert "It starts with" in qwen.decode(prefill.prompt_ids.tolist())
+    middle = qwen.prepare(*shots, node.message, Message("system", "Be brief."), user("4+4"))
     assert middle.parent is node
-    assert "<|im_start|>system\nBe brief.<|im_end|>" in qwen.text(middle.prompt_ids.tolist())
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in qwen.decode(middle.prompt_ids.tolist())
 
 
 @pytest.mark.parametrize(
     "text", ["größer 中文 🙂", "e\u0301tude", "a\u200bb", "tab\tand\r\nreturn", "<|im_end|>"]
 )
-def test_letters_of_any_kind_survive_both_ways(qwen: Talk, text: str) -> None:
-    node = qwen.say([user(text)], [*qwen.ids("antwort: größer 🙂"), IM_END])
-    assert node.message.text == "antwort: größer 🙂"
-    qwen.codec.forget()
-    turn = qwen.look(user(text), node.message, user("q"))
+def test_letters_of_any_kind_survive_both_ways(qwen: SessionDriver, text: str) -> None:
+    node = qwen.commit_reply([user(text)], [*qwen.encode("antwort: größer 🙂"), IM_END])
+    assert node.message.content == "antwort: größer 🙂"
+    qwen.codec.clear_prompt_cache()
+    turn = qwen.prepare(user(text), node.message, user("q"))
     assert turn.parent is node
 
 
-def test_a_reply_that_spells_a_stop_token_letter_by_letter_is_not_trusted_to_the_template(qwen: Talk) -> None:
-    letters = [token for letter in "x<|im_end|>y" for token in qwen.ids(letter)]
-    node = qwen.say([user("p")], [*letters, IM_END])
-    assert node.message.text == "x<|im_end|>y"
-    turn = qwen.look(user("p"), node.message, user("q"))
-    assert turn.rewritten
-    verbatim = Talk(qwen.codec, history="verbatim")
-    node = verbatim.say([user("p")], [*letters, IM_END])
-    assert verbatim.look(user("p"), node.message, user("q")).parent is node
+def test_a_reply_that_spells_a_stop_token_letter_by_letter_is_not_trusted_to_the_template(
+    qwen: SessionDriver,
+) -> None:
+    letters = [token for letter in "x<|im_end|>y" for token in qwen.encode(letter)]
+    node = qwen.commit_reply([user("p")], [*letters, IM_END])
+    assert node.message.content == "x<|im_end|>y"
+    turn = qwen.prepare(user("p"), node.message, user("q"))
+    assert turn.rewrite_reason
+    verbatim = SessionDriver(qwen.codec, history="verbatim")
+    node = verbatim.commit_reply([user("p")], [*letters, IM_END])
+    assert verbatim.prepare(user("p"), node.message, user("q")).parent is node
 
 
-def test_a_lone_surrogate_in_a_request_does_not_raise(qwen: Talk) -> None:
+def test_a_lone_surrogate_in_a_request_does_not_raise(qwen: SessionDriver) -> None:
     request = Request.read({"messages": [{"role": "user", "content": "half \ud83d pair"}]})
     turn = qwen.session.prepare(request)
-    assert "half \ufffd pair" in qwen.text(turn.prompt_ids.tolist())
+    assert "half \ufffd pair" in qwen.decode(turn.prompt_ids.tolist())
 
 
 def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
-    talk = Talk(codec_of("mistral_nemo"))
+    talk = SessionDriver(load_codec("mistral_nemo"))
     with pytest.raises(TemplateError, match="conversation roles must alternate"):
-        talk.look(said("a"), user("b"))
+        talk.prepare(assistant("a"), user("b"))
     assert len(talk.session.tree.nodes) == 1
 
 
 def test_ids_of_calls_are_what_the_template_requires_and_results_follow_them() -> None:
-    talk = Talk(codec_of("mistral_nemo"))
+    talk = SessionDriver(load_codec("mistral_nemo"))
     text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}, "id": "abc123def"}]'
-    node = talk.say([user("p")], [*talk.ids(text), *talk.ids("</s>")], tools=TOOLS)
-    assert node.message.calls[0].id == "abc123def"
-    shown = said("", ToolCall("look", '{"at": 1}', "call_renamed_by_client"))
-    turn = talk.look(user("p"), shown, Message("tool", "7", answers="call_renamed_by_client"), tools=TOOLS)
+    node = talk.commit_reply([user("p")], [*talk.encode(text), *talk.encode("</s>")], tools=TOOLS)
+    assert node.message.tool_calls[0].id == "abc123def"
+    shown = assistant("", ToolCall("look", '{"at": 1}', "call_renamed_by_client"))
+    turn = talk.prepare(
+        user("p"), shown, Message("tool", "7", tool_call_id="call_renamed_by_client"), tools=TOOLS
+    )
     assert turn.parent is node
-    assert '"call_id": "abc123def"' in talk.text(turn.prompt_ids.tolist())
+    assert '"call_id": "abc123def"' in talk.decode(turn.prompt_ids.tolist())
 
 
 def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
-    talk = Talk(codec_of("llama3_2"), started=datetime(2026, 3, 1))
-    node = talk.say([user("p")], [*talk.ids("yes"), *talk.ids("<|eot_id|>")])
-    turn = talk.look(user("p"), node.message, user("q"))
+    talk = SessionDriver(load_codec("llama3_2"), started=datetime(2026, 3, 1))
+    node = talk.commit_reply([user("p")], [*talk.encode("yes"), *talk.encode("<|eot_id|>")])
+    turn = talk.prepare(user("p"), node.message, user("q"))
     assert turn.parent is node
-    assert "01 Mar 2026" in talk.text(turn.prompt_ids.tolist())
+    assert "01 Mar 2026" in talk.decode(turn.prompt_ids.tolist())
 
 
-def test_template_arguments_are_part_of_a_prompts_identity(qwen: Talk) -> None:
-    qwen.say([user("p")], [*qwen.ids("yes"), IM_END])
-    assert qwen.look(user("p"), template={"enable_thinking": False}).parent is qwen.session.tree.root
+def test_template_arguments_are_part_of_a_prompts_identity(qwen: SessionDriver) -> None:
+    qwen.commit_reply([user("p")], [*qwen.encode("yes"), IM_END])
+    assert qwen.prepare(user("p"), template={"enable_thinking": False}).parent is qwen.session.tree.root
 
 
 GLM_LIKE = (
@@ -269,71 +277,71 @@ GLM_LIKE = (
 
 def test_a_stop_token_may_be_the_next_messages_opener(tmp_path: Path) -> None:
     added = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
-    talk = Talk(GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, added=added)))
-    stop = talk.ids("<|user|>")
+    talk = SessionDriver(GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, added=added)))
+    stop = talk.encode("<|user|>")
     assert set(stop) <= talk.codec.stop_ids
-    node = talk.say([user("p")], [*talk.ids("yes"), *stop])
-    assert node.message.text == "yes"
-    turn = talk.look(user("p"), said("yes"), user("q"))
+    node = talk.commit_reply([user("p")], [*talk.encode("yes"), *stop])
+    assert node.message.content == "yes"
+    turn = talk.prepare(user("p"), assistant("yes"), user("q"))
     assert turn.parent is node
-    assert talk.text(turn.prompt_ids.tolist()) == "<|user|>\np<|assistant|>\nyes<|user|>\nq<|assistant|>\n"
-    other = talk.look(user("p"), said("yes"), Message("tool", "t"))
-    assert other.rewritten
-    cut = talk.say([user("r")], talk.ids("no"), "length")
-    turn = talk.look(user("r"), said("no"), user("s"))
+    assert talk.decode(turn.prompt_ids.tolist()) == "<|user|>\np<|assistant|>\nyes<|user|>\nq<|assistant|>\n"
+    other = talk.prepare(user("p"), assistant("yes"), Message("tool", "t"))
+    assert other.rewrite_reason
+    cut = talk.commit_reply([user("r")], talk.encode("no"), "length")
+    turn = talk.prepare(user("r"), assistant("no"), user("s"))
     assert turn.parent is cut
 
 
-def test_one_prompt_is_cheap_behind_what_is_recorded_whatever_the_length(qwen: Talk) -> None:
+def test_one_prompt_is_cheap_behind_what_is_recorded_whatever_the_length(qwen: SessionDriver) -> None:
     history = [user("word " * 3000)]
-    node = qwen.say(history, [*qwen.ids("yes"), IM_END])
-    turn = qwen.look(*history, node.message, user("q"))
-    assert turn.encoded < 20
+    node = qwen.commit_reply(history, [*qwen.encode("yes"), IM_END])
+    turn = qwen.prepare(*history, node.message, user("q"))
+    assert turn.encoded_tokens < 20
     assert len(turn.prompt_ids) > 3000
-    assert qwen.codec.count([*history, node.message, user("q")]) == len(turn.prompt_ids)
+    assert qwen.codec.count_tokens([*history, node.message, user("q")]) == len(turn.prompt_ids)
 
 
-def test_system_prompts_are_encoded_once_for_all_sessions(qwen: Talk) -> None:
+def test_system_prompts_are_encoded_once_for_all_sessions(qwen: SessionDriver) -> None:
     system = Message("system", "rule " * 2000 + "é")
-    qwen.look(system, user("first"))
-    before = qwen.codec.encoder.encoded_tokens
-    other = Talk(qwen.codec)
-    turn = other.look(system, user("second"))
-    assert qwen.codec.encoder.encoded_tokens - before < 50
+    qwen.prepare(system, user("first"))
+    before = qwen.codec.segment_encoder.encoded_tokens
+    other = SessionDriver(qwen.codec)
+    turn = other.prepare(system, user("second"))
+    assert qwen.codec.segment_encoder.encoded_tokens - before < 50
     assert len(turn.prompt_ids) > 2000
 
 
-def test_logprobs_and_masks_of_a_real_conversation_are_aligned(qwen: Talk) -> None:
-    ids = [*qwen.ids("yes"), IM_END]
-    turn = qwen.look(user("p"))
+def test_logprobs_and_masks_of_a_real_conversation_are_aligned(qwen: SessionDriver) -> None:
+    ids = [*qwen.encode("yes"), IM_END]
+    turn = qwen.prepare(user("p"))
     qwen.session.commit(turn, Generation(as_ids(ids), np.full(len(ids), -1, np.float32)))
     (line,) = timelines_of(qwen.session.tree)
     assert line.logprobs[line.mask == 1].tolist() == [-1] * len(ids)
 
 
-def test_an_image_for_a_text_model_is_refused_by_name(qwen: Talk) -> None:
+def test_an_image_for_a_text_model_is_refused_by_name(qwen: SessionDriver) -> None:
     picture = Message("user", "look", parts=("look", Media("image", "cat", b"...")))
     with pytest.raises(
         CodecError, match=r"messages\[1\]: carries an image, but generic:qwen3 takes no images"
     ):
-        qwen.look(user("p"), picture)
+        qwen.prepare(user("p"), picture)
     assert len(qwen.session.tree.nodes) == 1
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
 @pytest.mark.parametrize("places", list(product((False, True), repeat=4)))
 def test_somebody_who_writes_our_nonce_changes_nothing(history: str, places: tuple[bool, ...]) -> None:
-    tokenizer = codec_of("qwen3").tokenizer
+    tokenizer = load_codec("qwen3").tokenizer
     codec = GenericCodec(tokenizer)
-    talk = Talk(codec, history=history)
-    salt = codec._brackets.salt
+    talk = SessionDriver(codec, history=history)
+    salt = codec._markers.nonce
 
     def text(place: int, words: str) -> str:
         return f"{words} {salt}{place}x0a_ {salt}1x0b_ end" if places[place] else words
 
     messages = [user(text(0, "ask"))]
     for reply, more in ((1, 2), (3, 0)):
-        assert talk.look(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
-        node = talk.say(messages, [*talk.ids(text(reply, "reply")), IM_END])
+        assert talk.prepare(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
+        node = talk.commit_reply(messages, [*talk.encode(text(reply, "reply")), IM_END])
         messages += [node.message, user(text(more, "more"))]
-    assert talk.look(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
+    assert talk.prepare(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from branchline import Message, Request, Session, ToolCall, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.dialect import Dialect
-from branchline.testing.behaviours import Behaviour, PlannedOutput
-from branchline.testing.player import Player, causal_order
-from branchline.testing.speaker import TemplateSpeaker
-from tests.chat.families import FAMILIES, codec_of, codec_speaking
-from tests.chat.generic.test_codec import TOOLS, Talk, said, user
+from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.testing.plan_runner import PlanRunner, causal_order
+from branchline.testing.plans import PlanGenerator, PlannedOutput
+from branchline.testing.reply_encoder import TemplateReplyEncoder
+from tests.chat.families import FAMILIES, load_codec, load_codec_with_template
+from tests.chat.generic.test_codec import TOOLS, SessionDriver, assistant, user
 from tests.chat.generic.test_contract import verify
 from tests.chat.test_tokenizer import save_byte_level
 
@@ -38,10 +38,10 @@ NO_JSON = [
     '{"a": "\n"}',
     "x",
 ]
-ODD = [*VALUES, *NO_JSON]
+MALFORMED = [*VALUES, *NO_JSON]
 histories = pytest.mark.parametrize("history", ["template", "verbatim"])
 
-WRITTEN = {
+FORMATTED_CALLS = {
     "qwen3": '<tool_call>\n{{"name": "look", "arguments": {}}}\n</tool_call>',
     "qwen2_5": '<tool_call>\n{{"name": "look", "arguments": {}}}\n</tool_call>',
     "llama3_2": '{{"name": "look", "parameters": {}}}',
@@ -55,17 +55,17 @@ WRITTEN = {
     [("qwen3", "text"), ("qwen2_5", "value"), ("llama3_2", "value"), ("mistral_nemo", "value")],
 )
 def test_each_template_is_asked_how_it_takes_them(family: str, odd: str) -> None:
-    codec = codec_of(family)
-    dialect = codec.dialect(codec.tokenizer.template(tools=True))
-    assert (dialect.arguments, dialect.odd_arguments) == ("object", odd)
+    codec = load_codec(family)
+    dialect = codec.template_traits(codec.tokenizer.chat_template(tools=True))
+    assert (dialect.arguments_format, dialect.malformed_arguments_format) == ("object", odd)
 
 
-def goes_on(talk: Talk, text: str, finish: str = "stop") -> None:
+def assert_continues(talk: SessionDriver, text: str, finish: str = "stop") -> None:
     """A reply is sampled, and a client sends it back with results: the next prompt must begin with it."""
-    prompt = talk.look(user("p"), tools=TOOLS).prompt_ids.tolist()
-    sampled = [*talk.ids(text), *[min(talk.codec.terminators)] * (finish == "stop")]
-    node = talk.say([user("p")], sampled, finish, tools=TOOLS)
-    assert node.message.calls, node.message
+    prompt = talk.prepare(user("p"), tools=TOOLS).prompt_ids.tolist()
+    sampled = [*talk.encode(text), *[min(talk.codec.terminator_ids)] * (finish == "stop")]
+    node = talk.commit_reply([user("p")], sampled, finish, tools=TOOLS)
+    assert node.message.tool_calls, node.message
     messages: list[Any] = [{"role": "user", "content": "p"}]
     calls = [
         {
@@ -73,35 +73,37 @@ def goes_on(talk: Talk, text: str, finish: str = "stop") -> None:
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for n, call in enumerate(node.message.calls)
+        for n, call in enumerate(node.message.tool_calls)
     ]
-    messages.append({"role": "assistant", "content": node.message.text or None, "tool_calls": calls})
+    messages.append({"role": "assistant", "content": node.message.content or None, "tool_calls": calls})
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "Invalid JSON"} for call in calls]
     for _ in range(2):
         request = Request.read({"messages": messages, "tools": [dict(tool) for tool in TOOLS]})
         turn = talk.session.prepare(request)
         assert turn.prompt_ids.tolist()[: len(prompt) + len(sampled)] == prompt + sampled
-        assert (turn.parent, turn.rewritten) == (node, "")
-        behind = talk.text(turn.prompt_ids.tolist()[node.end :])
+        assert (turn.parent, turn.rewrite_reason) == (node, "")
+        behind = talk.decode(turn.prompt_ids.tolist()[node.end :])
         assert "Invalid JSON" in behind
         if finish == "length":
-            assert behind.startswith(talk.text([min(talk.codec.terminators)])), "and is closed once"
+            assert behind.startswith(talk.decode([min(talk.codec.terminator_ids)])), "and is closed once"
         # Once more without what is remembered: found by brackets instead of by comparing.
-        talk.codec.forget()
+        talk.codec.clear_prompt_cache()
 
 
 SAMPLED = [
     (family, arguments)
-    for family in WRITTEN
+    for family in FORMATTED_CALLS
     # What is no JSON is no call of Llama's.
-    for arguments in (VALUES if family == "llama3_2" else ODD)
+    for arguments in (VALUES if family == "llama3_2" else MALFORMED)
 ]
 
 
 @histories
 @pytest.mark.parametrize(("family", "arguments"), SAMPLED)
 def test_a_sampled_one_is_kept_as_it_was_sampled(family: str, history: str, arguments: str) -> None:
-    goes_on(Talk(codec_of(family), history=history), WRITTEN[family].format(arguments))
+    assert_continues(
+        SessionDriver(load_codec(family), history=history), FORMATTED_CALLS[family].format(arguments)
+    )
 
 
 @histories
@@ -118,29 +120,35 @@ def test_a_sampled_one_is_kept_as_it_was_sampled(family: str, history: str, argu
     ],
 )
 def test_so_is_one_that_is_malformed_in_other_ways(family: str, history: str, text: str) -> None:
-    goes_on(Talk(codec_of(family), history=history), text)
+    assert_continues(SessionDriver(load_codec(family), history=history), text)
 
 
 @histories
 def test_so_is_one_with_thinking_before_it(history: str) -> None:
-    text = "<think>\nwhere?\n</think>\n\n" + WRITTEN["qwen3"].format("{at: 1")
-    goes_on(Talk(codec_of("qwen3"), history=history), text)
+    text = "<think>\nwhere?\n</think>\n\n" + FORMATTED_CALLS["qwen3"].format("{at: 1")
+    assert_continues(SessionDriver(load_codec("qwen3"), history=history), text)
 
 
 @histories
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5"])
 def test_so_is_one_behind_which_the_output_was_cut(family: str, history: str) -> None:
-    for arguments in ODD:
-        goes_on(Talk(codec_of(family), history=history), WRITTEN[family].format(arguments), "length")
+    for arguments in MALFORMED:
+        assert_continues(
+            SessionDriver(load_codec(family), history=history),
+            FORMATTED_CALLS[family].format(arguments),
+            "length",
+        )
 
 
 def test_what_the_template_drops_beside_one_still_forks() -> None:
-    talk = Talk(codec_of("qwen3"))
-    text = "<think>\nwhere?\n</think>\n\n" + WRITTEN["qwen3"].format("{at: 1")
-    node = talk.say([user("p")], [*talk.ids(text), min(talk.codec.terminators)], tools=TOOLS)
-    turn = talk.look(user("p"), node.message, Message("tool", "r"), said("so"), user("q"), tools=TOOLS)
-    assert turn.rewritten == "think_strip"
-    assert "{at: 1" in talk.text(turn.prompt_ids.tolist())
+    talk = SessionDriver(load_codec("qwen3"))
+    text = "<think>\nwhere?\n</think>\n\n" + FORMATTED_CALLS["qwen3"].format("{at: 1")
+    node = talk.commit_reply([user("p")], [*talk.encode(text), min(talk.codec.terminator_ids)], tools=TOOLS)
+    turn = talk.prepare(
+        user("p"), node.message, Message("tool", "r"), assistant("so"), user("q"), tools=TOOLS
+    )
+    assert turn.rewrite_reason == "think_strip"
+    assert "{at: 1" in talk.decode(turn.prompt_ids.tolist())
 
 
 # -- templates that walk through arguments -----------------------------------------------------------
@@ -188,9 +196,9 @@ TAGGED = [
 ]
 
 
-def speaking(template: str, path: Path) -> GenericCodec:
+def codec_with_template(template: str, path: Path) -> GenericCodec:
     if template is not GLM:
-        return codec_speaking(template)
+        return load_codec_with_template(template)
     # Its tags are tokens of their own.
     return GenericCodec.open(save_byte_level(path, chat_template=template, added=GLM_TOKENS))
 
@@ -200,36 +208,38 @@ def speaking(template: str, path: Path) -> GenericCodec:
 def test_a_template_that_walks_through_arguments_is_given_an_object(
     template: str, text: str, history: str, tmp_path: Path
 ) -> None:
-    codec = speaking(template, tmp_path)
-    dialect = codec.dialect(codec.tokenizer.template(tools=True))
-    assert (dialect.arguments, dialect.odd_arguments) == ("object", "object")
-    goes_on(Talk(codec, history=history), text)
-    goes_on(Talk(codec, history=history), f"Well.\n{text}\n{text}")
-    goes_on(Talk(codec, history=history), text, "length")
+    codec = codec_with_template(template, tmp_path)
+    dialect = codec.template_traits(codec.tokenizer.chat_template(tools=True))
+    assert (dialect.arguments_format, dialect.malformed_arguments_format) == ("object", "object")
+    assert_continues(SessionDriver(codec, history=history), text)
+    assert_continues(SessionDriver(codec, history=history), f"Well.\n{text}\n{text}")
+    assert_continues(SessionDriver(codec, history=history), text, "length")
 
 
 def test_an_empty_thought_that_the_template_puts_before_one_forks_as_before_any_other() -> None:
     shown = "('<think>\\n\\n</think>\\n\\n' if m.role == 'assistant' else '') + (m.content or '')"
-    codec = codec_speaking(QWEN3_CODER.replace("(m.content or '')", shown), reasoning_parser="think")
+    codec = load_codec_with_template(
+        QWEN3_CODER.replace("(m.content or '')", shown), reasoning_parser="think"
+    )
     for arguments in ("[1]", "<parameter=at>\n1\n</parameter>"):
-        talk = Talk(codec)
+        talk = SessionDriver(codec)
         text = f"<tool_call>\n<function=look>\n{arguments}\n</function>\n</tool_call>"
-        node = talk.say([user("p")], [*talk.ids(text), min(codec.terminators)], tools=TOOLS)
-        turn = talk.look(user("p"), node.message, Message("tool", "r"), tools=TOOLS)
-        assert (len(node.message.calls), turn.rewritten) == (1, "rewritten")
+        node = talk.commit_reply([user("p")], [*talk.encode(text), min(codec.terminator_ids)], tools=TOOLS)
+        turn = talk.prepare(user("p"), node.message, Message("tool", "r"), tools=TOOLS)
+        assert (len(node.message.tool_calls), turn.rewrite_reason) == (1, "rewritten")
 
 
 # -- said by somebody else ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [*WRITTEN, "deepseek_v3", QWEN3_CODER, MINIMAX])
-@pytest.mark.parametrize("arguments", ODD)
+@pytest.mark.parametrize("family", [*FORMATTED_CALLS, "deepseek_v3", QWEN3_CODER, MINIMAX])
+@pytest.mark.parametrize("arguments", MALFORMED)
 def test_a_foreign_one_is_shown_with_every_word(family: str, arguments: str) -> None:
-    codec = codec_of(family) if family in FAMILIES else codec_speaking(family)
-    talk = Talk(codec)
-    foreign = said("", ToolCall("look", arguments, "abcdefghi"))
-    turn = talk.look(user("p"), foreign, Message("tool", "r", answers="abcdefghi"), tools=TOOLS)
-    shown = talk.text(turn.prompt_ids.tolist())
+    codec = load_codec(family) if family in FAMILIES else load_codec_with_template(family)
+    talk = SessionDriver(codec)
+    foreign = assistant("", ToolCall("look", arguments, "abcdefghi"))
+    turn = talk.prepare(user("p"), foreign, Message("tool", "r", tool_call_id="abcdefghi"), tools=TOOLS)
+    shown = talk.decode(turn.prompt_ids.tolist())
     quoted = json.dumps(arguments, ensure_ascii=False)
     value = arguments in VALUES and json.dumps(json.loads(arguments))
     assert any(spelling and spelling in shown for spelling in (arguments, quoted, value))
@@ -238,10 +248,10 @@ def test_a_foreign_one_is_shown_with_every_word(family: str, arguments: str) -> 
 @pytest.mark.parametrize("arguments", [*VALUES, "{at: 1"])
 @pytest.mark.parametrize("odd", ["text", "value", "object"])
 def test_marks_stand_around_one_and_do_not_change_it(arguments: str, odd: Any) -> None:
-    dialect = Dialect(odd_arguments=odd)
-    message = said("", ToolCall("look", arguments))
-    (plain,) = dialect.write([message])
-    (marked,) = dialect.write([message], {0: lambda field, text: f"<{field}>{text}</{field}>"})
+    dialect = TemplateTraits(malformed_arguments_format=odd)
+    message = assistant("", ToolCall("look", arguments))
+    (plain,) = dialect.to_template_messages([message])
+    (marked,) = dialect.to_template_messages([message], {0: lambda field, text: f"<{field}>{text}</{field}>"})
     written = json.dumps(marked["tool_calls"][0]["function"])
     assert written.count("<2>") == written.count("</2>") == 1
     assert json.loads(written.replace("<2>", "").replace("</2>", "")) == plain["tool_calls"][0]["function"]
@@ -249,14 +259,14 @@ def test_marks_stand_around_one_and_do_not_change_it(arguments: str, odd: Any) -
 
 @pytest.mark.parametrize("arguments", ["", " \n"])
 def test_arguments_that_are_nothing_are_an_empty_object(arguments: str) -> None:
-    (written,) = Dialect().write([said("", ToolCall("look", arguments))])
+    (written,) = TemplateTraits().to_template_messages([assistant("", ToolCall("look", arguments))])
     assert written["tool_calls"][0]["function"]["arguments"] == {}
 
 
 # -- the contract ------------------------------------------------------------------------------------
 
 
-class Slipping(Behaviour):
+class MalformedPlanGenerator(PlanGenerator):
     """A model that slips: half of its calls have arguments that are no object."""
 
     def __init__(self, rng: Random, odd: list[str], **options: Any) -> None:
@@ -268,47 +278,53 @@ class Slipping(Behaviour):
         message = planned.message
         made = tuple(
             ToolCall(call.name, self._rng.choice(self._odd), call.id) if self._rng.random() < 0.5 else call
-            for call in message.calls
+            for call in message.tool_calls
         )
-        said = Message("assistant", message.text, reasoning=message.reasoning, calls=made)
+        said = Message(
+            "assistant", message.content, reasoning_content=message.reasoning_content, tool_calls=made
+        )
         return replace(planned, message=said)
 
 
-class SlippingSpeaker(TemplateSpeaker):
+class MalformedReplyEncoder(TemplateReplyEncoder):
     """Writes what is no JSON where its template would have written an object."""
 
-    def _text(self, message: Message) -> str:
+    def _render(self, message: Message) -> str:
         stand_ins = {
-            n: f'{{"stand_in": {n}}}' for n, call in enumerate(message.calls) if call.arguments in ODD
+            n: f'{{"stand_in": {n}}}'
+            for n, call in enumerate(message.tool_calls)
+            if call.arguments in MALFORMED
         }
         calls = [
             ToolCall(call.name, stand_ins.get(n, call.arguments), call.id)
-            for n, call in enumerate(message.calls)
+            for n, call in enumerate(message.tool_calls)
         ]
-        shown = Message("assistant", message.text, reasoning=message.reasoning, calls=tuple(calls))
-        text = super()._text(shown)
+        shown = Message(
+            "assistant", message.content, reasoning_content=message.reasoning_content, tool_calls=tuple(calls)
+        )
+        text = super()._render(shown)
         for n, stand_in in stand_ins.items():
             compact = stand_in.replace(" ", "")
             assert stand_in in text or compact in text
-            text = text.replace(stand_in, message.calls[n].arguments)
-            text = text.replace(compact, message.calls[n].arguments)
+            text = text.replace(stand_in, message.tool_calls[n].arguments)
+            text = text.replace(compact, message.tool_calls[n].arguments)
         return text
 
 
-def play_slipping(family: str, seed: int, count: int, history: Any, odd: list[str]) -> Player:
-    codec, rng = codec_of(family), Random(seed)
+def run_malformed_plan(family: str, seed: int, count: int, history: Any, odd: list[str]) -> PlanRunner:
+    codec, rng = load_codec(family), Random(seed)
     # Clients that send everything back in their own spelling have theirs for objects only.
     manners = replace(FAMILIES[family], mangle=False)
-    behaviour = Slipping(Random(seed), odd, reasoning=family == "qwen3", manners=manners)
-    plan = behaviour.plan(count)
-    player = Player(Session("s", codec, history=history), SlippingSpeaker(codec, Random(seed)))
-    player.play(plan, causal_order(plan, rng), overlap=rng)
+    behaviour = MalformedPlanGenerator(Random(seed), odd, reasoning=family == "qwen3", manners=manners)
+    plan = behaviour.generate(count)
+    player = PlanRunner(Session("s", codec, history=history), MalformedReplyEncoder(codec, Random(seed)))
+    player.run(plan, causal_order(plan, rng), overlap=rng)
     return player
 
 
 @pytest.mark.parametrize(
     ("family", "odd"),
-    [("qwen3", ODD), ("qwen2_5", VALUES), ("llama3_2", VALUES), ("mistral_nemo", VALUES)],
+    [("qwen3", MALFORMED), ("qwen2_5", VALUES), ("llama3_2", VALUES), ("mistral_nemo", VALUES)],
     ids=["qwen3", "qwen2_5", "llama3_2", "mistral_nemo"],
 )
 @settings(max_examples=25, deadline=None)
@@ -316,16 +332,16 @@ def play_slipping(family: str, seed: int, count: int, history: Any, odd: list[st
 def test_the_contract_holds_for_models_that_slip(
     family: str, odd: list[str], seed: int, count: int, history: str
 ) -> None:
-    verify(family, play_slipping(family, seed, count, history, odd))
+    verify(family, run_malformed_plan(family, seed, count, history, odd))
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 6), history=st.sampled_from(["template", "verbatim"]))
 def test_no_slip_forks_where_the_template_would_quote_it(seed: int, count: int, history: str) -> None:
-    player = play_slipping("qwen2_5", seed, count, history, NO_JSON)
+    player = run_malformed_plan("qwen2_5", seed, count, history, NO_JSON)
     tree = player.session.tree
-    for one in player.played:
-        assert one.call.rewritten == ""
+    for one in player.executed:
+        assert one.call.rewrite_reason == ""
         for node_id, ids in zip(one.call.outputs, one.outputs, strict=True):
             path = tree.path_ids(tree.nodes[node_id]).tolist()
             assert path == [*one.prompt_ids.tolist(), *ids.tolist()]

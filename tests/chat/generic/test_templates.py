@@ -9,9 +9,9 @@ import pytest
 
 from branchline import Generation, Journal, Message, Request, Session, ToolCall
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.runs import as_ids
-from tests.chat.families import codec_of, codec_speaking
-from tests.chat.generic.test_codec import TOOLS, Talk, said, user
+from branchline.core.token_arrays import as_ids
+from tests.chat.families import load_codec, load_codec_with_template
+from tests.chat.generic.test_codec import TOOLS, SessionDriver, assistant, user
 
 HEAD = "{%- for m in messages %}"
 TAIL = "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -22,25 +22,28 @@ def chatml(content: str) -> str:
     return f"{HEAD}{{{{- '<|im_start|>' + m.role + '\\n' + {content} + '<|im_end|>\\n' }}}}{TAIL}"
 
 
-def reply(talk: Talk, messages: list[Message], text: str, **about: Any) -> Any:
-    return talk.say(messages, talk.ids(text), **about)
+def commit_text(talk: SessionDriver, messages: list[Message], text: str, **about: Any) -> Any:
+    return talk.commit_reply(messages, talk.encode(text), **about)
 
 
-def squeezed(text: str) -> str:
+def without_whitespace(text: str) -> str:
     return "".join(text.split())
 
 
-def verify(talk: Talk, *messages: Message, **about: Any) -> Any:
+def verify(talk: SessionDriver, *messages: Message, **about: Any) -> Any:
     """The prompt is what the template writes for this conversation, whitespace aside."""
-    turn = talk.look(*messages, **about)
+    turn = talk.prepare(*messages, **about)
     tokenizer = talk.codec.tokenizer
-    template = tokenizer.template(tools=bool(about.get("tools")))
+    template = tokenizer.chat_template(tools=bool(about.get("tools")))
     shown = [*(node.message for node in turn.parent.path()), *turn.messages]
     tools = [dict(tool) for tool in about.get("tools", ())]
     plain = template.render(
-        talk.codec.dialect(template).write(shown), tools, about.get("template"), now=talk.session.started
+        talk.codec.template_traits(template).to_template_messages(shown),
+        tools,
+        about.get("template"),
+        now=talk.session.started_at,
     )
-    assert squeezed(talk.text(turn.prompt_ids.tolist())) == squeezed(plain)
+    assert without_whitespace(talk.decode(turn.prompt_ids.tolist())) == without_whitespace(plain)
     return turn
 
 
@@ -54,16 +57,16 @@ def verify(talk: Talk, *messages: Message, **about: Any) -> Any:
     ],
 )
 def test_a_template_that_writes_around_or_inside_a_reply_forks(content: str) -> None:
-    talk = Talk(codec_speaking(chatml(content)))
-    node = reply(talk, [user("p")], "a cat<|im_end|>")
+    talk = SessionDriver(load_codec_with_template(chatml(content)))
+    node = commit_text(talk, [user("p")], "a cat<|im_end|>")
     turn = verify(talk, user("p"), node.message, user("q"))
     assert turn.rewritten
     verify(talk, user("other"), node.message, user("q"))
 
 
 def test_a_template_that_only_trims_does_not_fork() -> None:
-    talk = Talk(codec_speaking(chatml("m.content|trim")))
-    node = reply(talk, [user("p")], " a cat \n<|im_end|>")
+    talk = SessionDriver(load_codec_with_template(chatml("m.content|trim")))
+    node = commit_text(talk, [user("p")], " a cat \n<|im_end|>")
     assert verify(talk, user("p"), node.message, user("q")).parent is node
 
 
@@ -77,15 +80,15 @@ HYBRID = (
 
 def test_what_opens_a_reply_depends_on_the_templates_arguments() -> None:
     off = {"enable_thinking": False}
-    talk = Talk(codec_speaking(HYBRID, reasoning_parser="think"))
-    node = reply(talk, [user("p")], "hello<|im_end|>", template=off)
+    talk = SessionDriver(load_codec_with_template(HYBRID, reasoning_parser="think"))
+    node = commit_text(talk, [user("p")], "hello<|im_end|>", template=off)
     assert (node.message.text, node.message.reasoning) == ("hello", "")
     turn = verify(talk, Message("system", "new"), user("p"), node.message, user("q"), template=off)
-    assert "<|im_start|>assistant\nhello<|im_end|>" in talk.text(turn.prompt_ids.tolist())
-    assert talk.text(turn.opening.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    thinking = reply(talk, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
+    assert "<|im_start|>assistant\nhello<|im_end|>" in talk.decode(turn.prompt_ids.tolist())
+    assert talk.decode(turn.opening.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    thinking = commit_text(talk, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
     assert (thinking.message.text, thinking.message.reasoning) == ("hello", "hm")
-    assert talk.look(user("p"), user("q"), template=off).parent.message.text == "p"
+    assert talk.prepare(user("p"), user("q"), template=off).parent.message.content == "p"
 
 
 CROSSING = (
@@ -97,12 +100,12 @@ CROSSING = (
 
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_token_that_crosses_two_messages_is_written_once(forget: bool) -> None:
-    talk = Talk(codec_speaking(CROSSING, stop_ids=[IM_END]))
-    reply(talk, [user("p")], " hello<|im_end|>")
+    talk = SessionDriver(load_codec_with_template(CROSSING, stop_ids=[IM_END]))
+    commit_text(talk, [user("p")], " hello<|im_end|>")
     if forget:
-        talk.codec.forget()
-    turn = talk.look(user("p"), user("q"))
-    assert talk.text(turn.prompt_ids.tolist()) == "\nUSER: p\n\nUSER: q\n\nASSISTANT:"
+        talk.codec.clear_prompt_cache()
+    turn = talk.prepare(user("p"), user("q"))
+    assert talk.decode(turn.prompt_ids.tolist()) == "\nUSER: p\n\nUSER: q\n\nASSISTANT:"
 
 
 ARGUMENTS = (
@@ -115,19 +118,21 @@ ARGUMENTS = (
 
 @pytest.mark.parametrize("arguments", ["{}", '{"at": "1"}', '{"at": "1", "far": "no"}'])
 def test_a_template_that_walks_through_arguments_is_given_no_more_of_them(arguments: str) -> None:
-    codec = codec_speaking(ARGUMENTS, tool_parser="plain")
-    template = codec.tokenizer.template(tools=True)
-    assert codec.dialect(template).arguments == "object"
-    talk = Talk(codec)
+    codec = load_codec_with_template(ARGUMENTS, tool_parser="plain")
+    template = codec.tokenizer.chat_template(tools=True)
+    assert codec.template_traits(template).arguments_format == "object"
+    talk = SessionDriver(codec)
     call = ToolCall("look", arguments)
-    prompt = talk.look(user("p"), tools=TOOLS)
+    prompt = talk.prepare(user("p"), tools=TOOLS)
     shown = template.render(
-        codec.dialect(template).write([user("p"), said("", call)]), None, generation_prompt=False
+        codec.template_traits(template).to_template_messages([user("p"), assistant("", call)]),
+        None,
+        add_generation_prompt=False,
     )
     text = shown.split("<|im_start|>assistant\n")[1].removesuffix("\n")
-    ids = as_ids(talk.ids(text))
-    node_id = talk.session.commit(prompt, Generation(ids, message=said("", call))).call.outputs[0]
-    turn = talk.look(user("p"), said("", call), Message("tool", "seen"), tools=TOOLS)
+    ids = as_ids(talk.encode(text))
+    node_id = talk.session.commit(prompt, Generation(ids, message=assistant("", call))).call.outputs[0]
+    turn = talk.prepare(user("p"), assistant("", call), Message("tool", "seen"), tools=TOOLS)
     assert turn.parent.id == node_id
 
 
@@ -135,56 +140,60 @@ def test_reasoning_is_put_where_the_template_looks_for_it() -> None:
     template = chatml(
         "(('<think>\\n' + m.thinking + '\\n</think>\\n\\n') if m.thinking is defined else '') + m.content"
     )
-    codec = codec_speaking(template, reasoning_parser="think")
-    assert codec.dialect(codec.tokenizer.template()).reasoning_field == "thinking"
-    talk = Talk(codec)
-    node = reply(talk, [user("p")], "<think>\nhm\n</think>\n\nhello<|im_end|>")
+    codec = load_codec_with_template(template, reasoning_parser="think")
+    assert codec.template_traits(codec.tokenizer.chat_template()).reasoning_field == "thinking"
+    talk = SessionDriver(codec)
+    node = commit_text(talk, [user("p")], "<think>\nhm\n</think>\n\nhello<|im_end|>")
     assert verify(talk, user("p"), node.message, user("q")).parent is node
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "deepseek_v3"])
 def test_a_developers_words_are_shown_as_the_systems_where_templates_do_not_know_them(family: str) -> None:
-    talk = Talk(codec_of(family))
-    assert "DEVTXT" in talk.text(talk.look(Message("developer", "DEVTXT"), user("y")).prompt_ids.tolist())
+    talk = SessionDriver(load_codec(family))
+    assert "DEVTXT" in talk.decode(
+        talk.prepare(Message("developer", "DEVTXT"), user("y")).prompt_ids.tolist()
+    )
 
 
 def test_verbatim_keeps_a_reply_that_templates_take_apart() -> None:
-    talk = Talk(codec_of("qwen3"), history="verbatim")
-    node = reply(talk, [user("p")], "a </think> b<|im_end|>")
-    turn = talk.look(user("p"), node.message, user("q"))
+    talk = SessionDriver(load_codec("qwen3"), history="verbatim")
+    node = commit_text(talk, [user("p")], "a </think> b<|im_end|>")
+    turn = talk.prepare(user("p"), node.message, user("q"))
     assert turn.parent is node
-    assert talk.text(turn.prompt_ids.tolist()).endswith(
+    assert talk.decode(turn.prompt_ids.tolist()).endswith(
         "<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_nemo", "llama3_2"])
 def test_verbatim_adds_the_same_words_at_every_turn(family: str) -> None:
-    codec = codec_of(family)
-    talk = Talk(codec, history="verbatim")
-    stop = sorted(codec.terminators)[0]
+    codec = load_codec(family)
+    talk = SessionDriver(codec, history="verbatim")
+    stop = sorted(codec.terminator_ids)[0]
     history = [user("q")]
     added = []
     for _ in range(4):
-        turn = talk.look(*history, tools=TOOLS)
-        added.append(talk.text(turn.prompt_ids.tolist()[turn.parent.end :]))
-        node = talk.say(history, [*talk.ids("yes"), stop], tools=TOOLS)
+        turn = talk.prepare(*history, tools=TOOLS)
+        added.append(talk.decode(turn.prompt_ids.tolist()[turn.parent.end :]))
+        node = talk.commit_reply(history, [*talk.encode("yes"), stop], tools=TOOLS)
         history += [node.message, user("q")]
     assert len(set(added[1:])) == 1
 
 
 def test_a_template_whose_tail_depends_on_its_head_is_rendered_whole_under_verbatim() -> None:
-    talk = Talk(codec_speaking(chatml("'#' ~ loop.index ~ ' ' + m.content")), history="verbatim")
+    talk = SessionDriver(
+        load_codec_with_template(chatml("'#' ~ loop.index ~ ' ' + m.content")), history="verbatim"
+    )
     history = [user("q")]
     for turn_number in range(3):
-        turn = talk.look(*history)
-        assert f"#{2 * turn_number + 1} q" in talk.text(turn.prompt_ids.tolist())
-        node = talk.say(history, [*talk.ids("yes"), IM_END])
+        turn = talk.prepare(*history)
+        assert f"#{2 * turn_number + 1} q" in talk.decode(turn.prompt_ids.tolist())
+        node = talk.commit_reply(history, [*talk.encode("yes"), IM_END])
         history += [node.message, user("q")]
 
 
 def test_half_a_surrogate_in_a_tool_list_changes_nothing_for_others() -> None:
-    codec = codec_of("qwen3")
+    codec = load_codec("qwen3")
     body = {"messages": [{"role": "user", "content": "x"}]}
     odd = {"type": "function", "function": {"name": "look", "description": "\ud800"}}
     session = Session("s", codec)
@@ -192,38 +201,38 @@ def test_half_a_surrogate_in_a_tool_list_changes_nothing_for_others() -> None:
         session.prepare(Request.read({**body, "tools": [odd]})).prompt_ids.tobytes() for _ in range(120)
     }
     assert len(prompts) == 1
-    assert codec.tokenizer.template(tools=True).is_fast
+    assert codec.tokenizer.chat_template(tools=True).uses_minijinja
 
 
 def test_arguments_nested_beyond_reason_do_not_raise() -> None:
-    talk = Talk(codec_of("qwen3"))
+    talk = SessionDriver(load_codec("qwen3"))
     deep = ToolCall("look", '{"a":' + "[" * 1500 + "]" * 1500 + "}")
-    talk.look(user("p"), said("", deep), Message("tool", "r"), tools=TOOLS)
+    talk.prepare(user("p"), assistant("", deep), Message("tool", "r"), tools=TOOLS)
 
 
 def test_names_of_ours_are_not_the_clients_to_set() -> None:
-    talk = Talk(codec_of("qwen3"))
-    turn = talk.look(user("p"), template={"add_generation_prompt": False, "messages": []})
-    assert talk.text(turn.prompt_ids.tolist()).endswith("<|im_start|>assistant\n")
+    talk = SessionDriver(load_codec("qwen3"))
+    turn = talk.prepare(user("p"), template={"add_generation_prompt": False, "messages": []})
+    assert talk.decode(turn.prompt_ids.tolist()).endswith("<|im_start|>assistant\n")
 
 
 def test_a_template_that_minijinja_cannot_compile_says_why() -> None:
     template = chatml("m.content").replace(TAIL, "{% generation %}{% endgeneration %}" + TAIL)
-    chosen = codec_speaking(template).tokenizer.template()
-    assert not chosen.is_fast
-    assert "minijinja" in chosen.mismatch
+    chosen = load_codec_with_template(template).tokenizer.chat_template()
+    assert not chosen.uses_minijinja
+    assert "minijinja" in chosen.fallback_reason
 
 
 def test_a_restarted_session_keeps_the_date_its_template_printed(tmp_path: Path) -> None:
-    codec = codec_of("llama3_2")
+    codec = load_codec("llama3_2")
     with Journal(tmp_path / "j") as journal:
         session = Session("s", codec, journal=journal)
         turn = session.prepare(Request((user("p"),)))
-        stop = sorted(codec.terminators)[0]
+        stop = sorted(codec.terminator_ids)[0]
         node = session.commit(
             turn, Generation(as_ids([*codec.tokenizer.encode("yes").tolist(), stop]))
         ).call.outputs[0]
         journal.flush()
         again = Session.reopen("s", GenericCodec(codec.tokenizer), journal)
-        assert again.started == session.started
-        assert again.prepare(Request((user("p"), said("yes"), user("q")))).parent.id == node
+        assert again.started_at == session.started_at
+        assert again.prepare(Request((user("p"), assistant("yes"), user("q")))).parent.id == node

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from branchline.chat.parsing import OutputParser, Parsed, TextParser, parser_for
+from branchline.chat.parsing import OutputParser, ParsedOutput, TextParser, create_text_parser
 from branchline.core.message import ToolCall
 
 Writer = Callable[[str, Sequence[ToolCall]], str]
@@ -23,7 +23,7 @@ def hermes(text: str, calls: Sequence[ToolCall]) -> str:
 def qwen3_coder(text: str, calls: Sequence[ToolCall]) -> str:
     blocks = []
     for call in calls:
-        pairs = [f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in bare(call)]
+        pairs = [f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in bare_arguments(call)]
         blocks.append(f"<tool_call>\n<function={call.name}>\n{''.join(pairs)}</function>\n</tool_call>")
     return "\n".join([text, *blocks] if text else blocks)
 
@@ -31,7 +31,7 @@ def qwen3_coder(text: str, calls: Sequence[ToolCall]) -> str:
 def glm(text: str, calls: Sequence[ToolCall]) -> str:
     blocks = []
     for call in calls:
-        pairs = [f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in bare(call)]
+        pairs = [f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in bare_arguments(call)]
         blocks.append(f"<tool_call>{call.name}\n{''.join(pairs)}</tool_call>")
     return "\n".join([text, *blocks] if text else blocks)
 
@@ -41,7 +41,7 @@ def minimax(text: str, calls: Sequence[ToolCall]) -> str:
         return text
     blocks = []
     for call in calls:
-        pairs = [f'<parameter name="{k}">{v}</parameter>\n' for k, v in bare(call)]
+        pairs = [f'<parameter name="{k}">{v}</parameter>\n' for k, v in bare_arguments(call)]
         blocks.append(f'<invoke name="{call.name}">\n{"".join(pairs)}</invoke>\n')
     return f"{text}\n<minimax:tool_call>\n{''.join(blocks)}</minimax:tool_call>"
 
@@ -105,7 +105,7 @@ def plain(text: str, calls: Sequence[ToolCall]) -> str:
     return text
 
 
-def bare(call: ToolCall) -> list[tuple[str, str]]:
+def bare_arguments(call: ToolCall) -> list[tuple[str, str]]:
     """Arguments as the tagged formats write them: strings as they are, the rest as JSON."""
     values: dict[str, Any] = json.loads(call.arguments)
     return [(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for k, v in values.items()]
@@ -125,7 +125,7 @@ WRITERS: list[tuple[str, Writer]] = [
     ("kimi", kimi),
     ("minimax", minimax),
 ]
-BY_NAME = {"ids": [writer.__name__ for _, writer in WRITERS]}
+WRITER_IDS = {"ids": [writer.__name__ for _, writer in WRITERS]}
 FORMATS = list(dict.fromkeys(name for name, _ in WRITERS))
 """Every format once."""
 WITH_CALLS = [pair for pair in WRITERS if pair[0] != "plain"]
@@ -161,13 +161,15 @@ def call(name: str, arguments: str = "{}", number: int = 0, *, format: str = "")
     return ToolCall(name, arguments, id=sampled)
 
 
-def over_bytes(parser: TextParser, stop_ids: Sequence[int] = ()) -> OutputParser:
+def byte_parser(parser: TextParser, stop_ids: Sequence[int] = ()) -> OutputParser:
     """A byte is a token; ids from 256 on are stops, spelled in angle brackets."""
     return OutputParser(parser, lambda t: bytes([t]) if t < 256 else b"<stop %d>" % t, stop_ids)
 
 
-def read(
+def parse_text(
     name: str, output: str, finish: str = "stop", *, reasoning: str = "none", starts_inside: bool = False
-) -> Parsed:
-    parser = parser_for(name, reasoning=reasoning, starts_inside=starts_inside, tools=TOOLS)
-    return over_bytes(parser).parse(output.encode(), finish)
+) -> ParsedOutput:
+    parser = create_text_parser(
+        name, reasoning_format=reasoning, starts_in_reasoning=starts_inside, tools=TOOLS
+    )
+    return byte_parser(parser).parse(output.encode(), finish)

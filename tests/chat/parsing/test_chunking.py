@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, call, over_bytes
+from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, byte_parser, call
 
-from branchline.chat.parsing import Delta, OutputParser, Parsed, Problem, parser_for
+from branchline.chat.parsing import MessageDelta, OutputParser, ParsedOutput, ParseProblem, create_text_parser
 from branchline.chat.parsing.base import REPLACEMENT
-from branchline.chat.parsing.jsontext import is_object
-from branchline.chat.parsing.reasoning import REASONING
+from branchline.chat.parsing.json_scan import is_json_object
+from branchline.chat.parsing.reasoning import REASONING_MARKERS
 from branchline.core.message import Message
 
 MARKERS = {
@@ -33,7 +33,7 @@ MARKERS = {
     "minimax": ["<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>",
                 '<parameter name="k">', "</parameter>"],
 }  # fmt: skip
-SCRAPS = [
+FRAGMENTS = [
     "{",
     "}",
     "}}",
@@ -57,7 +57,7 @@ SCRAPS = [
 STOP = 256
 
 
-def wholes(name: str) -> list[str]:
+def complete_outputs(name: str) -> list[str]:
     """Outputs as they should be."""
     escaped = '{"k": "\\\\\\"</tool_call>[ARGS]}\\n"}'
     made = [call("f", escaped, format=name), call("g", "{}", 1, format=name)]
@@ -67,10 +67,14 @@ def wholes(name: str) -> list[str]:
     return [text for text in written if text]
 
 
-def malformed(name: str) -> list[str]:
+def malformed_outputs(name: str) -> list[str]:
     """Outputs with arguments that are no object: some JSON, some not, some in strings that never end."""
     if name in TAGGED:
-        return [text.replace(cut, "") for text in wholes(name) for cut in ("=k", ' name="k"', "</arg_value>")]
+        return [
+            text.replace(cut, "")
+            for text in complete_outputs(name)
+            for cut in ("=k", ' name="k"', "</arg_value>")
+        ]
     odd = ("[1]", "null", '{"k": 1,}', '{"k": "x}', '{"k": "\n"}', "{k: 1}", "words")
     good = call("g", "{}", 1, format=name)
     return [
@@ -83,30 +87,34 @@ def malformed(name: str) -> list[str]:
 
 def outputs(name: str) -> st.SearchStrategy[list[int]]:
     """Ids: markers, halves of markers, JSON in pieces, whole calls, any bytes, a stop id anywhere."""
-    markers = [*MARKERS[name], *itertools.chain(*REASONING.values())]
+    markers = [*MARKERS[name], *itertools.chain(*REASONING_MARKERS.values())]
     halves = st.sampled_from(markers).flatmap(lambda text: st.integers(1, len(text)).map(lambda n: text[:n]))
-    known = [*markers, *SCRAPS, *wholes(name), *malformed(name)]
+    known = [*markers, *FRAGMENTS, *complete_outputs(name), *malformed_outputs(name)]
     texts = st.sampled_from(known) | halves | st.text(max_size=4)
     encoded = texts.map(lambda text: list(text.encode("utf-8", "surrogatepass")))
     spelled = encoded | st.lists(st.integers(0, 255), max_size=3) | st.just([STOP])
     return st.lists(spelled, max_size=12).map(lambda pieces: list(itertools.chain(*pieces)))
 
 
-def add_up(deltas: Sequence[Delta]) -> Message:
-    calls = [delta.call for delta in deltas if delta.call is not None]
-    assert [delta.index for delta in deltas if delta.call] == list(range(len(calls)))
-    assert all(bool(d.text) + bool(d.reasoning) + (d.call is not None) == 1 for d in deltas), "one of three"
-    text, reasoning = "".join(d.text for d in deltas), "".join(d.reasoning for d in deltas)
-    return Message("assistant", text, reasoning=reasoning, calls=tuple(calls))
+def join_deltas(deltas: Sequence[MessageDelta]) -> Message:
+    calls = [delta.tool_call for delta in deltas if delta.tool_call is not None]
+    assert [delta.index for delta in deltas if delta.tool_call] == list(range(len(calls)))
+    assert all(
+        bool(d.content) + bool(d.reasoning_content) + (d.tool_call is not None) == 1 for d in deltas
+    ), "one of three"
+    text, reasoning = "".join(d.content for d in deltas), "".join(d.reasoning_content for d in deltas)
+    return Message("assistant", text, reasoning_content=reasoning, tool_calls=tuple(calls))
 
 
-def stream(chunks: Sequence[Sequence[int]], finish: str, name: str, reasoning: str, inside: bool) -> Parsed:
-    parser = parser_for(name, reasoning=reasoning, starts_inside=inside, tools=TOOLS)
-    output = over_bytes(parser, [STOP])
+def parse_chunks(
+    chunks: Sequence[Sequence[int]], finish_reason: str, name: str, reasoning: str, inside: bool
+) -> ParsedOutput:
+    parser = create_text_parser(name, reasoning_format=reasoning, starts_in_reasoning=inside, tools=TOOLS)
+    output = byte_parser(parser, [STOP])
     deltas = [delta for chunk in chunks for delta in output.feed(chunk)]
-    deltas += output.finish(finish)
-    assert add_up(deltas) == output.message
-    return Parsed(output.message, output.problems)
+    deltas += output.finish(finish_reason)
+    assert join_deltas(deltas) == output.message
+    return ParsedOutput(output.message, output.problems)
 
 
 settings_of_reasoning = st.sampled_from(
@@ -121,11 +129,11 @@ def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataOb
     ids = data.draw(outputs(name))
     finish = data.draw(st.sampled_from(["stop", "length", "abort"]))
     reasoning, inside = data.draw(settings_of_reasoning)
-    whole = stream([ids], finish, name, reasoning, inside)
-    assert stream([[token] for token in ids], finish, name, reasoning, inside) == whole
+    whole = parse_chunks([ids], finish, name, reasoning, inside)
+    assert parse_chunks([[token] for token in ids], finish, name, reasoning, inside) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     chunks = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
-    assert stream(chunks, finish, name, reasoning, inside) == whole
+    assert parse_chunks(chunks, finish, name, reasoning, inside) == whole
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -134,14 +142,14 @@ def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataOb
 def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
     text = bytes(ids).decode("utf-8", "replace")
-    message = stream([ids], "length", name, "none", False).message
-    if name != "harmony" and not message.calls:
-        assert message.text == text, "no call, no framing"
+    message = parse_chunks([ids], "length", name, "none", False).message
+    if name != "harmony" and not message.tool_calls:
+        assert message.content == text, "no call, no framing"
     rest = iter(text)
-    assert all(letter in rest for letter in message.text), "the text stands in the output, in order"
-    if message.calls:
+    assert all(letter in rest for letter in message.content), "the text stands in the output, in order"
+    if message.tool_calls:
         # A call costs at least its own markers; its name stands in the output as it was sampled.
-        assert all(made.name in text for made in message.calls)
+        assert all(made.name in text for made in message.tool_calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -153,22 +161,22 @@ def test_arguments_stand_in_the_output_and_are_flagged_where_they_are_no_object(
     ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
     text = bytes(ids).decode("utf-8", "replace")
     finish = data.draw(st.sampled_from(["stop", "length"]))
-    parsed = stream([ids], finish, name, "none", False)
-    odd = [made.arguments for made in parsed.message.calls if not is_object(made.arguments)]
-    assert bool(odd) == (Problem.MALFORMED_ARGUMENTS in parsed.problems)
+    parsed = parse_chunks([ids], finish, name, "none", False)
+    odd = [made.arguments for made in parsed.message.tool_calls if not is_json_object(made.arguments)]
+    assert bool(odd) == (ParseProblem.MALFORMED_ARGUMENTS in parsed.problems)
     assert all(arguments in text for arguments in odd)
     if name not in TAGGED:
-        assert all(made.arguments in text for made in parsed.message.calls)
+        assert all(made.arguments in text for made in parsed.message.tool_calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_place_to_cut_an_output(name: str) -> None:
-    for text in [*wholes(name), *malformed(name)]:
+    for text in [*complete_outputs(name), *malformed_outputs(name)]:
         ids = list(f"<think>\nä\n</think>\n\n{text}".encode())
-        whole = stream([ids], "stop", name, "think", False)
-        assert whole.message.reasoning.startswith("ä")
+        whole = parse_chunks([ids], "stop", name, "think", False)
+        assert whole.message.reasoning_content.startswith("ä")
         for cut in range(len(ids) + 1):
-            assert stream([ids[:cut], ids[cut:]], "stop", name, "think", False) == whole
+            assert parse_chunks([ids[:cut], ids[cut:]], "stop", name, "think", False) == whole
 
 
 @given(
@@ -176,8 +184,8 @@ def test_every_place_to_cut_an_output(name: str) -> None:
 )
 def test_bytes_decode_as_a_whole_decode_would(pieces: list[bytes]) -> None:
     data = b"".join(pieces)
-    parsed = stream([list(piece) for piece in pieces], "stop", "plain", "none", False)
-    assert parsed.message.text == data.decode("utf-8", "replace")
+    parsed = parse_chunks([list(piece) for piece in pieces], "stop", "plain", "none", False)
+    assert parsed.message.content == data.decode("utf-8", "replace")
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -207,13 +215,13 @@ VOCABULARY = [
 ]
 """Letters that are whole, begun, gone on with, ended and broken, beside others in the same token or alone."""
 STOPS = (len(VOCABULARY), len(VOCABULARY) + 1)
-SPELLED = [*VOCABULARY, b"<stop>", b"\xe2<stop>"]
-UNKNOWN = len(SPELLED) + 7
+TOKEN_BYTES = [*VOCABULARY, b"<stop>", b"\xe2<stop>"]
+UNKNOWN = len(TOKEN_BYTES) + 7
 
 
 @settings(max_examples=300)
 @given(
-    ids=st.lists(st.integers(0, len(SPELLED) - 1) | st.just(UNKNOWN), max_size=16),
+    ids=st.lists(st.integers(0, len(TOKEN_BYTES) - 1) | st.just(UNKNOWN), max_size=16),
     cuts=st.lists(st.integers(0, 16), max_size=6),
     finish=st.sampled_from(["stop", "length"]),
     name=st.sampled_from(["plain", "hermes"]),
@@ -221,30 +229,39 @@ UNKNOWN = len(SPELLED) + 7
 def test_tokens_one_by_one_say_what_they_say_together(
     ids: list[int], cuts: list[int], finish: str, name: str
 ) -> None:
-    def parsed(chunks: Sequence[Sequence[int]]) -> Parsed:
-        output = OutputParser(parser_for(name, reasoning="think"), SPELLED.__getitem__, STOPS)
+    def parsed(chunks: Sequence[Sequence[int]]) -> ParsedOutput:
+        output = OutputParser(
+            create_text_parser(name, reasoning_format="think"), TOKEN_BYTES.__getitem__, STOPS
+        )
         deltas = [delta for chunk in chunks for delta in output.feed(chunk)]
         deltas += output.finish(finish)
-        assert add_up(deltas) == output.message
-        return Parsed(output.message, output.problems)
+        assert join_deltas(deltas) == output.message
+        return ParsedOutput(output.message, output.problems)
 
     whole = parsed([ids])
     assert parsed([[token] for token in ids]) == whole
     places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     assert parsed([ids[a:b] for a, b in itertools.pairwise(places)]) == whole
-    if name == "plain" and b"<think>" not in b"".join(SPELLED[token] for token in ids if token != UNKNOWN):
+    if name == "plain" and b"<think>" not in b"".join(
+        TOKEN_BYTES[token] for token in ids if token != UNKNOWN
+    ):
         last_is_stop = bool(ids) and ids[-1] in STOPS
         spelled = [
-            SPELLED[token] if token != UNKNOWN else REPLACEMENT
+            TOKEN_BYTES[token] if token != UNKNOWN else REPLACEMENT
             for token in (ids[:-1] if last_is_stop else ids)
         ]
-        assert whole.message.text == b"".join(spelled).decode("utf-8", "replace")
-    assert (Problem.UNKNOWN_ID in whole.problems) == (UNKNOWN in ids)
+        assert whole.message.content == b"".join(spelled).decode("utf-8", "replace")
+    assert (ParseProblem.UNKNOWN_ID in whole.problems) == (UNKNOWN in ids)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=st.text(st.characters(), max_size=30), place=st.integers(0, 30))
 def test_a_text_parser_takes_any_text(name: str, text: str, place: int) -> None:
-    first, second = parser_for(name, reasoning="think"), parser_for(name, reasoning="think")
-    whole = add_up([*first.feed(text), *first.finish(True)])
-    assert add_up([*second.feed(text[:place]), *second.feed(text[place:]), *second.finish(True)]) == whole
+    first, second = (
+        create_text_parser(name, reasoning_format="think"),
+        create_text_parser(name, reasoning_format="think"),
+    )
+    whole = join_deltas([*first.feed(text), *first.finish(True)])
+    assert (
+        join_deltas([*second.feed(text[:place]), *second.feed(text[place:]), *second.finish(True)]) == whole
+    )

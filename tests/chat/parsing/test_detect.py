@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from branchline.chat.parsing import Detection, detect
+from branchline.chat.parsing import OutputFormat, detect_output_format
 
 THINKS = "{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}"
 LLAMA = "{{ '<|start_header_id|>' + message.role }}"
@@ -13,51 +13,57 @@ LLAMA = "{{ '<|start_header_id|>' + message.role }}"
 @pytest.mark.parametrize(
     ("source", "prompt", "expected"),
     [
-        ("{{ '<tool_call>\\n{\"name\": ' }}", "<|im_start|>assistant\n", Detection("hermes")),
-        (THINKS + "{{ '<tool_call>' }}", "<|im_start|>assistant\n", Detection("hermes", "think")),
-        (THINKS + "<tool_call>", "assistant\n<think>\n", Detection("hermes", "think", True)),
-        (THINKS + "<tool_call>", "assistant\n<think>\n\n</think>\n\n", Detection("hermes", "think")),
-        ("{{ '<tool_call>\\n<function=' + name }}", "", Detection("qwen3_coder")),
-        ("<tool_call>{{ '<arg_key>' }}" + THINKS, "<|assistant|>", Detection("glm", "think")),
+        ("{{ '<tool_call>\\n{\"name\": ' }}", "<|im_start|>assistant\n", OutputFormat("hermes")),
+        (THINKS + "{{ '<tool_call>' }}", "<|im_start|>assistant\n", OutputFormat("hermes", "think")),
+        (THINKS + "<tool_call>", "assistant\n<think>\n", OutputFormat("hermes", "think", True)),
+        (THINKS + "<tool_call>", "assistant\n<think>\n\n</think>\n\n", OutputFormat("hermes", "think")),
+        ("{{ '<tool_call>\\n<function=' + name }}", "", OutputFormat("qwen3_coder")),
+        ("<tool_call>{{ '<arg_key>' }}" + THINKS, "<|assistant|>", OutputFormat("glm", "think")),
         (
             "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}",
             "<|start|>assistant",
-            Detection("harmony"),
+            OutputFormat("harmony"),
         ),
-        ("{{ '<｜tool▁calls▁begin｜>' }}", "<｜Assistant｜>", Detection("deepseek")),
+        ("{{ '<｜tool▁calls▁begin｜>' }}", "<｜Assistant｜>", OutputFormat("deepseek")),
         (
             "{{ content.split('</think>')[-1] }}{{ '<｜tool▁calls▁begin｜>' }}",
             "<｜Assistant｜><think>\n",
-            Detection("deepseek", "think", True),
+            OutputFormat("deepseek", "think", True),
         ),
         (
             "{{ '<｜tool▁calls▁begin｜>' }}'</think>'",
             "<｜Assistant｜></think>",
-            Detection("deepseek", "think"),
+            OutputFormat("deepseek", "think"),
         ),
-        ("{{ '<|tool_calls_section_begin|>' }}", "<|im_assistant|>", Detection("kimi")),
+        ("{{ '<|tool_calls_section_begin|>' }}", "<|im_assistant|>", OutputFormat("kimi")),
         (
             "{% set open = '<minimax:tool_call>' %}" + THINKS,
             "]~b]ai\n<think>\n",
-            Detection("minimax", "think", True),
+            OutputFormat("minimax", "think", True),
         ),
-        ("{{ '[TOOL_CALLS][' }}", "", Detection("mistral")),
-        ("{{ '[TOOL_CALLS]' }}{{ '[THINK]' + thinking + '[/THINK]' }}", "", Detection("mistral", "mistral")),
-        (LLAMA + "{% if message.tool_calls %}", "", Detection("llama3")),
-        (LLAMA, "", Detection()),
-        ("<start_of_turn>{{ message.content }}", "<start_of_turn>model\n", Detection()),
-        ("", "", Detection()),
+        ("{{ '[TOOL_CALLS][' }}", "", OutputFormat("mistral")),
+        (
+            "{{ '[TOOL_CALLS]' }}{{ '[THINK]' + thinking + '[/THINK]' }}",
+            "",
+            OutputFormat("mistral", "mistral"),
+        ),
+        (LLAMA + "{% if message.tool_calls %}", "", OutputFormat("llama3")),
+        (LLAMA, "", OutputFormat()),
+        ("<start_of_turn>{{ message.content }}", "<start_of_turn>model\n", OutputFormat()),
+        ("", "", OutputFormat()),
     ],
 )
-def test_a_template_names_its_parser(source: str, prompt: str, expected: Detection) -> None:
-    assert detect(source, prompt) == expected
+def test_a_template_names_its_parser(source: str, prompt: str, expected: OutputFormat) -> None:
+    assert detect_output_format(source, prompt) == expected
 
 
 def test_a_template_that_shows_no_reasoning_gets_no_reasoning_parser() -> None:
     # Qwen2.5: the tokens may be in the vocabulary, the template would still lose what they frame.
-    assert detect("{{ '<tool_call>' }}", "", ["<think>", "</think>"]) == Detection("hermes")
+    assert detect_output_format("{{ '<tool_call>' }}", "", ["<think>", "</think>"]) == OutputFormat("hermes")
 
 
 def test_where_there_is_no_template_the_tokens_speak() -> None:
-    assert detect("", "", ["<|python_tag|>"]) == Detection("llama3")
-    assert detect("", "", {"<tool_call>", "<think>", "</think>"}) == Detection("hermes", "think")
+    assert detect_output_format("", "", ["<|python_tag|>"]) == OutputFormat("llama3")
+    assert detect_output_format("", "", {"<tool_call>", "<think>", "</think>"}) == OutputFormat(
+        "hermes", "think"
+    )

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat.parsing import samples
-from tests.chat.parsing.samples import BY_NAME, WITH_CALLS, WRITERS, Writer, call, read
+from tests.chat.parsing.samples import WITH_CALLS, WRITER_IDS, WRITERS, Writer, call, parse_text
 
-from branchline.chat.parsing import Problem, parser_for
+from branchline.chat.parsing import ParseProblem, create_text_parser
 from branchline.core.errors import CodecError
 
-CUT = (Problem.CUT_CALL,)
-MALFORMED = (Problem.MALFORMED_CALL,)
+CUT = (ParseProblem.CUT_CALL,)
+MALFORMED = (ParseProblem.MALFORMED_CALL,)
 
 OPENERS = {
     "hermes": "<tool_call>",
@@ -31,7 +31,7 @@ OPENERS = {
 CLOSERS = {"deepseek": "<｜tool▁call▁end｜>", "kimi": "<|tool_call_end|>", "minimax": "</invoke>"}
 """With this it is whole, where more may follow."""
 
-every_writer = pytest.mark.parametrize(("name", "write"), WRITERS, **BY_NAME)
+every_writer = pytest.mark.parametrize(("name", "write"), WRITERS, **WRITER_IDS)
 every_caller = pytest.mark.parametrize(
     ("name", "write"), WITH_CALLS, ids=[writer.__name__ for _, writer in WITH_CALLS]
 )
@@ -43,31 +43,31 @@ every_json_caller = pytest.mark.parametrize(
 
 @every_writer
 def test_text_alone_is_text(name: str, write: Writer) -> None:
-    parsed = read(name, write("Hello, wörld.\n", []))
-    assert (parsed.message.text, parsed.message.calls, parsed.problems) == ("Hello, wörld.\n", (), ())
+    parsed = parse_text(name, write("Hello, wörld.\n", []))
+    assert (parsed.message.content, parsed.message.tool_calls, parsed.problems) == ("Hello, wörld.\n", (), ())
 
 
 @every_caller
 def test_a_call_behind_text(name: str, write: Writer) -> None:
     made = call("get_weather", '{"city": "Ulm", "days": 3}', format=name)
-    parsed = read(name, write("I will look.", [made]))
-    assert parsed.message.calls == (made,)
+    parsed = parse_text(name, write("I will look.", [made]))
+    assert parsed.message.tool_calls == (made,)
     # Llama's template has no place for a text beside a call.
-    assert parsed.message.text == ("" if name == "llama3" else "I will look.")
+    assert parsed.message.content == ("" if name == "llama3" else "I will look.")
     assert parsed.problems == ()
 
 
 @every_caller
 def test_parallel_calls_keep_their_order(name: str, write: Writer) -> None:
     made = [call(f"tool-{n}", f'{{"n": {n}}}', n, format=name) for n in range(3)]
-    parsed = read(name, write("", made))
-    assert (parsed.message.calls, parsed.message.text, parsed.problems) == (tuple(made), "", ())
+    parsed = parse_text(name, write("", made))
+    assert (parsed.message.tool_calls, parsed.message.content, parsed.problems) == (tuple(made), "", ())
 
 
 @every_caller
 def test_arguments_are_kept_as_they_were_sampled(name: str, write: Writer) -> None:
     arguments = '{"b":1.0,  "a": "\\u00e9\\n",\n "c":[ true,null ] }'
-    [made] = read(name, write("", [call("f", arguments, format=name)])).message.calls
+    [made] = parse_text(name, write("", [call("f", arguments, format=name)])).message.tool_calls
     if name in samples.TAGGED:
         assert made.arguments == '{"b": 1.0, "a": "é\\n", "c": [true, null]}'
     else:
@@ -79,9 +79,9 @@ def test_a_call_cut_anywhere_is_text_and_never_a_call(name: str, write: Writer) 
     output = write("", [call("f", '{"a": {"b": "x"}}', format=name)])
     begins, closes = OPENERS[name], CLOSERS.get(name, output)
     for end in range(1, output.index(closes) + len(closes)):
-        parsed = read(name, output[:end], "length")
-        assert parsed.message.calls == ()
-        assert parsed.message.text == output[:end], "every character is still there"
+        parsed = parse_text(name, output[:end], "length")
+        assert parsed.message.tool_calls == ()
+        assert parsed.message.content == output[:end], "every character is still there"
         if begins in output[:end]:
             assert parsed.problems == CUT
 
@@ -89,9 +89,9 @@ def test_a_call_cut_anywhere_is_text_and_never_a_call(name: str, write: Writer) 
 @every_json_caller
 def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> None:
     value = json.dumps({"code": f'print("{write("", [call("g", format=name)])}") \\'}, ensure_ascii=False)
-    parsed = read(name, write("", [call("f", value, format=name)]))
-    assert parsed.message.calls == (call("f", value, format=name),)
-    assert parsed.message.text == ""
+    parsed = parse_text(name, write("", [call("f", value, format=name)]))
+    assert parsed.message.tool_calls == (call("f", value, format=name),)
+    assert parsed.message.content == ""
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> No
     ],
 )
 def test_what_is_nobodys_call_is_text_and_flagged(name: str, output: str) -> None:
-    parsed = read(name, output)
-    assert (parsed.message.text, parsed.message.calls) == (output, ())
+    parsed = parse_text(name, output)
+    assert (parsed.message.content, parsed.message.tool_calls) == (output, ())
     assert parsed.problems == MALFORMED
 
 
@@ -160,18 +160,18 @@ def test_what_is_nobodys_call_is_text_and_flagged(name: str, output: str) -> Non
 )
 def test_only_newlines_beside_a_call_are_framing(name: str, output: str, text: str) -> None:
     write = dict(WITH_CALLS)[name] if name != "mistral" else samples.mistral
-    parsed = read(name, output.replace("{call}", write("", [call("f", format=name)]).lstrip("\n")))
-    assert parsed.message.text == text
-    assert len(parsed.message.calls) == output.count("{call}")
+    parsed = parse_text(name, output.replace("{call}", write("", [call("f", format=name)]).lstrip("\n")))
+    assert parsed.message.content == text
+    assert len(parsed.message.tool_calls) == output.count("{call}")
 
 
 def test_llama_takes_a_tag_and_several_calls() -> None:
     two = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}\n'
-    assert [made.name for made in read("llama3", two).message.calls] == ["f", "g"]
+    assert [made.name for made in parse_text("llama3", two).message.tool_calls] == ["f", "g"]
     for answer in ('{"temperature": 21}', '{"name": "Ulm", "size": 3', "{ hm", "{}", "  ", ""):
-        parsed = read("llama3", answer)
-        assert (parsed.message.text, parsed.message.calls) == (answer, ())
-    assert read("llama3", '{"temperature": 21}').problems == ()
+        parsed = parse_text("llama3", answer)
+        assert (parsed.message.content, parsed.message.tool_calls) == (answer, ())
+    assert parse_text("llama3", '{"temperature": 21}').problems == ()
 
 
 def test_harmony_channels() -> None:
@@ -181,33 +181,33 @@ def test_harmony_channels() -> None:
         "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}<|call|>"
         "<|start|>assistant<|channel|>final<|message|>Done."
     )
-    message = read("harmony", output).message
-    assert (message.reasoning, message.text) == ("Hm.\n", "Looking. Done.")
-    assert message.calls == (call("f"),)
+    message = parse_text("harmony", output).message
+    assert (message.reasoning_content, message.content) == ("Hm.\n", "Looking. Done.")
+    assert message.tool_calls == (call("f"),)
 
 
 @pytest.mark.parametrize(
     ("output", "finish", "problem"),
     [
-        ("just words", "stop", Problem.BROKEN_HEADER),
-        ("<|channel|>secret<|message|>x", "stop", Problem.BROKEN_HEADER),
-        ("<|start|>user<|message|>x", "stop", Problem.BROKEN_HEADER),
-        ("<|channel|>ana", "length", Problem.BROKEN_HEADER),
-        ("<|channel|>commentary to=functions.f", "length", Problem.CUT_CALL),
-        ("x" * 300 + "<|message|>", "stop", Problem.BROKEN_HEADER),
+        ("just words", "stop", ParseProblem.BROKEN_HEADER),
+        ("<|channel|>secret<|message|>x", "stop", ParseProblem.BROKEN_HEADER),
+        ("<|start|>user<|message|>x", "stop", ParseProblem.BROKEN_HEADER),
+        ("<|channel|>ana", "length", ParseProblem.BROKEN_HEADER),
+        ("<|channel|>commentary to=functions.f", "length", ParseProblem.CUT_CALL),
+        ("x" * 300 + "<|message|>", "stop", ParseProblem.BROKEN_HEADER),
     ],
 )
-def test_a_header_nobody_knows_is_text(output: str, finish: str, problem: Problem) -> None:
-    parsed = read("harmony", output, finish)
-    assert parsed.message.text == output
+def test_a_header_nobody_knows_is_text(output: str, finish: str, problem: ParseProblem) -> None:
+    parsed = parse_text("harmony", output, finish)
+    assert parsed.message.content == output
     assert parsed.problems == (problem,)
 
 
 def test_an_unknown_format_is_told_which_there_are() -> None:
     with pytest.raises(CodecError, match=r"'hermez', expected one of plain, hermes, .*minimax"):
-        parser_for("hermez")
+        create_text_parser("hermez")
     with pytest.raises(CodecError, match="'thonk', expected one of none, think"):
-        parser_for("hermes", reasoning="thonk")
+        create_text_parser("hermes", reasoning_format="thonk")
 
 
 names = st.from_regex(r"[a-z][a-z0-9_.-]{0,8}", fullmatch=True)
@@ -228,11 +228,11 @@ def test_what_a_template_writes_is_read_back(name: str, write: Writer, data: st.
         call(tool, json.dumps(arguments, ensure_ascii=False), number, format=name)
         for number, (tool, arguments) in enumerate(drawn)
     ]
-    message = read(name, write(text, made)).message
-    assert message.text == text
+    message = parse_text(name, write(text, made)).message
+    assert message.content == text
     if name in samples.TAGGED:
         # Without a schema a string that spells JSON is taken for it; the template writes both alike.
-        assert [made.name for made in message.calls] == [tool for tool, _ in drawn]
-        assert write(text, message.calls) == write(text, made)
+        assert [made.name for made in message.tool_calls] == [tool for tool, _ in drawn]
+        assert write(text, message.tool_calls) == write(text, made)
     else:
-        assert message.calls == tuple(made)
+        assert message.tool_calls == tuple(made)

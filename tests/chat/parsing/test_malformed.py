@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.chat.parsing import samples
-from tests.chat.parsing.samples import WITH_CALLS, Writer, call, read
+from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
-from branchline.chat.parsing import Problem
-from branchline.chat.parsing.jsontext import is_object, members, read_loosely
-from branchline.loop.tools.arguments import read_arguments
+from branchline.chat.parsing import ParseProblem
+from branchline.chat.parsing.json_scan import is_json_object, parse_lenient, split_object
+from branchline.loop.tools.arguments import parse_arguments
 
-MALFORMED = (Problem.MALFORMED_ARGUMENTS,)
+MALFORMED = (ParseProblem.MALFORMED_ARGUMENTS,)
 JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]
 every_json_caller = pytest.mark.parametrize(
     ("name", "write"), JSON_CALLERS, ids=[writer.__name__ for _, writer in JSON_CALLERS]
@@ -28,8 +28,8 @@ every_json_caller = pytest.mark.parametrize(
 @pytest.mark.parametrize("arguments", ["[1]", '"{}"', "null", "3", "[ 1.0,\n2 ]"])
 def test_json_that_is_no_object_is_kept_as_it_was_written(name: str, write: Writer, arguments: str) -> None:
     made = call("f", arguments, format=name)
-    parsed = read(name, write("", [made]))
-    assert (parsed.message.text, parsed.message.calls) == ("", (made,))
+    parsed = parse_text(name, write("", [made]))
+    assert (parsed.message.content, parsed.message.tool_calls) == ("", (made,))
     assert parsed.problems == MALFORMED
 
 
@@ -40,25 +40,28 @@ def test_json_that_is_no_object_is_kept_as_it_was_written(name: str, write: Writ
 )
 def test_what_is_no_json_is_kept_as_it_was_written(name: str, write: Writer, arguments: str) -> None:
     output = write("Hm.", [call("f", arguments, format=name)])
-    parsed = read(name, output)
+    parsed = parse_text(name, output)
     if name == "llama3":
         # Nothing frames a call there, and an answer may be anything.
-        assert (parsed.message.text, parsed.message.calls) == (output, ())
-        assert parsed.problems == (Problem.MALFORMED_CALL,)
+        assert (parsed.message.content, parsed.message.tool_calls) == (output, ())
+        assert parsed.problems == (ParseProblem.MALFORMED_CALL,)
         return
     if write is samples.mistral_v11 and arguments == '{"a": 1}}':
         # Its calls end with their last bracket, so what follows is text.
-        assert (parsed.message.calls, parsed.message.text) == ((call("f", '{"a": 1}', format=name),), "Hm.}")
+        assert (parsed.message.tool_calls, parsed.message.content) == (
+            (call("f", '{"a": 1}', format=name),),
+            "Hm.}",
+        )
         return
-    (made,) = parsed.message.calls
-    assert (parsed.message.text, parsed.problems) == ("Hm.", MALFORMED)
+    (made,) = parsed.message.tool_calls
+    assert (parsed.message.content, parsed.problems) == ("Hm.", MALFORMED)
     # In a list that is no JSON nobody can tell where the arguments end, so they end where the call does.
     listed = write is samples.mistral
     assert made == (
         call("f", arguments + ', "id": "call00000"') if listed else call("f", arguments, format=name)
     )
     with pytest.raises(ValueError, match=r"\w"):
-        read_arguments(made.arguments)
+        parse_arguments(made.arguments)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +117,14 @@ def test_what_is_no_json_is_kept_as_it_was_written(name: str, write: Writer, arg
 def test_whatever_stands_in_the_place_of_the_arguments_is_told(
     name: str, output: str, arguments: str
 ) -> None:
-    parsed = read(name, output)
-    assert [(made.name, made.arguments) for made in parsed.message.calls] == [("f", arguments)]
-    assert (parsed.message.text, parsed.problems) == ("", MALFORMED)
+    parsed = parse_text(name, output)
+    assert [(made.name, made.arguments) for made in parsed.message.tool_calls] == [("f", arguments)]
+    assert (parsed.message.content, parsed.problems) == ("", MALFORMED)
 
 
 def test_an_object_in_the_place_of_tags_is_an_object_as_written() -> None:
-    parsed = read("qwen3_coder", '<tool_call>\n<function=f>\n{"a": 1.0}\n</function>\n</tool_call>')
-    assert parsed.message.calls == (call("f", '{"a": 1.0}'),)
+    parsed = parse_text("qwen3_coder", '<tool_call>\n<function=f>\n{"a": 1.0}\n</function>\n</tool_call>')
+    assert parsed.message.tool_calls == (call("f", '{"a": 1.0}'),)
     assert parsed.problems == ()
 
 
@@ -130,9 +133,9 @@ def test_an_object_in_the_place_of_tags_is_an_object_as_written() -> None:
 def test_a_good_call_behind_a_bad_one_is_as_good(write: Writer, bad: str) -> None:
     name = write.__name__.removesuffix("_v11")
     made = (call("bad", bad, 0, format=name), call("good", '{"b": 1}', 1, format=name))
-    parsed = read(name, write("", made))
-    assert parsed.message.calls == made
-    assert (parsed.message.text, parsed.problems) == ("", MALFORMED)
+    parsed = parse_text(name, write("", made))
+    assert parsed.message.tool_calls == made
+    assert (parsed.message.content, parsed.problems) == ("", MALFORMED)
 
 
 # -- closers in strings that are none ----------------------------------------------------------------
@@ -150,25 +153,25 @@ def test_a_string_that_is_never_closed_swallows_nothing(
     name = write.__name__.removesuffix("_v31")
     made = tuple(call("f", text, number, format=name) for number, text in enumerate(('{"a": "x}', *behind)))
     # As templates write it, and with no line break that would end a string anyway.
-    parsed = read(name, write("", made).replace("\n", between))
-    assert parsed.message.calls == made
-    assert (parsed.message.text, parsed.problems) == ("", MALFORMED)
+    parsed = parse_text(name, write("", made).replace("\n", between))
+    assert parsed.message.tool_calls == made
+    assert (parsed.message.content, parsed.problems) == ("", MALFORMED)
 
 
 def test_text_behind_a_string_that_is_never_closed_is_text() -> None:
     bad = '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>'
     for rest in ("so be it", 'so "be" it', '"', "\n\nso\nbe it"):
-        parsed = read("hermes", bad + rest)
-        assert (parsed.message.calls, parsed.message.text) == ((call("f", '{"a": "x}'),), rest)
-    assert read("hermes", bad, "length").problems == (Problem.CUT_CALL,), "the string may go on"
-    broken = read("hermes", bad + "\nso", "length")
-    assert broken.message.calls == (call("f", '{"a": "x}'),), "it may not"
+        parsed = parse_text("hermes", bad + rest)
+        assert (parsed.message.tool_calls, parsed.message.content) == ((call("f", '{"a": "x}'),), rest)
+    assert parse_text("hermes", bad, "length").problems == (ParseProblem.CUT_CALL,), "the string may go on"
+    broken = parse_text("hermes", bad + "\nso", "length")
+    assert broken.message.tool_calls == (call("f", '{"a": "x}'),), "it may not"
 
 
 def test_strings_are_believed_where_brackets_add_up() -> None:
     for arguments in ('{"code": "<tool_call></tool_call>"}', '"</tool_call>"', '{"code": "</tool_call>",}'):
-        parsed = read("hermes", samples.hermes("", [call("f", arguments)]))
-        assert (parsed.message.calls, parsed.message.text) == ((call("f", arguments),), "")
+        parsed = parse_text("hermes", samples.hermes("", [call("f", arguments)]))
+        assert (parsed.message.tool_calls, parsed.message.content) == ((call("f", arguments),), "")
 
 
 # -- never an object ---------------------------------------------------------------------------------
@@ -186,9 +189,9 @@ scraps = st.lists(
 @example('{"name": "f", "arguments": }')
 @settings(max_examples=500)
 def test_what_is_read_loosely_is_neither_an_object_nor_nothing(text: str) -> None:
-    made = read_loosely(text)
-    if made is not None and members(text) is None:
-        assert not is_object(made.arguments)
+    made = parse_lenient(text)
+    if made is not None and split_object(text) is None:
+        assert not is_json_object(made.arguments)
         assert made.arguments.strip()
         assert made.arguments in text
 
@@ -197,8 +200,8 @@ def test_what_is_read_loosely_is_neither_an_object_nor_nothing(text: str) -> Non
 @settings(max_examples=500)
 def test_a_body_that_is_no_json_never_gives_an_object(name: str, body: str) -> None:
     opened, closed = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS][", "")}[name]
-    for made in read(name, opened + body + closed).message.calls:
-        if is_object(made.arguments):
+    for made in parse_text(name, opened + body + closed).message.tool_calls:
+        if is_json_object(made.arguments):
             text = body if name == "hermes" else "[" + body
             whole, _ = json.JSONDecoder().raw_decode(text.strip())
             assert json.loads(made.arguments) in [
@@ -209,8 +212,8 @@ def test_a_body_that_is_no_json_never_gives_an_object(name: str, body: str) -> N
 @pytest.mark.parametrize("closed", ["", "}" * 90_000])
 def test_arguments_nested_beyond_reason_are_told_like_any_other(closed: str) -> None:
     deep = '{"a":' * 90_000 + closed
-    parsed = read("hermes", samples.hermes("", [call("f", deep)]))
-    assert [made.arguments for made in parsed.message.calls] == [deep]
+    parsed = parse_text("hermes", samples.hermes("", [call("f", deep)]))
+    assert [made.arguments for made in parsed.message.tool_calls] == [deep]
     assert parsed.problems == MALFORMED
     with pytest.raises(ValueError, match="nested too deep"):
-        read_arguments(deep)
+        parse_arguments(deep)

@@ -6,72 +6,76 @@ import time
 
 import numpy as np
 import pytest
-from tests.chat.parsing.samples import FORMATS, call, glm, harmony, hermes, over_bytes
+from tests.chat.parsing.samples import FORMATS, byte_parser, call, glm, harmony, hermes
 
-from branchline.chat.parsing import Delta, OutputParser, Problem, parser_for
+from branchline.chat.parsing import MessageDelta, OutputParser, ParseProblem, create_text_parser
 
 STOP, OTHER = 256, 257
 
 
 def test_a_trailing_stop_id_is_not_text() -> None:
-    parsed = over_bytes(parser_for("plain"), [STOP]).parse([*b"hi", STOP], "stop")
-    assert (parsed.message.text, parsed.problems) == ("hi", ())
-    assert over_bytes(parser_for("plain"), [STOP]).parse([STOP], "stop").message.is_empty
+    parsed = byte_parser(create_text_parser("plain"), [STOP]).parse([*b"hi", STOP], "stop")
+    assert (parsed.message.content, parsed.problems) == ("hi", ())
+    assert byte_parser(create_text_parser("plain"), [STOP]).parse([STOP], "stop").message.is_empty
 
 
 def test_a_stop_id_that_is_not_last_is_text() -> None:
-    parser = over_bytes(parser_for("plain"), [STOP, OTHER])
-    assert parser.feed([104, STOP]) == [Delta(text="h")]
-    assert parser.feed([OTHER]) == [Delta(text="<stop 256>")]
+    parser = byte_parser(create_text_parser("plain"), [STOP, OTHER])
+    assert parser.feed([104, STOP]) == [MessageDelta(content="h")]
+    assert parser.feed([OTHER]) == [MessageDelta(content="<stop 256>")]
     assert parser.finish("stop") == []
-    assert parser.message.text == "h<stop 256>"
+    assert parser.message.content == "h<stop 256>"
 
 
 def test_ids_may_be_an_array() -> None:
     ids = np.frombuffer("hé".encode(), np.uint8).astype(np.int32)
-    assert over_bytes(parser_for("plain")).parse(ids, "stop").message.text == "hé"
+    assert byte_parser(create_text_parser("plain")).parse(ids, "stop").message.content == "hé"
 
 
 def test_an_id_outside_the_vocabulary_is_flagged_and_does_not_raise() -> None:
-    parsed = OutputParser(parser_for("plain"), {1: b"a"}.__getitem__).parse([1, 99, 1], "stop")
-    assert (parsed.message.text, parsed.problems) == ("a\ufffda", (Problem.UNKNOWN_ID,))
+    parsed = OutputParser(create_text_parser("plain"), {1: b"a"}.__getitem__).parse([1, 99, 1], "stop")
+    assert (parsed.message.content, parsed.problems) == ("a\ufffda", (ParseProblem.UNKNOWN_ID,))
 
 
 def test_a_character_cut_by_length_is_flagged() -> None:
-    parsed = over_bytes(parser_for("hermes")).parse("a€".encode()[:-1], "length")
-    assert (parsed.message.text, parsed.problems) == ("a\ufffd", (Problem.INVALID_UTF8,))
+    parsed = byte_parser(create_text_parser("hermes")).parse("a€".encode()[:-1], "length")
+    assert (parsed.message.content, parsed.problems) == ("a\ufffd", (ParseProblem.INVALID_UTF8,))
 
 
 def test_an_output_that_ends_in_a_stop_id_was_not_cut() -> None:
     ids = [*harmony("", [call("f")]).removesuffix("<|call|>").encode(), STOP]
-    assert over_bytes(parser_for("harmony"), [STOP]).parse(ids, "length").message.calls == (call("f"),)
-    assert over_bytes(parser_for("harmony"), [STOP]).parse(ids[:-1], "length").problems == (Problem.CUT_CALL,)
+    assert byte_parser(create_text_parser("harmony"), [STOP]).parse(ids, "length").message.tool_calls == (
+        call("f"),
+    )
+    assert byte_parser(create_text_parser("harmony"), [STOP]).parse(ids[:-1], "length").problems == (
+        ParseProblem.CUT_CALL,
+    )
 
 
 def test_a_stop_that_opens_the_next_message_is_not_text() -> None:
     # GLM stops by sampling the tool result's opener.
     ids = [*glm("Hm.", [call("f")]).encode(), STOP]
-    assert over_bytes(parser_for("glm"), [STOP]).parse(ids, "stop").message.text == "Hm."
+    assert byte_parser(create_text_parser("glm"), [STOP]).parse(ids, "stop").message.content == "Hm."
 
 
 def test_text_is_said_at_once_and_a_call_when_it_is_whole() -> None:
-    parser = parser_for("hermes")
-    assert parser.feed("Hi") == [Delta(text="Hi")]
-    assert parser.feed(" <b") == [Delta(text=" <b")], "no marker begins so"
-    assert parser.feed(" <t\n") == [Delta(text=" <t")]
+    parser = create_text_parser("hermes")
+    assert parser.feed("Hi") == [MessageDelta(content="Hi")]
+    assert parser.feed(" <b") == [MessageDelta(content=" <b")], "no marker begins so"
+    assert parser.feed(" <t\n") == [MessageDelta(content=" <t")]
     assert parser.feed("\n<tool") == [], "newlines and half a marker wait"
-    assert parser.feed("box>") == [Delta(text="\n\n<toolbox>")]
+    assert parser.feed("box>") == [MessageDelta(content="\n\n<toolbox>")]
     *start, last = hermes("", [call("f")])
     assert parser.feed("".join(start)) == []
-    assert parser.feed(last) == [Delta(call=call("f"))]
+    assert parser.feed(last) == [MessageDelta(tool_call=call("f"))]
     assert parser.feed("\n") == parser.finish(False) == []
 
 
 def test_reasoning_is_said_while_it_is_thought() -> None:
-    parser = parser_for("hermes", reasoning="think")
+    parser = create_text_parser("hermes", reasoning_format="think")
     assert parser.feed("<think>\n") == []
-    assert parser.feed("so\n") == [Delta(reasoning="so")]
-    assert parser.feed("what") == [Delta(reasoning="\nwhat")]
+    assert parser.feed("so\n") == [MessageDelta(reasoning_content="so")]
+    assert parser.feed("what") == [MessageDelta(reasoning_content="\nwhat")]
 
 
 OPENINGS = {"llama3": b'{"name": "', "mistral": b'[TOOL_CALLS][{"', "harmony": b"<|channel|>final<|message|>"}
@@ -91,7 +95,9 @@ def test_cost_grows_with_the_output_and_not_with_its_square(name: str, kind: str
     start = OPENINGS.get(name, b"<tool_call>") if kind == "call" else b""
 
     def cpu_seconds(tokens: int) -> float:
-        parser = OutputParser(parser_for(name, reasoning="think"), [start, BODIES[kind]].__getitem__)
+        parser = OutputParser(
+            create_text_parser(name, reasoning_format="think"), [start, BODIES[kind]].__getitem__
+        )
         began = time.process_time()
         for token in [0] + [1] * tokens:
             parser.feed([token])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.chat.parsing.samples import call, hermes, read
+from tests.chat.parsing.samples import call, hermes, parse_text
 
-from branchline.chat.parsing import Problem
+from branchline.chat.parsing import ParseProblem
 
-UNCLOSED = (Problem.UNCLOSED_REASONING,)
+UNCLOSED = (ParseProblem.UNCLOSED_REASONING,)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ UNCLOSED = (Problem.UNCLOSED_REASONING,)
     ],
 )
 def test_reasoning_stands_in_front(output: str, reasoning: str, text: str) -> None:
-    parsed = read("hermes", output, reasoning="think")
-    assert (parsed.message.reasoning, parsed.message.text) == (reasoning, text)
+    parsed = parse_text("hermes", output, reasoning="think")
+    assert (parsed.message.reasoning_content, parsed.message.content) == (reasoning, text)
     assert parsed.problems == ()
 
 
@@ -42,32 +42,42 @@ def test_reasoning_stands_in_front(output: str, reasoning: str, text: str) -> No
     ],
 )
 def test_the_prompt_may_have_opened_it(output: str, reasoning: str, text: str) -> None:
-    parsed = read("plain", output, reasoning="think", starts_inside=True)
-    assert (parsed.message.reasoning, parsed.message.text, parsed.problems) == (reasoning, text, ())
+    parsed = parse_text("plain", output, reasoning="think", starts_inside=True)
+    assert (parsed.message.reasoning_content, parsed.message.content, parsed.problems) == (
+        reasoning,
+        text,
+        (),
+    )
 
 
 def test_unclosed_reasoning_is_reasoning_to_the_end() -> None:
-    parsed = read("plain", "<think>\nhm\n", "length", reasoning="think")
-    assert (parsed.message.reasoning, parsed.message.text, parsed.problems) == ("hm\n", "", UNCLOSED)
-    parsed = read("plain", "", "length", reasoning="think", starts_inside=True)
+    parsed = parse_text("plain", "<think>\nhm\n", "length", reasoning="think")
+    assert (parsed.message.reasoning_content, parsed.message.content, parsed.problems) == (
+        "hm\n",
+        "",
+        UNCLOSED,
+    )
+    parsed = parse_text("plain", "", "length", reasoning="think", starts_inside=True)
     assert (parsed.message.is_empty, parsed.problems) == (True, UNCLOSED)
-    parsed = read("harmony", "<|channel|>analysis<|message|>hm", "length")
-    assert (parsed.message.reasoning, parsed.problems) == ("hm", UNCLOSED)
+    parsed = parse_text("harmony", "<|channel|>analysis<|message|>hm", "length")
+    assert (parsed.message.reasoning_content, parsed.problems) == ("hm", UNCLOSED)
 
 
 def test_a_call_drafted_while_thinking_is_no_call() -> None:
     draft, made = hermes("", [call("draft")]), hermes("", [call("f")])
-    parsed = read("hermes", f"<think>\nlike {draft}?\n</think>\n\n{made}", reasoning="think")
-    assert parsed.message.calls == (call("f"),)
-    assert parsed.message.reasoning == f"like {draft}?"
-    parsed = read("hermes", f"<think>\n{made}", reasoning="think")
-    assert (parsed.message.calls, parsed.problems) == ((), UNCLOSED)
+    parsed = parse_text("hermes", f"<think>\nlike {draft}?\n</think>\n\n{made}", reasoning="think")
+    assert parsed.message.tool_calls == (call("f"),)
+    assert parsed.message.reasoning_content == f"like {draft}?"
+    parsed = parse_text("hermes", f"<think>\n{made}", reasoning="think")
+    assert (parsed.message.tool_calls, parsed.problems) == ((), UNCLOSED)
 
 
 def test_brackets_think_too() -> None:
-    parsed = read("mistral", "[THINK]hm[/THINK]yes", reasoning="mistral")
-    assert (parsed.message.reasoning, parsed.message.text) == ("hm", "yes")
+    parsed = parse_text("mistral", "[THINK]hm[/THINK]yes", reasoning="mistral")
+    assert (parsed.message.reasoning_content, parsed.message.content) == ("hm", "yes")
 
 
 def test_without_a_reasoning_format_it_is_text() -> None:
-    assert read("hermes", "<think>\nhm\n</think>\n\nyes").message.text == "<think>\nhm\n</think>\n\nyes"
+    assert (
+        parse_text("hermes", "<think>\nhm\n</think>\n\nyes").message.content == "<think>\nhm\n</think>\n\nyes"
+    )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.chat.parsing.samples import WITH_CALLS, Writer, call, read
+from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
 renderers = pytest.importorskip(
     "renderers.parsing", reason="renderers is not installed: nothing to compare with"
@@ -24,7 +24,7 @@ SPECIAL = [
     "<|end|>", "<|call|>", "<|return|>", "<|constrain|>",
 ]  # fmt: skip
 IDS = {token: 256 + place for place, token in enumerate(SPECIAL)}
-CUTS = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
+SPECIAL_PATTERN = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
 
 
 class ByteTokenizer:
@@ -33,7 +33,9 @@ class ByteTokenizer:
     unk_token_id = -1
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [i for part in CUTS.split(text) for i in ([IDS[part]] if part in IDS else part.encode())]
+        return [
+            i for part in SPECIAL_PATTERN.split(text) for i in ([IDS[part]] if part in IDS else part.encode())
+        ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         spelled = [bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids]
@@ -49,7 +51,7 @@ def ids_of(**names: str) -> dict[str, int]:
 
 THINK = ids_of(think_id="<think>", think_end_id="</think>")
 TOOL_CALL = ids_of(tool_call_id="<tool_call>", tool_call_end_id="</tool_call>")
-READERS = {
+REFERENCE_PARSERS = {
     "hermes": partial(renderers.parse_qwen3, reasoning_end_id=IDS["</think>"], stop_ids=set(), **TOOL_CALL),
     "qwen3_coder": partial(renderers.parse_qwen35, stop_ids=set(), **THINK, **TOOL_CALL),
     "glm": partial(
@@ -89,7 +91,9 @@ READERS = {
     ),
 }
 """Mistral has no parser there, and V3.1's form of a call is not read by its DeepSeek parser."""
-COMPARED = [(name, write) for name, write in WITH_CALLS if name in READERS and "v31" not in write.__name__]
+COMPARED = [
+    (name, write) for name, write in WITH_CALLS if name in REFERENCE_PARSERS and "v31" not in write.__name__
+]
 TEXTS = ["", "Hello, wörld.", "Two\n\nlines, 漢字."]
 ARGUMENTS = ['{"a": 1}', '{"city": "Ulm", "deep": {"x": [1, null, "é"]}, "b": true}', "{}"]
 
@@ -115,11 +119,13 @@ def test_both_find_the_same_message(name: str, write: Writer, reasoning: str, te
         elif reasoning:
             output = f"<think>\n{reasoning}\n</think>\n\n{output}"
         tokenizer = ByteTokenizer()
-        theirs: Any = READERS[name](tokenizer, tokenizer.encode(header + output))
-        ours = read(name, output, reasoning="none" if name in ("harmony", "llama3") else "think").message
-        assert ours.text.strip() == (theirs.content or "").strip()
-        assert ours.reasoning.strip() == (theirs.reasoning_content or "").strip()
-        found = [(made.name, json.loads(made.arguments)) for made in ours.calls]
+        theirs: Any = REFERENCE_PARSERS[name](tokenizer, tokenizer.encode(header + output))
+        ours = parse_text(
+            name, output, reasoning="none" if name in ("harmony", "llama3") else "think"
+        ).message
+        assert ours.content.strip() == (theirs.content or "").strip()
+        assert ours.reasoning_content.strip() == (theirs.reasoning_content or "").strip()
+        found = [(made.name, json.loads(made.arguments)) for made in ours.tool_calls]
         assert found == [(made.name, made.arguments) for made in theirs.tool_calls]
         if name == "kimi":
-            assert [made.id for made in ours.calls] == [made.id for made in theirs.tool_calls]
+            assert [made.id for made in ours.tool_calls] == [made.id for made in theirs.tool_calls]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from branchline import ToyCodec
-from tests.gateway.protocols.every import PROTOCOLS, post
-from tests.gateway.running import agent, run
+from tests.gateway.harness import agent, run
+from tests.gateway.protocols.protocol_bodies import PROTOCOLS, post
 
 ODD = "one\u2028two\u2029three\x85four grüße 🙂 \x0b\x0c\x1c end"
 

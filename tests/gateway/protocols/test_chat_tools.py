@@ -10,10 +10,10 @@ import pytest
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.protocols.tools import free_text
-from branchline.gateway.protocols.vendor_tools import note_left_out
-from tests.chat.families import codec_of
-from tests.gateway.running import Agent, agent, run
+from branchline.gateway.protocols.openai_tools import freeform_input
+from branchline.gateway.protocols.vendor_tools import warn_unsupported_tool
+from tests.chat.families import load_codec
+from tests.gateway.harness import Agent, agent, run
 
 PATCH = {
     "type": "custom",
@@ -55,7 +55,7 @@ def test_a_custom_tool_is_a_function_to_the_model_and_custom_to_the_client(
     arguments: str, stream: bool
 ) -> None:
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall("patch", arguments), ToolCall("look", "{}")))
+        said = Message("assistant", tool_calls=(ToolCall("patch", arguments), ToolCall("look", "{}")))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             tools = [PATCH, LOOK]
             message, finish = await answer(a, "p", tools=tools, stream=stream)
@@ -63,17 +63,17 @@ def test_a_custom_tool_is_a_function_to_the_model_and_custom_to_the_client(
             assert finish == "tool_calls"
             assert (custom["type"], custom["custom"]) == (
                 "custom",
-                {"name": "patch", "input": free_text(arguments)},
+                {"name": "patch", "input": freeform_input(arguments)},
             )
             assert (function["type"], function["function"]["name"]) == ("function", "look")
-            shown = a.texts()[0]
+            shown = a.prompts()[0]
             assert '"name": "patch"' in shown
             assert "lark grammar" in shown
             assert '"custom"' not in shown
             results = [
                 {"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in (custom, function)
             ]
-            await a.say("p", message, *results, tools=tools)
+            await a.ask_text("p", message, *results, tools=tools)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
 
@@ -82,20 +82,20 @@ def test_a_custom_tool_is_a_function_to_the_model_and_custom_to_the_client(
 
 def test_a_custom_call_is_known_again_where_no_tools_are_offered_any_more() -> None:
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall("patch", '{"input": "x"}'),))
+        said = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             message, _ = await answer(a, "p", tools=[PATCH])
             result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
-            await a.say("p", message, result)
-            tree = a.session.live.session.tree
-            assert tree.calls[1].shown == (tree.calls[0].outputs[0],)
+            await a.ask_text("p", message, result)
+            tree = a.session.managed.session.tree
+            assert tree.calls[1].reused_nodes == (tree.calls[0].outputs[0],)
 
     run(test)
 
 
 def test_openais_sdk_gets_a_custom_call() -> None:
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall("patch", '{"input": "x"}'),))
+        said = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
         async with (
             agent(said, codec=ToyCodec.chatml()) as a,
             openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
@@ -116,7 +116,7 @@ def test_openais_sdk_gets_a_custom_call() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama3_2", "mistral_nemo", "deepseek_v3"])
 def test_15_tools_of_any_type_are_taken_whatever_the_template(family: str) -> None:
     async def test() -> None:
-        codec: Any = codec_of(family)
+        codec: Any = load_codec(family)
 
         class Voice:
             spell = staticmethod(codec.spell)
@@ -141,27 +141,27 @@ def test_a_function_is_shown_as_it_was_written() -> None:
     async def test() -> None:
         odd = {"function": {"parameters": {}, "name": "look", "x-hint": 1}, "type": "function", "extra": True}
         async with agent("ok", codec=ToyCodec.chatml()) as a:
-            await a.say("q", tools=[odd])
-            assert '"extra": true' in a.texts()[0]
-            assert '"x-hint": 1' in a.texts()[0]
+            await a.ask_text("q", tools=[odd])
+            assert '"extra": true' in a.prompts()[0]
+            assert '"x-hint": 1' in a.prompts()[0]
 
     run(test)
 
 
 def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        note_left_out.cache_clear()
+        warn_unsupported_tool.cache_clear()
         async with agent("ok") as a:
             with caplog.at_level(logging.WARNING, "branchline.gateway"):
                 for _ in range(2):
-                    await a.say("q", tools=[{"type": "web_search"}])
+                    await a.ask_text("q", tools=[{"type": "web_search"}])
             assert [
                 record.getMessage() for record in caplog.records if "web_search" in record.getMessage()
             ] == [
                 "tools of type web_search are not offered: "
                 "they run on their vendor's servers, or are not known"
             ]
-            assert a.texts() == ["user:q\nassistant:"] * 2
+            assert a.prompts() == ["user:q\nassistant:"] * 2
 
     run(test)
 
@@ -172,16 +172,16 @@ def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None
 @streamed
 def test_functions_are_tools_and_a_call_of_one_comes_and_goes_as_it_did_of_old(stream: bool) -> None:
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", "{}")))
+        said = Message("assistant", tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", "{}")))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             functions = [{"name": "look", "parameters": {"type": "object"}}]
             message, finish = await answer(a, "p", functions=functions, function_call="auto", stream=stream)
             assert finish == "function_call"
             assert message["function_call"] == {"name": "look", "arguments": '{"at": 1}'}
             assert "tool_calls" not in message
-            assert '"name": "look"' in a.texts()[0]
+            assert '"name": "look"' in a.prompts()[0]
             result = {"role": "function", "name": "look", "content": "ok"}
-            await a.say("p", message, result, functions=functions)
+            await a.ask_text("p", message, result, functions=functions)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
 
@@ -191,8 +191,8 @@ def test_functions_are_tools_and_a_call_of_one_comes_and_goes_as_it_did_of_old(s
 def test_functions_that_are_not_to_be_called_are_not_shown() -> None:
     async def test() -> None:
         async with agent("ok") as a:
-            await a.say("q", functions=[{"name": "look"}], function_call="none")
-            assert a.texts() == ["user:q\nassistant:"]
+            await a.ask_text("q", functions=[{"name": "look"}], function_call="none")
+            assert a.prompts() == ["user:q\nassistant:"]
             for body, field in (
                 ({"functions": [{}]}, "functions[0].function.name"),
                 ({"functions": 7}, "functions"),

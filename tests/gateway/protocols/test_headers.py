@@ -6,8 +6,8 @@ import anthropic
 import openai
 import pytest
 
-from tests.gateway.protocols.every import PROTOCOLS, post
-from tests.gateway.running import agent, run
+from tests.gateway.harness import agent, run
+from tests.gateway.protocols.protocol_bodies import PROTOCOLS, post
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -18,7 +18,7 @@ def test_the_id_of_a_call_is_in_the_header_that_its_clients_read(protocol: str, 
     async def test() -> None:
         async with agent("x") as a:
             answered = await post(a, protocol, "q", stream=stream)
-            (call,) = a.session.live.session.tree.calls
+            (call,) = a.session.managed.session.tree.calls
             assert answered.headers[name] == call.id
             refused = await post(a, protocol, "q", temperature="hot")
             assert refused.status_code == 400

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.core.runs import as_ids
+from branchline.core.token_arrays import as_ids
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.protocols.logprobs import Trail, entries
-from branchline.testing.speaker import TemplateSpeaker
-from tests.chat.families import codec_of
-from tests.gateway.protocols.every import events_in, post
-from tests.gateway.protocols.speaking import TOOLS
-from tests.gateway.running import agent, run
+from branchline.gateway.protocols.logprobs import LogprobAligner, logprob_entries
+from branchline.testing.reply_encoder import TemplateReplyEncoder
+from tests.chat.families import load_codec
+from tests.gateway.harness import agent, run
+from tests.gateway.protocols.protocol_bodies import events_in, post
+from tests.gateway.protocols.protocol_clients import TOOLS
 
 ODD = "naïve 🫠 ᚠ done"
 INCLUDE = ["message.output_text.logprobs"]
@@ -26,12 +26,12 @@ streamed = pytest.mark.parametrize("stream", [False, True])
 
 
 def engine_of(family: str, said: Any) -> tuple[ScriptedEngine, Any]:
-    codec: Any = ToyCodec.chatml() if family == "toy" else codec_of(family)
+    codec: Any = ToyCodec.chatml() if family == "toy" else load_codec(family)
     is_plain = family == "toy" or isinstance(said, str)
-    speaker = codec if is_plain else TemplateSpeaker(codec, Random(7))
+    speaker = codec if is_plain else TemplateReplyEncoder(codec, Random(7))
 
     class Voice:
-        spell = staticmethod(speaker.spell)
+        spell = staticmethod(speaker.encode_reply)
         decode = staticmethod(codec.decode)
 
     return ScriptedEngine(Voice(), replies(said), chunk_size=3), codec  # type: ignore[arg-type]
@@ -103,8 +103,8 @@ def test_places_in_a_streamed_text_go_on_from_one_event_to_the_next(family: str)
 
 # -- Responses ---------------------------------------------------------------------------------------
 
-THOUGHT = Message("assistant", ODD, reasoning="think yes: " + ODD)
-CALLS = Message("assistant", "t", reasoning="hm", calls=(ToolCall("look", '{"at": "t"}'),))
+THOUGHT = Message("assistant", ODD, reasoning_content="think yes: " + ODD)
+CALLS = Message("assistant", "t", reasoning_content="hm", tool_calls=(ToolCall("look", '{"at": "t"}'),))
 
 
 @pytest.mark.parametrize("family", ["toy", "qwen3"])
@@ -150,23 +150,23 @@ def test_a_response_tells_no_tokens_to_those_who_do_not_ask(stream: bool) -> Non
 @given(st.lists(st.text(min_size=1, max_size=8)), st.integers(0, 2**32))
 def test_every_token_of_a_text_is_told_once_however_it_is_cut(texts: list[str], seed: int) -> None:
     codec, random = ToyCodec.chatml(), Random(seed)
-    trail = Trail(codec, tops=False)
+    trail = LogprobAligner(codec, with_top_logprobs=False)
     said = "".join(texts)
     ids = as_ids([258, *codec.encode("mark"), 259, *codec.encode(said)])
     logprobs = -np.arange(len(ids), dtype=np.float32)
     cut = random.randint(0, len(ids))
-    trail.take(ids[:cut], logprobs[:cut])
-    trail.take(ids[cut:], logprobs[cut:])
+    trail.add_tokens(ids[:cut], logprobs[:cut])
+    trail.add_tokens(ids[cut:], logprobs[cut:])
     # The first text must not be taken for a part of the mark before it.
-    trail.said("mark")
-    told = [entry for text in texts for entry in trail.said(text)]
-    assert told == entries(ids[6:], logprobs[6:], codec, tops=False)
+    trail.entries_for_text("mark")
+    told = [entry for text in texts for entry in trail.entries_for_text(text)]
+    assert told == logprob_entries(ids[6:], logprobs[6:], codec, with_top_logprobs=False)
 
 
 def test_a_text_that_no_tokens_spell_has_none() -> None:
-    trail = Trail(ToyCodec.chatml(), tops=False)
-    trail.take(as_ids(list(b"abc")), np.zeros(3, np.float32))
-    assert trail.said("x") == []
-    assert [entry["token"] for entry in trail.said("bc")] == ["b", "c"]
-    trail.take(as_ids(list(b"de")), None)
-    assert trail.said("d") == []
+    trail = LogprobAligner(ToyCodec.chatml(), with_top_logprobs=False)
+    trail.add_tokens(as_ids(list(b"abc")), np.zeros(3, np.float32))
+    assert trail.entries_for_text("x") == []
+    assert [entry["token"] for entry in trail.entries_for_text("bc")] == ["b", "c"]
+    trail.add_tokens(as_ids(list(b"de")), None)
+    assert trail.entries_for_text("d") == []

@@ -13,11 +13,18 @@ from branchline.core.errors import EngineError, JournalError
 from branchline.engines.base import Chunk
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
-from tests.gateway.protocols.anthropic_agent import CALL, TOOLS, blocks_in, claude, results, text
-from tests.gateway.running import run
+from tests.gateway.harness import run
+from tests.gateway.protocols.messages_client import (
+    CALL,
+    TOOLS,
+    blocks_in,
+    messages_client,
+    text,
+    tool_results,
+)
 
 CHATML = ToyCodec.chatml()
-BOTH = Message("assistant", "", calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", '{"at": 2}')))
+BOTH = Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", '{"at": 2}')))
 
 
 # -- answers -----------------------------------------------------------------------------------------
@@ -25,14 +32,14 @@ BOTH = Message("assistant", "", calls=(ToolCall("look", '{"at": 1}'), ToolCall("
 
 def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
     async def test() -> None:
-        async with claude(CALL, codec=CHATML) as c:
+        async with messages_client(CALL, codec=CHATML) as c:
             answer = await c.ask("p", tools=TOOLS)
             thinking, said, use = answer.pop("content")
             assert (thinking["type"], thinking["thinking"]) == ("thinking", "where?")
             assert said == text("I look.")
             assert use == {"type": "tool_use", "id": use["id"], "name": "look", "input": {"at": 1}}
             assert [[answer.pop("id")]] == await c.calls()
-            sampled = len(CHATML.spell(CALL))
+            sampled = len(CHATML.encode_reply(CALL))
             assert answer == {
                 "type": "message",
                 "role": "assistant",
@@ -40,7 +47,7 @@ def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
                 "stop_reason": "tool_use",
                 "stop_sequence": None,
                 "usage": {
-                    "input_tokens": len(c.agent.engine.asked[0]),
+                    "input_tokens": len(c.client.engine.received_prompts[0]),
                     "cache_creation_input_tokens": 0,
                     "cache_read_input_tokens": 0,
                     "output_tokens": sampled,
@@ -52,7 +59,7 @@ def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
 
 def test_a_stream_opens_and_closes_each_block_and_counts_at_the_end() -> None:
     async def test() -> None:
-        async with claude(CALL, codec=CHATML) as c:
+        async with messages_client(CALL, codec=CHATML) as c:
             events = await c.events("p", tools=TOOLS)
             kinds = [event["type"] for event in events]
             (thinking, said, use) = blocks_in(events)
@@ -73,16 +80,18 @@ def test_a_stream_opens_and_closes_each_block_and_counts_at_the_end() -> None:
             assert deltas[-1] == {"type": "input_json_delta", "partial_json": '{"at": 1}'}
             assert kinds.count("content_block_stop") == 3
             assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-            assert events[-2]["usage"]["input_tokens"] == len(c.agent.engine.asked[0])
+            assert events[-2]["usage"]["input_tokens"] == len(c.client.engine.received_prompts[0])
             assert [[start["id"]]] == await c.calls()
 
     run(test)
 
 
-@pytest.mark.parametrize("said", [CALL, BOTH, "grüße 🙂", "", Message("assistant", "", reasoning="hm")])
+@pytest.mark.parametrize(
+    "said", [CALL, BOTH, "grüße 🙂", "", Message("assistant", "", reasoning_content="hm")]
+)
 def test_the_sdk_accumulates_a_stream_to_what_it_gets_whole(said: Message | str) -> None:
     async def test() -> None:
-        async with claude(said, codec=CHATML) as c:
+        async with messages_client(said, codec=CHATML) as c:
             ask: dict[str, Any] = {"model": "toy", "max_tokens": 500, "tools": TOOLS}
             ask["messages"] = [{"role": "user", "content": "p"}]
             whole = await c.sdk.messages.create(**ask)
@@ -90,25 +99,27 @@ def test_the_sdk_accumulates_a_stream_to_what_it_gets_whole(said: Message | str)
                 told = "".join([word async for word in stream.text_stream])
                 streamed = await stream.get_final_message()
             wanted = said if isinstance(said, Message) else Message("assistant", said)
-            assert told == wanted.text
-            assert [_bare(block) for block in streamed.content] == [_bare(block) for block in whole.content]
+            assert told == wanted.content
+            assert [_without_ids(block) for block in streamed.content] == [
+                _without_ids(block) for block in whole.content
+            ]
             assert (streamed.stop_reason, streamed.usage.output_tokens) == (
                 whole.stop_reason,
                 whole.usage.output_tokens,
             )
-            assert whole.stop_reason == ("tool_use" if wanted.calls else "end_turn")
+            assert whole.stop_reason == ("tool_use" if wanted.tool_calls else "end_turn")
 
     run(test)
 
 
-def _bare(block: Any) -> dict[str, Any]:
+def _without_ids(block: Any) -> dict[str, Any]:
     """A block without what differs from answer to answer."""
     return {name: value for name, value in block.to_dict().items() if name not in ("id", "signature")}
 
 
 def test_reasons_are_told_apart() -> None:
     async def test() -> None:
-        async with claude("one two", codec=CHATML) as c:
+        async with messages_client("one two", codec=CHATML) as c:
             assert (await c.ask("p", max_tokens=3))["stop_reason"] == "max_tokens"
             assert (await c.ask("p"))["stop_reason"] == "end_turn"
             stopped = await c.ask("p", stop_sequences=["never", " tw"])
@@ -124,9 +135,9 @@ def test_reasons_are_told_apart() -> None:
 
 def test_a_session_s_own_stop_goes_before_the_client_s_and_its_default_behind() -> None:
     async def test() -> None:
-        async with claude("one two", sampling={"stop": ["o"]}) as c:
+        async with messages_client("one two", sampling={"stop": ["o"]}) as c:
             assert (await c.ask("p", stop_sequences=["e"]))["stop_sequence"] == "o"
-        async with claude("one two", sampling_defaults={"stop": "o", "max_tokens": 2}) as c:
+        async with messages_client("one two", sampling_defaults={"stop": "o", "max_tokens": 2}) as c:
             assert (await c.ask("p", stop_sequences=["n"]))["stop_sequence"] == "n"
             assert (await c.ask("p"))["stop_sequence"] == "o"
             body = {"model": "toy", "messages": [{"role": "user", "content": "p"}], "stop_sequences": ["x"]}
@@ -138,7 +149,7 @@ def test_a_session_s_own_stop_goes_before_the_client_s_and_its_default_behind() 
 
 def test_the_last_events_leave_only_after_the_call_is_in_the_tree() -> None:
     async def test() -> None:
-        async with claude(rule=lambda ask: f"answer {ask.number}") as c:
+        async with messages_client(rule=lambda ask: f"answer {ask.number}") as c:
             turns: list[Any] = ["p"]
             for number in range(6):
                 async with c.sdk.messages.stream(
@@ -146,7 +157,7 @@ def test_the_last_events_leave_only_after_the_call_is_in_the_tree() -> None:
                 ) as stream:
                     async for event in stream:
                         if event.type == "message_delta":
-                            assert (await c.agent.get(""))["calls"] == number + 1
+                            assert (await c.client.get(""))["calls"] == number + 1
                     turns += [(await stream.get_final_message()).content, f"more {number}"]
             (line,) = await c.calls()
             assert len(line) == 6
@@ -165,7 +176,7 @@ def _turn(index: int, content: Any) -> Any:
 def test_the_sdk_s_tool_round_trip_is_one_timeline(streamed: bool) -> None:
     async def test() -> None:
         said = [CALL, BOTH, CALL, "done"]
-        async with claude(*said, codec=CHATML) as c:
+        async with messages_client(*said, codec=CHATML) as c:
             messages: list[Any] = [{"role": "user", "content": "go"}]
             while True:
                 ask: Any = {"model": "toy", "max_tokens": 500, "tools": TOOLS, "messages": messages}
@@ -179,15 +190,15 @@ def test_the_sdk_s_tool_round_trip_is_one_timeline(streamed: bool) -> None:
                     break
                 uses = [block for block in answer.content if block.type == "tool_use"]
                 # Results come in the order the tools came to an end.
-                found = results(answer, *(f"at {block.input['at']}" for block in uses))[::-1]
+                found = tool_results(answer, *(f"at {block.input['at']}" for block in uses))[::-1]
                 messages.append({"role": "user", "content": [*found, text("<system-reminder>")]})
-            (line,) = await c.agent.timelines()
+            (line,) = await c.client.timelines()
             assert len(line["calls"]) == len(said)
-            assert sum(line["mask"]) == sum(len(CHATML.spell(_message(one))) for one in said)
-            for asked in c.agent.engine.asked:
+            assert sum(line["mask"]) == sum(len(CHATML.encode_reply(_message(one))) for one in said)
+            for asked in c.client.engine.received_prompts:
                 assert line["ids"][: len(asked)] == asked.tolist()
             assert "tool:at 1<end>\ntool:at 2<end>\nuser:<system-reminder>" in c.prompts()[-1]
-            assert (await c.agent.get("/tree"))["nodes"][-1]["text"] == "done"
+            assert (await c.client.get("/tree"))["nodes"][-1]["text"] == "done"
 
     run(test)
 
@@ -204,8 +215,8 @@ def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
     arguments: str, streamed: bool
 ) -> None:
     async def test() -> None:
-        call = Message("assistant", calls=(ToolCall("look", arguments),))
-        async with claude(call, "done", codec=CHATML) as c:
+        call = Message("assistant", tool_calls=(ToolCall("look", arguments),))
+        async with messages_client(call, "done", codec=CHATML) as c:
             ask: Any = {"model": "toy", "max_tokens": 500, "messages": [{"role": "user", "content": "p"}]}
             if streamed:
                 async with c.sdk.messages.stream(**ask) as stream:
@@ -214,7 +225,7 @@ def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
                 answer = await c.sdk.messages.create(**ask)
             assert isinstance(answer.content[0].input, dict)  # type: ignore[union-attr]
             echo = [block.to_dict() for block in answer.content]
-            await c.ask("p", echo, results(answer, "found"))
+            await c.ask("p", echo, tool_results(answer, "found"))
             assert [len(line) for line in await c.calls()] == [2]
 
     run(test)
@@ -222,7 +233,7 @@ def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
 
 def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
     async def test() -> None:
-        async with claude(Message("assistant", "A", reasoning="hm"), codec=CHATML) as c:
+        async with messages_client(Message("assistant", "A", reasoning_content="hm"), codec=CHATML) as c:
             content = (await c.ask("p"))["content"]
             await c.ask("p", content, "q")
             await c.ask("p", content[1:], "q")
@@ -242,7 +253,7 @@ def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
 
 def test_a_signature_says_which_of_equal_answers_is_meant() -> None:
     async def test() -> None:
-        async with claude(Message("assistant", "A", reasoning="hm"), codec=CHATML) as c:
+        async with messages_client(Message("assistant", "A", reasoning_content="hm"), codec=CHATML) as c:
             first, second = await c.ask("p"), await c.ask("p")
             await c.ask("p", second["content"], "q")
             lines = await c.calls()
@@ -257,7 +268,7 @@ def test_a_signature_says_which_of_equal_answers_is_meant() -> None:
 
 def test_tools_are_hidden_by_none_and_shown_by_every_other_choice() -> None:
     async def test() -> None:
-        async with claude(BOTH, codec=CHATML) as c:
+        async with messages_client(BOTH, codec=CHATML) as c:
             for kind in ("auto", "any", "none"):
                 await c.ask("p", tools=TOOLS, tool_choice={"type": kind})
             await c.ask("p", tools=TOOLS, tool_choice={"type": "tool", "name": "look"})
@@ -276,22 +287,25 @@ def test_tools_are_hidden_by_none_and_shown_by_every_other_choice() -> None:
 
 def test_count_tokens_is_the_size_of_the_prompt_and_leaves_nothing_behind() -> None:
     async def test() -> None:
-        async with claude(CALL, "done", codec=CHATML) as c:
+        async with messages_client(CALL, "done", codec=CHATML) as c:
             ask: Any = {"model": "toy", "system": "s", "tools": TOOLS}
             messages: list[Any] = [{"role": "user", "content": "p"}]
             for _ in range(2):
                 counted = await c.sdk.messages.count_tokens(**ask, messages=messages)
-                calls, asked = (await c.agent.get(""))["calls"], len(c.agent.engine.asked)
+                calls, asked = (await c.client.get(""))["calls"], len(c.client.engine.received_prompts)
                 answer = await c.sdk.messages.create(**ask, messages=messages, max_tokens=500)
-                assert counted.input_tokens == len(c.agent.engine.asked[-1])
+                assert counted.input_tokens == len(c.client.engine.received_prompts[-1])
                 spent = answer.usage
                 assert counted.input_tokens == spent.input_tokens + (spent.cache_read_input_tokens or 0)
-                assert (calls, asked) == ((await c.agent.get(""))["calls"] - 1, len(c.agent.engine.asked) - 1)
+                assert (calls, asked) == (
+                    (await c.client.get(""))["calls"] - 1,
+                    len(c.client.engine.received_prompts) - 1,
+                )
                 messages.append({"role": "assistant", "content": answer.content})
                 if answer.stop_reason == "tool_use":
                     # Without the thought: the record has it, and so the count must.
                     messages[-1]["content"] = answer.content[1:]
-                    messages.append({"role": "user", "content": results(answer, "found")})
+                    messages.append({"role": "user", "content": tool_results(answer, "found")})
             assert spent.cache_read_input_tokens
             error = await c.refusal({"messages": []}, "/count_tokens")
             assert error["message"].startswith("messages:")
@@ -305,25 +319,25 @@ def test_count_tokens_is_the_size_of_the_prompt_and_leaves_nothing_behind() -> N
 def test_statuses_have_the_names_anthropic_gives_them() -> None:
     async def test() -> None:
         faults = [EngineError("GPU on fire"), "ok"]
-        async with claude(*faults) as c:
+        async with messages_client(*faults) as c:
             ask: Any = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "p"}]}
             assert (await c.refusal(ask, status=502))["type"] == "api_error"
             with pytest.raises(anthropic.NotFoundError, match="unknown"):
-                await c.sdk.with_options(base_url=f"{c.agent.gateway.url}/sessions/unknown").messages.create(
+                await c.sdk.with_options(base_url=f"{c.client.gateway.url}/sessions/unknown").messages.create(
                     **ask
                 )
             with pytest.raises(anthropic.PermissionDeniedError, match="permission_error"):
                 await c.sdk.with_options(api_key="wrong").messages.create(**ask)
-            nobody = await c.agent.http.post(c.url, json=ask)
+            nobody = await c.client.http.post(c.url, json=ask)
             assert (nobody.status_code, nobody.json()["error"]["type"]) == (401, "authentication_error")
-            got = await c.agent.http.get(c.url, headers={"x-api-key": c.agent.session.api_key})
+            got = await c.client.http.get(c.url, headers={"x-api-key": c.client.session.api_key})
             assert (got.status_code, got.json()["error"]["type"]) == (405, "invalid_request_error")
-            by_key = c.sdk.with_options(base_url=c.agent.gateway.url)
+            by_key = c.sdk.with_options(base_url=c.client.gateway.url)
             assert (await by_key.messages.create(**ask)).content[0].text == "ok"  # type: ignore[union-attr]
-            c.agent.session.live.journal = _FailedJournal()  # type: ignore[assignment]
+            c.client.session.managed.journal = _FailedJournal()  # type: ignore[assignment]
             assert (await c.refusal(ask, status=503))["type"] == "overloaded_error"
-            c.agent.session.live.journal = None
-            await c.agent.session.abort()
+            c.client.session.managed.journal = None
+            await c.client.session.abort()
             assert (await c.refusal(ask, status=409))["type"] == "invalid_request_error"
 
     run(test)
@@ -337,9 +351,9 @@ def test_too_many_at_once_is_a_rate_limit() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), replies("ok"), gate=gate)
-        async with claude(engine=engine, config=GatewayConfig(max_in_flight=1)) as c:
+        async with messages_client(engine=engine, config=GatewayConfig(max_in_flight=1)) as c:
             first = asyncio.create_task(c.ask("p"))
-            while not engine.asked:
+            while not engine.received_prompts:
                 await asyncio.sleep(0)
             ask = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
             assert (await c.refusal(ask, status=429))["type"] == "rate_limit_error"
@@ -349,11 +363,11 @@ def test_too_many_at_once_is_a_rate_limit() -> None:
     run(test)
 
 
-class _Dying(ScriptedEngine):
+class _FailingEngine(ScriptedEngine):
     """Says two chunks and is gone."""
 
     async def generate(self, prompt_ids: Any, params: Any, *, session: str = "") -> Any:
-        self.asked.append(prompt_ids)
+        self.received_prompts.append(prompt_ids)
         for part in (b"one ", b"two "):
             yield Chunk(CHATML.encode(part.decode()), None, 0, None)
         raise EngineError("GPU on fire")
@@ -361,12 +375,12 @@ class _Dying(ScriptedEngine):
 
 def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event() -> None:
     async def test() -> None:
-        async with claude(engine=_Dying(CHATML)) as c:
+        async with messages_client(engine=_FailingEngine(CHATML)) as c:
             events = await c.events("p")
             assert events[0]["type"] == "message_start"
             assert events[-1]["error"] == {"type": "api_error", "message": "GPU on fire"}
             assert events[-1]["request_id"] == events[0]["message"]["id"]
-            assert (await c.agent.get(""))["calls"] == 0
+            assert (await c.client.get(""))["calls"] == 0
             with pytest.raises(anthropic.APIStatusError, match="GPU on fire"):
                 async with c.sdk.messages.stream(
                     model="toy", max_tokens=5, messages=[{"role": "user", "content": "p"}]
@@ -412,7 +426,7 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event() -> None
 )
 def test_wrong_input_is_400_with_the_field_named(body: Any, field: str) -> None:
     async def test() -> None:
-        async with claude("ok") as c:
+        async with messages_client("ok") as c:
             if isinstance(body, dict):
                 body.setdefault(
                     "messages", None if field == "messages" else [{"role": "user", "content": "x"}]
@@ -420,6 +434,6 @@ def test_wrong_input_is_400_with_the_field_named(body: Any, field: str) -> None:
             error = await c.refusal(body)
             assert error["type"] == "invalid_request_error"
             assert error["message"].startswith(f"{field}: got ")
-            assert not c.agent.engine.asked
+            assert not c.client.engine.received_prompts
 
     run(test)

@@ -9,9 +9,9 @@ import anthropic
 import pytest
 
 from branchline import ToyCodec
-from tests.chat.families import codec_of
-from tests.gateway.protocols.anthropic_agent import CALL, TOOLS, claude, results, text
-from tests.gateway.running import run
+from tests.chat.families import load_codec
+from tests.gateway.harness import run
+from tests.gateway.protocols.messages_client import CALL, TOOLS, messages_client, text, tool_results
 
 CHATML = ToyCodec.chatml()
 PIXELS = b"\x89PNG pixels"
@@ -27,12 +27,12 @@ EPHEMERAL = {"type": "ephemeral"}
 
 def test_a_cache_mark_that_moves_between_blocks_changes_nothing() -> None:
     async def test() -> None:
-        async with claude(CALL, "done", "again", codec=CHATML) as c:
+        async with messages_client(CALL, "done", "again", codec=CHATML) as c:
             system = [text("You help.", cache_control=EPHEMERAL), text(" Well.")]
             first = await c.ask([text("a"), text("b", cache_control=EPHEMERAL)], system=system, tools=TOOLS)
             system = [text("You help."), text(" Well.", cache_control=EPHEMERAL)]
             tools = [{**TOOLS[0], "cache_control": EPHEMERAL}]
-            found = [{**results(first, "x")[0], "cache_control": EPHEMERAL, "is_error": False}]
+            found = [{**tool_results(first, "x")[0], "cache_control": EPHEMERAL, "is_error": False}]
             second = await c.ask([text("a"), text("b")], first["content"], found, system=system, tools=tools)
             # Once they carry no mark, some clients write texts as plain strings again.
             turns = [
@@ -50,7 +50,7 @@ def test_a_cache_mark_that_moves_between_blocks_changes_nothing() -> None:
 
 def test_lines_for_a_bill_are_not_shown_to_the_model() -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             for number in range(3):
                 bill = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
                 await c.ask("p", *["A", "q"][: 2 * number], system=[text(bill), text("You help.")])
@@ -66,7 +66,7 @@ def test_lines_for_a_bill_are_not_shown_to_the_model() -> None:
 
 def test_a_system_message_between_turns_stays_where_it_stands() -> None:
     async def test() -> None:
-        async with claude("A", "B", "C") as c:
+        async with messages_client("A", "B", "C") as c:
             begin: list[Any] = [
                 {"role": "user", "content": [text("<system-reminder>date</system-reminder>"), text("p")]},
                 {"role": "system", "content": "Available agents: none"},
@@ -91,10 +91,10 @@ def test_a_system_message_between_turns_stays_where_it_stands() -> None:
 
 def test_a_message_the_assistant_has_begun_is_context() -> None:
     async def test() -> None:
-        async with claude("ok", "ok") as c:
+        async with messages_client("ok", "ok") as c:
             assert (await c.ask("p", "It starts with"))["content"] == [text("ok")]
             assert c.prompts() == ["user:p\nassistant:It starts with\nassistant:"]
-            (line,) = await c.agent.timelines()
+            (line,) = await c.client.timelines()
             assert sum(line["mask"]) == len("ok")
 
     run(test)
@@ -102,20 +102,20 @@ def test_a_message_the_assistant_has_begun_is_context() -> None:
 
 def test_a_sub_agent_of_claude_code_is_an_agent_of_its_own() -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             body = {"model": "haiku", "max_tokens": 9, "messages": [{"role": "user", "content": "p"}]}
             names = {"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}
             for headers in ({}, {"x-claude-code-agent-id": "a1"}, names):
                 assert (await c.post(body, "?beta=true", headers)).status_code == 200
-            assert [line["agent"] for line in await c.agent.timelines()] == [None, "a1", "a2"]
-            assert [call.spawned_by for call in c.agent.session.live.session.tree.calls] == ["", "", "a1"]
+            assert [line["agent"] for line in await c.client.timelines()] == [None, "a1", "a2"]
+            assert [call.spawned_by for call in c.client.session.managed.session.tree.calls] == ["", "", "a1"]
 
     run(test)
 
 
 def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             wishes = {
                 "thinking": {"type": "enabled", "budget_tokens": 1024},
                 "metadata": {"user_id": "{}"},
@@ -187,7 +187,7 @@ def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
 @pytest.mark.parametrize("place", ["user", "tool_result", "assistant", "system"])
 def test_a_block_gives_the_text_it_carries_wherever_it_stands(block: Any, shown: str, place: str) -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             if place == "user":
                 await c.ask([block])
                 wanted = f"user:{shown}\n"
@@ -207,7 +207,7 @@ def test_a_block_gives_the_text_it_carries_wherever_it_stands(block: Any, shown:
 
 def test_tool_results_are_messages_of_their_own_before_what_the_user_says() -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             uses = [{"type": "tool_use", "id": f"t{n}", "name": "look", "input": {"at": n}} for n in range(4)]
             found = [
                 {"type": "tool_result", "tool_use_id": "t0", "content": "zero"},
@@ -220,8 +220,8 @@ def test_tool_results_are_messages_of_their_own_before_what_the_user_says() -> N
             assert c.prompts()[0].endswith(
                 "}</call>\ntool:zero\ntool:one\ntool:error\ntool:\nuser:and?\nassistant:"
             )
-            nodes = c.agent.session.live.session.tree.nodes
-            assert [node.message.answers for node in nodes if node.message.role == "tool"] == [
+            nodes = c.client.session.managed.session.tree.nodes
+            assert [node.message.tool_call_id for node in nodes if node.message.role == "tool"] == [
                 "t0",
                 "t1",
                 "t2",
@@ -233,7 +233,7 @@ def test_tool_results_are_messages_of_their_own_before_what_the_user_says() -> N
 
 def test_media_are_those_that_chat_completions_reads() -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             link = {"type": "image", "source": {"type": "url", "url": "https://images.test/a.png"}}
             pdf = {"type": "base64", "media_type": "application/pdf", "data": IMAGE["source"]["data"]}
             await c.ask([text("see"), IMAGE, link, {"type": "document", "source": pdf}])
@@ -244,10 +244,12 @@ def test_media_are_those_that_chat_completions_reads() -> None:
                 {"type": "image_url", "image_url": {"url": "https://images.test/a.png"}},
                 {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{data}"}},
             ]
-            await c.agent.say({"role": "user", "content": parts})
+            await c.client.ask_text({"role": "user", "content": parts})
             assert c.prompts()[0] == c.prompts()[1]
             one, two = (
-                node for node in c.agent.session.live.session.tree.nodes if node.message.role == "assistant"
+                node
+                for node in c.client.session.managed.session.tree.nodes
+                if node.message.role == "assistant"
             )
             assert one.parent is two.parent
             assert one.parent.message.media[0].payload == PIXELS
@@ -256,10 +258,10 @@ def test_media_are_those_that_chat_completions_reads() -> None:
 
 
 def test_a_text_model_refuses_images_and_says_so() -> None:
-    codec = codec_of("qwen3")
+    codec = load_codec("qwen3")
 
     async def test() -> None:
-        async with claude("A", codec=codec) as c:
+        async with messages_client("A", codec=codec) as c:
             with pytest.raises(anthropic.BadRequestError, match="image"):
                 await c.sdk.messages.create(
                     model="toy",
@@ -275,7 +277,7 @@ def test_a_text_model_refuses_images_and_says_so() -> None:
 
 def test_tools_of_anthropic_s_own_servers_are_passed_over() -> None:
     async def test() -> None:
-        async with claude("A") as c:
+        async with messages_client("A") as c:
             server = [
                 {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
                 {"type": "computer_20250124", "name": "computer", "display_width_px": 1024},

@@ -12,28 +12,28 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, Request, ToolCall, ToyCodec
-from branchline.chat.parsing.base import Delta
+from branchline.chat.parsing.base import MessageDelta
 from branchline.core.call import Call
-from branchline.core.fields import clean
-from branchline.core.runs import as_ids
+from branchline.core.json_fields import replace_surrogates
+from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.answers import Answer, Said
 from branchline.gateway.app import GatewayApp
-from branchline.gateway.calls import Asked, Done
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.protocols.base import Ask
-from branchline.gateway.protocols.messages import Stream
+from branchline.gateway.protocols.base import ParsedRequest
+from branchline.gateway.protocols.messages import MessagesStream
 from branchline.gateway.protocols.messages_blocks import (
-    input_text,
-    read_turns,
-    signed_in,
-    tool_use,
+    input_json,
+    read_conversation,
+    signed_response_id,
+    tool_use_block,
     write_blocks,
 )
-from branchline.gateway.sessions import Sessions
-from tests.gateway.protocols.anthropic_agent import CALL, blocks_in, events_in
-from tests.gateway.running import run
+from branchline.runtime.answer import Answer, AnswerDelta
+from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.session_store import SessionStore
+from tests.gateway.harness import run
+from tests.gateway.protocols.messages_client import CALL, blocks_in, events_in
 
 CHATML = ToyCodec.chatml()
 
@@ -105,7 +105,7 @@ _bodies = st.fixed_dictionaries(
 
 async def _post(path: str, body: str) -> int:
     engine = ScriptedEngine(CHATML, replies(CALL))
-    app: Any = GatewayApp(engine, Sessions(CHATML), GatewayConfig(auth=False))
+    app: Any = GatewayApp(engine, SessionStore(CHATML), GatewayConfig(auth=False))
     gateway = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=gateway, base_url="http://localhost") as http:
         response = await http.post(f"/v1/messages{path}", content=body)
@@ -131,48 +131,63 @@ def test_no_request_makes_it_fail(body: Any, path: str) -> None:
 @example(arguments="{'a': False, 'b': '\\ud800'}")
 @example(arguments='{"a":' * 2000 + "1" + "}" * 2000)
 def test_arguments_of_any_kind_come_back_as_what_they_meant(arguments: str) -> None:
-    call = ToolCall("look", clean(arguments), "t1")
-    block = json.loads(msgspec.json.encode(tool_use(call, input_text(call))))
+    call = ToolCall("look", replace_surrogates(arguments), "t1")
+    block = json.loads(msgspec.json.encode(tool_use_block(call, input_json(call))))
     assert isinstance(block["input"], dict)
-    (back,) = read_turns([{"role": "assistant", "content": [block]}])[0].calls
-    assert (back.name, back.meaning, back.id) == (call.name, call.meaning, call.id)
+    (back,) = read_conversation([{"role": "assistant", "content": [block]}])[0].tool_calls
+    assert (back.name, back.canonical_arguments, back.id) == (call.name, call.canonical_arguments, call.id)
 
 
 _deltas = st.lists(
-    st.builds(Delta, text=_words)
-    | st.builds(Delta, reasoning=_words)
-    | st.builds(Delta, call=st.builds(ToolCall, st.just("look"), _words, st.just("t1")))
+    st.builds(MessageDelta, text=_words)
+    | st.builds(MessageDelta, reasoning=_words)
+    | st.builds(MessageDelta, call=st.builds(ToolCall, st.just("look"), _words, st.just("t1")))
 )
 
 
 @given(bits=st.lists(_deltas))
-@example(bits=[[Delta(reasoning="a"), Delta(text="b"), Delta(reasoning="c")], [Delta(reasoning="d")]])
+@example(
+    bits=[
+        [MessageDelta(reasoning_content="a"), MessageDelta(content="b"), MessageDelta(reasoning_content="c")],
+        [MessageDelta(reasoning_content="d")],
+    ]
+)
 def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_message(
-    bits: list[list[Delta]],
+    bits: list[list[MessageDelta]],
 ) -> None:
     said = [delta for bit in bits for delta in bit]
     message = Message(
         "assistant",
-        "".join(delta.text for delta in said),
-        reasoning="".join(delta.reasoning for delta in said),
-        calls=tuple(delta.call for delta in said if delta.call is not None),
-        id="msg_1" if any(delta.reasoning for delta in said) else "",
+        "".join(delta.content for delta in said),
+        reasoning_content="".join(delta.reasoning_content for delta in said),
+        tool_calls=tuple(delta.tool_call for delta in said if delta.tool_call is not None),
+        id="msg_1" if any(delta.reasoning_content for delta in said) else "",
     )
     call = Call(0, "msg_1", "", 0, (0,), 3)
-    done = Done(call, [Answer(message, "stop", as_ids([1]), None)], 3, as_ids([1, 2, 3]))
-    stream = Stream(Ask(Asked(Request(()), SamplingParams()), "toy"), "msg_1", CHATML)
-    events = events_in(b"".join([*(stream.said(Said(0, bit)) for bit in bits), stream.end(done)]).decode())
+    done = CallResult(call, [Answer(message, "stop", as_ids([1]), None)], 3, as_ids([1, 2, 3]))
+    stream = MessagesStream(ParsedRequest(CallRequest(Request(()), SamplingParams()), "toy"), "msg_1", CHATML)
+    events = events_in(
+        b"".join(
+            [*(stream.encode_delta(AnswerDelta(0, bit)) for bit in bits), stream.encode_end(done)]
+        ).decode()
+    )
     assert [event["type"] for event in (events[0], *events[-2:])] == [
         "message_start",
         "message_delta",
         "message_stop",
     ]
     for content in (blocks_in(events), json.loads(msgspec.json.encode(write_blocks(message, "msg_1")))):
-        (back,) = read_turns([{"role": "assistant", "content": content}])
-        assert (back.text, back.reasoning, back.id) == (message.text, message.reasoning, message.id)
-        assert [call.meaning for call in back.calls] == [call.meaning for call in message.calls]
+        (back,) = read_conversation([{"role": "assistant", "content": content}])
+        assert (back.content, back.reasoning_content, back.id) == (
+            message.content,
+            message.reasoning_content,
+            message.id,
+        )
+        assert [call.canonical_arguments for call in back.tool_calls] == [
+            call.canonical_arguments for call in message.tool_calls
+        ]
         signed = [block for block in content if block["type"] == "thinking"]
-        assert all(signed_in(block["signature"], block["thinking"]) == "msg_1" for block in signed)
+        assert all(signed_response_id(block["signature"], block["thinking"]) == "msg_1" for block in signed)
 
 
 @pytest.mark.parametrize("depth", [20, 200, 500, 800, 900, 940, 960, 980, 5000])

@@ -11,53 +11,58 @@ import pytest
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.testing.speaker import TemplateSpeaker
-from tests.chat.families import codec_of
-from tests.gateway.protocols.anthropic_agent import Claude, claude, text
-from tests.gateway.running import Agent, run
+from branchline.testing.reply_encoder import TemplateReplyEncoder
+from tests.chat.families import load_codec
+from tests.gateway.harness import Agent, run
+from tests.gateway.protocols.messages_client import MessagesClient, messages_client, text
 
-SAID = (
+REPLIES = (
     Message(
         "assistant",
         "I look twice.",
-        reasoning="where to?",
-        calls=(ToolCall("look", '{"at": 1, "far": false}'), ToolCall("look", '{"at": 2, "far": true}')),
+        reasoning_content="where to?",
+        tool_calls=(ToolCall("look", '{"at": 1, "far": false}'), ToolCall("look", '{"at": 2, "far": true}')),
     ),
-    Message("assistant", "", reasoning="once more", calls=(ToolCall("look", '{"at": 3, "far": null}'),)),
-    Message("assistant", "A door, grüße 🙂", reasoning="a door"),
-    Message("assistant", "Bye.", reasoning="they leave"),
+    Message(
+        "assistant",
+        "",
+        reasoning_content="once more",
+        tool_calls=(ToolCall("look", '{"at": 3, "far": null}'),),
+    ),
+    Message("assistant", "A door, grüße 🙂", reasoning_content="a door"),
+    Message("assistant", "Bye.", reasoning_content="they leave"),
 )
 SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}, "far": {"type": "boolean"}}}
 ABOUT = {"name": "look", "description": "Looks somewhere."}
 
 
-class Talk(Protocol):
+class ConversationClient(Protocol):
     """A conversation as one protocol's client keeps it."""
 
-    def user(self, *said: str) -> None: ...
-    def system(self, said: str) -> None: ...
+    def add_user(self, *said: str) -> None: ...
+    def add_system(self, said: str) -> None: ...
     async def ask(self, *, streamed: bool) -> list[str]:
         """The ids of the tools the answer calls; the answer is part of the conversation from then on."""
         ...
 
-    def found(self, results: dict[str, str], then: str = "") -> None: ...
+    def add_tool_results(self, results: dict[str, str], then: str = "") -> None: ...
 
 
-class ChatTalk:
+class ChatClient:
     """Chat Completions, by hand."""
 
-    def __init__(self, client: Claude) -> None:
-        self._agent: Agent = client.agent
+    def __init__(self, client: MessagesClient) -> None:
+        self._agent: Agent = client.client
         self._messages: list[Any] = [{"role": "system", "content": [text("You "), text("help.")]}]
         self._tools = [{"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}]
 
-    def user(self, *said: str) -> None:
+    def add_user(self, *said: str) -> None:
         content = said[0] if len(said) == 1 else [text(part) for part in said]
         self._messages.append({"role": "user", "content": content})
 
-    def system(self, said: str) -> None:
+    def add_system(self, said: str) -> None:
         self._messages.append({"role": "system", "content": said})
 
     async def ask(self, *, streamed: bool) -> list[str]:
@@ -77,25 +82,25 @@ class ChatTalk:
         self._messages.append(message)
         return [call["id"] for call in message.get("tool_calls") or ()]
 
-    def found(self, results: dict[str, str], then: str = "") -> None:
+    def add_tool_results(self, results: dict[str, str], then: str = "") -> None:
         for call_id, said in results.items():
             self._messages.append({"role": "tool", "tool_call_id": call_id, "content": said})
         if then:
-            self.user(then)
+            self.add_user(then)
 
 
-class MessagesTalk:
+class AnthropicClient:
     """Messages, through Anthropic's SDK."""
 
-    def __init__(self, client: Claude) -> None:
+    def __init__(self, client: MessagesClient) -> None:
         self._client = client
         self._messages: list[Any] = []
         self._tools = [{**ABOUT, "input_schema": SCHEMA}]
 
-    def user(self, *said: str) -> None:
+    def add_user(self, *said: str) -> None:
         self._messages.append({"role": "user", "content": [text(part) for part in said]})
 
-    def system(self, said: str) -> None:
+    def add_system(self, said: str) -> None:
         self._messages.append({"role": "system", "content": said})
 
     async def ask(self, *, streamed: bool) -> list[str]:
@@ -115,7 +120,7 @@ class MessagesTalk:
         self._messages.append({"role": "assistant", "content": answer.content})
         return [block.id for block in answer.content if block.type == "tool_use"]
 
-    def found(self, results: dict[str, str], then: str = "") -> None:
+    def add_tool_results(self, results: dict[str, str], then: str = "") -> None:
         content: list[Any] = [
             {"type": "tool_result", "tool_use_id": call_id, "content": said}
             for call_id, said in results.items()
@@ -123,63 +128,63 @@ class MessagesTalk:
         self._messages.append({"role": "user", "content": [*content, *([text(then)] if then else [])]})
 
 
-async def _converse(talk: Talk, *, streamed: bool) -> None:
-    talk.user("<system-reminder>", "What do you see?")
-    talk.system("There is one tool.")
+async def _converse(talk: ConversationClient, *, streamed: bool) -> None:
+    talk.add_user("<system-reminder>", "What do you see?")
+    talk.add_system("There is one tool.")
     one, two = await talk.ask(streamed=streamed)
-    talk.found({two: "a wall", one: "a window"}, then="Look closer.")
+    talk.add_tool_results({two: "a wall", one: "a window"}, then="Look closer.")
     (three,) = await talk.ask(streamed=streamed)
-    talk.found({three: "a door"})
+    talk.add_tool_results({three: "a door"})
     assert await talk.ask(streamed=streamed) == []
-    talk.user("Thanks.")
+    talk.add_user("Thanks.")
     await talk.ask(streamed=streamed)
 
 
 @dataclass
-class Spoken:
+class EncoderCodec:
     """A codec for the scripted engine whose outputs a real model could have sampled."""
 
     codec: GenericCodec
-    speaker: TemplateSpeaker
+    encoder: TemplateReplyEncoder
 
     def decode(self, ids: Ids) -> str:
         return self.codec.decode(ids)
 
-    def spell(self, message: Message) -> Ids:
-        return self.speaker.spell(message)
+    def encode_reply(self, message: Message) -> Ids:
+        return self.encoder.encode_reply(message)
 
 
 def _engine(name: str) -> tuple[Any, ScriptedEngine]:
     if name != "qwen3":
         toy = ToyCodec.chatml(strip_thinking=name == "strips")
-        return toy, ScriptedEngine(toy, replies(*SAID))
-    codec = codec_of(name)
-    spoken: Any = Spoken(codec, TemplateSpeaker(codec, Random(7)))
-    return codec, ScriptedEngine(spoken, replies(*SAID))
+        return toy, ScriptedEngine(toy, replies(*REPLIES))
+    codec = load_codec(name)
+    spoken: Any = EncoderCodec(codec, TemplateReplyEncoder(codec, Random(7)))
+    return codec, ScriptedEngine(spoken, replies(*REPLIES))
 
 
 @pytest.mark.parametrize("name", ["toy", "strips", "qwen3"])
 def test_prompts_masks_and_trees_are_the_same_whoever_asks_and_however(name: str) -> None:
     async def test() -> None:
         records = []
-        for make in (ChatTalk, MessagesTalk):
+        for make in (ChatClient, AnthropicClient):
             for streamed in (False, True):
                 codec, engine = _engine(name)
-                async with claude(engine=engine, codec=codec) as c:
+                async with messages_client(engine=engine, codec=codec) as c:
                     await _converse(make(c), streamed=streamed)
-                    nodes = (await c.agent.get("/tree"))["nodes"]
-                    lines = await c.agent.timelines()
+                    nodes = (await c.client.get("/tree"))["nodes"]
+                    lines = await c.client.timelines()
                     for line in lines:
                         del line["calls"]
                     records.append(
                         {
-                            "prompts": [ids.tolist() for ids in engine.asked],
+                            "prompts": [ids.tolist() for ids in engine.received_prompts],
                             "tree": [{key: node[key] for key in node if key != "call"} for node in nodes],
                             "timelines": lines,
                         }
                     )
-        assert len(records[0]["prompts"]) == len(SAID)
-        assert json.dumps(records[0]).count('"sampled"') == len(SAID)
+        assert len(records[0]["prompts"]) == len(REPLIES)
+        assert json.dumps(records[0]).count('"sampled"') == len(REPLIES)
         for record in records[1:]:
             assert record == records[0]
 

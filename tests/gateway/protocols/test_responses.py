@@ -13,33 +13,38 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.core.errors import EngineError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
-from tests.gateway.protocols.speaking import (
-    SAID,
+from tests.gateway.harness import agent, run
+from tests.gateway.protocols.protocol_clients import (
+    REPLIES,
     TOOLS,
     engine_of,
-    events_of,
     over_chat,
     over_responses,
+    parse_events,
     post,
     respond,
-    said_in,
+    response_parts,
 )
-from tests.gateway.running import agent, run
 
-THOUGHT = Message("assistant", "yes", reasoning="hm")
-LOOK = Message("assistant", "", reasoning="let me see", calls=(ToolCall("look", '{"at": 1}'),))
-SEALED = {"include": ["reasoning.encrypted_content"], "store": False}
+THOUGHT = Message("assistant", "yes", reasoning_content="hm")
+LOOK = Message("assistant", "", reasoning_content="let me see", tool_calls=(ToolCall("look", '{"at": 1}'),))
+ENCRYPTED_REASONING = {"include": ["reasoning.encrypted_content"], "store": False}
 
 
 # -- the same conversation is the same record --------------------------------------------------------
 
-WAYS: dict[str, Any] = {
+REQUEST_MODES: dict[str, Any] = {
     "whole": {"stream": False},
     "streamed": {"stream": True},
     "streamed, summary": {"stream": True, "reasoning": {"summary": "auto"}},
     "by id": {"stream": False, "by_id": True},
     "by id, streamed": {"stream": True, "by_id": True},
-    "as codex asks": {"stream": True, **SEALED, "prompt_cache_key": "k", "parallel_tool_calls": True},
+    "as codex asks": {
+        "stream": True,
+        **ENCRYPTED_REASONING,
+        "prompt_cache_key": "k",
+        "parallel_tool_calls": True,
+    },
 }
 
 
@@ -47,7 +52,7 @@ WAYS: dict[str, Any] = {
 def test_the_same_conversation_over_chat_and_over_responses_is_the_same_tree(family: str) -> None:
     async def test() -> None:
         records = {}
-        for way, options in {"chat": None, "chat, streamed": None, **WAYS}.items():
+        for way, options in {"chat": None, "chat, streamed": None, **REQUEST_MODES}.items():
             engine, codec = engine_of(family)
             async with agent(engine=engine, codec=codec) as a:
                 if options is None:
@@ -57,12 +62,12 @@ def test_the_same_conversation_over_chat_and_over_responses_is_the_same_tree(fam
                 nodes = (await a.get("/tree"))["nodes"]
                 lines = await a.timelines()
                 records[way] = (
-                    [ids.tolist() for ids in engine.asked],
+                    [ids.tolist() for ids in engine.received_prompts],
                     [{key: value for key, value in node.items() if key != "call"} for node in nodes],
                     [(line["ids"], line["mask"], line["logprobs"]) for line in lines],
                     (await a.get("/report"))["trained_tokens"],
                 )
-                assert len(engine.asked) == len(SAID)
+                assert len(engine.received_prompts) == len(REPLIES)
         assert any(sum(mask) for _, mask, _ in records["chat"][2])
         for way, record in records.items():
             assert record == records["chat"], way
@@ -76,8 +81,8 @@ def test_a_conversation_that_only_grows_is_one_timeline_without_anything_tolerat
         async with agent(engine=engine, codec=codec) as a:
             await over_responses(a, stream=True)
             (line,) = await a.timelines()
-            assert len(line["calls"]) == len(SAID)
-            assert all(not call.echoes for call in a.session.live.session.tree.calls)
+            assert len(line["calls"]) == len(REPLIES)
+            assert all(not call.applied_equivalences for call in a.session.managed.session.tree.calls)
 
     run(test)
 
@@ -107,8 +112,8 @@ def test_a_response_says_all_that_clients_look_for() -> None:
             assert thought["encrypted_content"] is None
             assert message["content"][0]["text"] == "yes"
             usage = response["usage"]
-            assert usage["input_tokens"] == len(a.engine.asked[0])
-            assert usage["output_tokens"] == len(ToyCodec.chatml().spell(THOUGHT))
+            assert usage["input_tokens"] == len(a.engine.received_prompts[0])
+            assert usage["output_tokens"] == len(ToyCodec.chatml().encode_reply(THOUGHT))
             assert usage["output_tokens_details"] == {"reasoning_tokens": 2}
             assert usage["input_tokens_details"]["cached_tokens"] == 0
             again = await respond(a, ["p", *response["output"]][1:], **asked)
@@ -130,9 +135,11 @@ def test_tokens_that_were_there_before_are_told_as_cached() -> None:
 
 def test_a_stream_tells_each_item_in_the_order_of_the_protocol() -> None:
     async def test() -> None:
-        said = Message("assistant", "ok then", reasoning="hm hm", calls=(ToolCall("look", '{"at": 1}'),))
+        said = Message(
+            "assistant", "ok then", reasoning_content="hm hm", tool_calls=(ToolCall("look", '{"at": 1}'),)
+        )
         async with agent(said, codec=ToyCodec.chatml()) as a:
-            events = events_of((await post(a, "p", stream=True, tools=TOOLS)).text)
+            events = parse_events((await post(a, "p", stream=True, tools=TOOLS)).text)
             kinds = [event["type"].removeprefix("response.") for event in events]
             told = [kind for place, kind in enumerate(kinds) if kinds[place - 1 : place] != [kind]]
             assert told == [
@@ -146,12 +153,12 @@ def test_a_stream_tells_each_item_in_the_order_of_the_protocol() -> None:
             ]
             assert len(kinds) > len(told)
             response = events[-1]["response"]
-            assert said_in(response) == ("ok then", "hm hm", ['look {"at": 1}'])
+            assert response_parts(response) == ("ok then", "hm hm", ['look {"at": 1}'])
             done = [event["item"] for event in events if event["type"].endswith("output_item.done")]
             assert done == response["output"]
             assert {event["response"]["id"] for event in events if "response" in event} == {response["id"]}
             whole = await respond(a, "p", tools=TOOLS)
-            assert said_in(whole) == said_in(response)
+            assert response_parts(whole) == response_parts(response)
             assert [item["type"] for item in whole["output"]] == [item["type"] for item in done]
             assert whole["usage"]["output_tokens_details"] == response["usage"]["output_tokens_details"]
 
@@ -161,7 +168,7 @@ def test_a_stream_tells_each_item_in_the_order_of_the_protocol() -> None:
 def test_reasoning_is_told_as_a_summary_to_those_who_ask_for_one() -> None:
     async def test() -> None:
         async with agent(THOUGHT, codec=ToyCodec.chatml()) as a:
-            events = events_of((await post(a, "p", stream=True, reasoning={"summary": "auto"})).text)
+            events = parse_events((await post(a, "p", stream=True, reasoning={"summary": "auto"})).text)
             kinds = [event["type"] for event in events]
             assert "response.reasoning_summary_part.added" in kinds
             deltas = [event for event in events if event["type"] == "response.reasoning_summary_text.delta"]
@@ -181,7 +188,7 @@ def test_an_answer_cut_by_length_is_incomplete_and_can_go_on(stream: bool) -> No
             assert response["status"] == "incomplete"
             assert response["incomplete_details"] == {"reason": "max_output_tokens"}
             assert response["output"][0]["status"] == "incomplete"
-            assert said_in(response)[0] == "a long"
+            assert response_parts(response)[0] == "a long"
             user = {"role": "user", "content": "p"}
             await respond(a, [user, *response["output"], {"role": "user", "content": "go on"}])
             assert len(await a.timelines()) == 1
@@ -196,12 +203,12 @@ def test_an_answer_of_nothing_is_an_item_that_can_be_sent_back(stream: bool) -> 
         engine = ScriptedEngine(codec, replies("yes"), max_context=len("user:p") + 2 + len("assistant:"))
         async with agent(engine=engine) as a:
             response = await respond(a, "p", stream=stream)
-            assert (response["status"], said_in(response)) == ("incomplete", ("", "", []))
-            assert not engine.asked
+            assert (response["status"], response_parts(response)) == ("incomplete", ("", "", []))
+            assert not engine.received_prompts
             engine.max_context = None
             user = {"role": "user", "content": "p"}
             more = await respond(a, [user, *response["output"], {"role": "user", "content": "go on"}])
-            assert said_in(more)[0] == "yes"
+            assert response_parts(more)[0] == "yes"
             assert len(await a.timelines()) == 1
 
     run(test)
@@ -210,12 +217,14 @@ def test_an_answer_of_nothing_is_an_item_that_can_be_sent_back(stream: bool) -> 
 def test_text_behind_a_call_is_an_item_of_its_own_and_still_the_same_answer() -> None:
     async def test() -> None:
         codec = ToyCodec.chatml()
-        call = codec.spell(Message("assistant", "a", calls=LOOK.calls), stop=False)
-        tail = codec.spell(Message("assistant", "b"))
+        call = codec.encode_reply(Message("assistant", "a", tool_calls=LOOK.tool_calls), stop=False)
+        tail = codec.encode_reply(Message("assistant", "b"))
 
         class Talkative(ToyCodec):
             def spell(self, message: Message, *, stop: bool = True) -> Any:
-                return np.concatenate([call, tail]) if message.text == "ab" else codec.spell(message)
+                return (
+                    np.concatenate([call, tail]) if message.content == "ab" else codec.encode_reply(message)
+                )
 
         engine = ScriptedEngine(Talkative(), replies("ab", "done"))
         async with agent(engine=engine, codec=codec) as a:
@@ -249,7 +258,7 @@ def test_an_engine_that_fails_before_the_first_event_has_a_status_and_after_it_i
 
             engine.generate = breaks  # type: ignore[method-assign]
             engine.chunk_size = 1
-            events = events_of((await post(a, "p", stream=True)).text)
+            events = parse_events((await post(a, "p", stream=True)).text)
             assert events[-1]["type"] == "response.failed"
             failed = events[-1]["response"]
             assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
@@ -267,7 +276,7 @@ def test_reasoning_comes_back_in_whatever_a_client_keeps_of_it(kept: str) -> Non
     async def test() -> None:
         summary = {"reasoning": {"summary": "auto"}} if kept == "summary" else {}
         async with agent(LOOK, "done", codec=ToyCodec.chatml()) as a:
-            response = await respond(a, "p", tools=TOOLS, **SEALED, **summary)
+            response = await respond(a, "p", tools=TOOLS, **ENCRYPTED_REASONING, **summary)
             thought, call = response["output"]
             for name, empty in (("content", None), ("summary", []), ("encrypted_content", None)):
                 if kept not in ("all", "no ids", name):
@@ -278,9 +287,9 @@ def test_reasoning_comes_back_in_whatever_a_client_keeps_of_it(kept: str) -> Non
             await respond(a, [{"role": "user", "content": "p"}, thought, call, result], tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
-            used = [echo.equivalence for echo in a.session.live.session.tree.calls[1].echoes]
+            used = [echo.equivalence for echo in a.session.managed.session.tree.calls[1].applied_equivalences]
             assert used == (["dropped_reasoning"] if kept == "nothing" else [])
-            assert "let me see" in a.texts()[1]
+            assert "let me see" in a.prompts()[1]
 
     run(test)
 
@@ -292,7 +301,7 @@ def test_reasoning_that_somebody_else_sealed_is_passed_over() -> None:
                 thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": sealed}
                 text = {"role": "assistant", "content": "x"}
                 await respond(a, [{"role": "user", "content": "p"}, thought, text])
-            assert len(set(a.texts())) == 1
+            assert len(set(a.prompts())) == 1
 
     run(test)
 
@@ -303,14 +312,14 @@ def test_previous_response_id_leaves_the_instructions_behind() -> None:
             first = await respond(a, "p", instructions="one")
             await respond(a, "x", previous_response_id=first["id"], instructions="two")
             await respond(a, "x", previous_response_id=first["id"])
-            assert a.texts()[1:] == [
+            assert a.prompts()[1:] == [
                 "system:two\nuser:p\nassistant:A1user:x\nassistant:",
                 "user:p\nassistant:A1user:x\nassistant:",
             ]
             own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "p"}]
             mine = await respond(a, own)
             await respond(a, "x", previous_response_id=mine["id"])
-            assert a.texts()[-1].startswith("system:mine\nuser:p\n")
+            assert a.prompts()[-1].startswith("system:mine\nuser:p\n")
 
     run(test)
 
@@ -327,7 +336,7 @@ def test_of_two_equal_answers_the_id_says_which_one_goes_on(which: int) -> None:
                 {"role": "user", "content": "y"},
             ]
             await respond(a, items)
-            tree = a.session.live.session.tree
+            tree = a.session.managed.session.tree
             twin = tree.nodes[tree.calls[which].outputs[0]]
             assert len(twin.all_children()) == 2
 
@@ -346,9 +355,9 @@ def test_a_restarted_gateway_still_knows_the_responses_it_gave(tmp_path: Path) -
                 json={"input": "x", "instructions": "one", "previous_response_id": first["id"]},
                 headers={"authorization": f"Bearer {key}"},
             )
-            assert said_in(response.json())[0] == "A2"
+            assert response_parts(response.json())[0] == "A2"
             told = "system:one\nuser:p\nassistant:A1user:x\nassistant:"
-            assert [ToyCodec().decode(ids) for ids in engine.asked] == [told]
+            assert [ToyCodec().decode(ids) for ids in engine.received_prompts] == [told]
             assert len(gateway.sessions.get("s").session.tree.leaves()) == 1
 
     run(test)
@@ -450,6 +459,6 @@ def test_what_is_only_for_a_vendors_servers_is_taken() -> None:
             }
             response = await respond(a, "p", **everything)
             assert response["truncation"] == "auto"
-            assert a.texts()[0] == a.texts()[1]
+            assert a.prompts()[0] == a.prompts()[1]
 
     run(test)

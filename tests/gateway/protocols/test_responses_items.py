@@ -10,21 +10,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.gateway.protocols.responses_items import ItemReader, seal, unseal
-from branchline.gateway.protocols.responses_past import Past
-from branchline.gateway.protocols.tools import Alias, free_text, read_tools
+from branchline.gateway.protocols.openai_tools import ToolAlias, freeform_input, read_openai_tools
+from branchline.gateway.protocols.responses_history import ResponseHistory
+from branchline.gateway.protocols.responses_items import ItemReader, decode_reasoning, encode_reasoning
 from branchline.tree.tree import Tree
-from tests.gateway.protocols.speaking import (
-    ASKED,
+from tests.gateway.harness import agent, run
+from tests.gateway.protocols.protocol_clients import (
+    QUESTIONS,
     SYSTEM,
     TOOLS,
     engine_of,
-    events_of,
+    parse_events,
     post,
     respond,
-    said_in,
+    response_parts,
 )
-from tests.gateway.running import agent, run
 
 USER = {"role": "user", "content": "p"}
 PATCH = {
@@ -36,14 +36,14 @@ PATCH = {
 
 
 def read(*items: Any) -> list[Message]:
-    return ItemReader(Past(Tree())).read(list(items))
+    return ItemReader(ResponseHistory(Tree())).read(list(items))
 
 
-def thought(text: str, **more: Any) -> dict[str, Any]:
+def reasoning_item(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **more}
 
 
-def words(text: str, **more: Any) -> dict[str, Any]:
+def message_item(text: str, **more: Any) -> dict[str, Any]:
     return {
         "type": "message",
         "role": "assistant",
@@ -52,7 +52,7 @@ def words(text: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def call(name: str, **more: Any) -> dict[str, Any]:
+def call_item(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function_call", "name": name, "arguments": "{}", "call_id": f"c_{name}", **more}
 
 
@@ -70,8 +70,8 @@ def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_includ
         ],
     }
     (told,) = read(task)
-    assert (told.role, told.text) == ("user", "Payload:\ncount the files")
-    assert [message.role for message in read(words("hm"), task, call("look"))] == [
+    assert (told.role, told.content) == ("user", "Payload:\ncount the files")
+    assert [message.role for message in read(message_item("hm"), task, call_item("look"))] == [
         "assistant",
         "user",
         "assistant",
@@ -79,21 +79,23 @@ def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_includ
 
 
 def test_the_items_of_one_answer_become_one_message() -> None:
-    (message,) = read(thought("hm"), words("a"), call("f"), call("g"), words("b"))
-    assert (message.role, message.text, message.reasoning) == ("assistant", "ab", "hm")
-    assert [(one.name, one.id) for one in message.calls] == [("f", "c_f"), ("g", "c_g")]
-    assert message == Message("assistant", "ab", reasoning="hm", calls=message.calls)
+    (message,) = read(
+        reasoning_item("hm"), message_item("a"), call_item("f"), call_item("g"), message_item("b")
+    )
+    assert (message.role, message.content, message.reasoning_content) == ("assistant", "ab", "hm")
+    assert [(one.name, one.id) for one in message.tool_calls] == [("f", "c_f"), ("g", "c_g")]
+    assert message == Message("assistant", "ab", reasoning_content="hm", tool_calls=message.tool_calls)
 
 
 @pytest.mark.parametrize(
     "items",
     [
-        [words("a"), thought("hm"), words("b")],
-        [words("a"), words("b")],
+        [message_item("a"), reasoning_item("hm"), message_item("b")],
+        [message_item("a"), message_item("b")],
         [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-        [words("a", id="msg_aa_0"), call("f", id="fc_bb_0")],
-        [call("f"), {"type": "function_call_output", "call_id": "c_f", "output": "x"}, call("g")],
-        [words("a"), USER, words("b")],
+        [message_item("a", id="msg_aa_0"), call_item("f", id="fc_bb_0")],
+        [call_item("f"), {"type": "function_call_output", "call_id": "c_f", "output": "x"}, call_item("g")],
+        [message_item("a"), USER, message_item("b")],
     ],
 )
 def test_items_of_two_answers_become_two_messages(items: list[Any]) -> None:
@@ -101,8 +103,10 @@ def test_items_of_two_answers_become_two_messages(items: list[Any]) -> None:
 
 
 def test_ids_of_ours_hold_an_answer_together_whatever_it_looks_like() -> None:
-    (message,) = read(words("a", id="msg_aa_0"), thought("hm", id="rs_aa_0"), words("b", id="msg_aa_1"))
-    assert (message.text, message.reasoning, message.id) == ("ab", "hm", "resp_aa")
+    (message,) = read(
+        message_item("a", id="msg_aa_0"), reasoning_item("hm", id="rs_aa_0"), message_item("b", id="msg_aa_1")
+    )
+    assert (message.content, message.reasoning_content, message.id) == ("ab", "hm", "resp_aa")
 
 
 def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
@@ -112,7 +116,9 @@ def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
         {"type": "compaction", "encrypted_content": "x"},
         {"type": "never heard of"},
     ]
-    assert read(USER, thought("hm"), *odd, words("a"), *odd) == read(USER, thought("hm"), words("a"))
+    assert read(USER, reasoning_item("hm"), *odd, message_item("a"), *odd) == read(
+        USER, reasoning_item("hm"), message_item("a")
+    )
 
 
 def test_a_result_is_a_text_or_parts() -> None:
@@ -123,13 +129,13 @@ def test_a_result_is_a_text_or_parts() -> None:
         {"type": "custom_tool_call_output", "call_id": "c", "output": [text]},
         {"type": "function_call_output", "call_id": "c", "output": [text, image]},
     )
-    assert plain == parts == Message("tool", "seen", answers="c")
-    assert (mixed.text, [media.kind for media in mixed.media]) == ("seen", ["image"])
+    assert plain == parts == Message("tool", "seen", tool_call_id="c")
+    assert (mixed.content, [media.kind for media in mixed.media]) == ("seen", ["image"])
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_what_is_sealed_can_be_read_again(text: str) -> None:
-    assert unseal(seal(text)) == text
+    assert decode_reasoning(encode_reasoning(text)) == text
 
 
 # -- tools -------------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ def test_a_function_is_what_chat_completions_calls_a_function() -> None:
     tool = {"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": None}
     chat = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
     for given_tool in (tool, {**tool, "defer_loading": True}, chat):
-        assert read_tools([given_tool]) == ([chat], {})
+        assert read_openai_tools([given_tool]) == ([chat], {})
 
 
 def test_tools_nobody_here_can_run_are_not_offered() -> None:
@@ -149,12 +155,12 @@ def test_tools_nobody_here_can_run_are_not_offered() -> None:
         for kind in ("web_search", "code_interpreter", "mcp", "image_generation", "tool_search", 7)
     ]
     odd.append({"type": "shell", "environment": {"type": "container_auto"}})
-    assert read_tools(odd) == ([], {})
+    assert read_openai_tools(odd) == ([], {})
 
 
 def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
     inner = [{"type": "function", "name": "read"}, {**PATCH, "name": "edit"}]
-    tools, aliases = read_tools(
+    tools, aliases = read_openai_tools(
         [
             {"type": "namespace", "name": "mcp__files", "description": "d", "tools": inner},
             {"type": "namespace", "name": "functions", "tools": [{"type": "function", "name": "look"}]},
@@ -162,18 +168,18 @@ def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
     )
     assert [tool["function"]["name"] for tool in tools] == ["mcp__files__read", "mcp__files__edit", "look"]
     assert aliases == {
-        "mcp__files__read": Alias("read", "mcp__files"),
-        "mcp__files__edit": Alias("edit", "mcp__files", is_freeform=True),
+        "mcp__files__read": ToolAlias("read", "mcp__files"),
+        "mcp__files__edit": ToolAlias("edit", "mcp__files", is_freeform=True),
     }
 
 
 def test_a_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
-    ((tool,), aliases) = read_tools([PATCH])
+    ((tool,), aliases) = read_openai_tools([PATCH])
     function = tool["function"]
     assert (function["name"], function["description"]) == ("apply_patch", "Edits files.")
     assert function["parameters"]["required"] == ["input"]
     assert "start: LINE+" in function["parameters"]["properties"]["input"]["description"]
-    assert aliases == {"apply_patch": Alias("apply_patch", is_freeform=True)}
+    assert aliases == {"apply_patch": ToolAlias("apply_patch", is_freeform=True)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -185,24 +191,24 @@ def test_a_freeform_call_comes_and_goes_as_a_text_whatever_the_model_wrote(
     arguments: str, stream: bool
 ) -> None:
     async def test() -> None:
-        said = Message("assistant", "", calls=(ToolCall("apply_patch", arguments),))
+        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", arguments),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             response = await respond(a, [USER], tools=[PATCH], stream=stream)
             (item,) = response["output"]
             assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
-            assert item["input"] == free_text(arguments)
+            assert item["input"] == freeform_input(arguments)
             result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
             await respond(a, [USER, item, result], tools=[PATCH])
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
-            assert not a.session.live.session.tree.calls[1].echoes
+            assert not a.session.managed.session.tree.calls[1].applied_equivalences
 
     run(test)
 
 
 def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
     async def test() -> None:
-        said = Message("assistant", "", calls=(ToolCall("apply_patch", '{"input": "x"}'),))
+        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             (item,) = (await respond(a, [USER], tools=[PATCH]))["output"]
             del item["id"]
@@ -215,9 +221,9 @@ def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
 
 def test_a_freeform_call_is_streamed_as_its_input() -> None:
     async def test() -> None:
-        said = Message("assistant", "", calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
+        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
         async with agent(said, codec=ToyCodec.chatml()) as a:
-            events = events_of((await post(a, "p", tools=[PATCH], stream=True)).text)
+            events = parse_events((await post(a, "p", tools=[PATCH], stream=True)).text)
             told = [event for event in events if "custom_tool_call_input" in event["type"]]
             assert [event["type"].rpartition(".")[2] for event in told] == ["delta", "done"]
             assert (told[0]["delta"], told[1]["input"]) == ("x\ny", "x\ny")
@@ -228,7 +234,7 @@ def test_a_freeform_call_is_streamed_as_its_input() -> None:
 def test_a_call_in_a_namespace_comes_back_in_it() -> None:
     async def test() -> None:
         tools = [{"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]
-        said = Message("assistant", "", calls=(ToolCall("mcp__files__read", "{}"),))
+        said = Message("assistant", "", tool_calls=(ToolCall("mcp__files__read", "{}"),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             (item,) = (await respond(a, [USER], tools=tools))["output"]
             assert (item["name"], item["namespace"]) == ("read", "mcp__files")
@@ -246,7 +252,7 @@ def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
             await respond(a, [USER], tools=TOOLS)
             await respond(a, [{"type": "additional_tools", "role": "developer", "tools": TOOLS}, USER])
             await respond(a, [USER], tools=TOOLS, tool_choice="none")
-            shown, as_item, hidden = a.texts()
+            shown, as_item, hidden = a.prompts()
             assert shown == as_item
             assert hidden == "user:p\nassistant:"
 
@@ -255,18 +261,18 @@ def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
 
 def test_one_call_at_a_time_where_no_more_are_wanted() -> None:
     async def test() -> None:
-        both = Message("assistant", "", calls=(ToolCall("look", "{}"), ToolCall("look", '{"at": 2}')))
+        both = Message("assistant", "", tool_calls=(ToolCall("look", "{}"), ToolCall("look", '{"at": 2}')))
         async with agent(both, codec=ToyCodec.chatml()) as a:
             for stream in (False, True):
                 response = await respond(a, "p", tools=TOOLS, parallel_tool_calls=False, stream=stream)
-                assert said_in(response)[2] == ["look {}"]
+                assert response_parts(response)[2] == ["look {}"]
 
     run(test)
 
 
 def test_items_can_be_sent_back_by_id_alone() -> None:
     async def test() -> None:
-        said = Message("assistant", "so", reasoning="hm", calls=(ToolCall("look", "{}"),))
+        said = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             output = (await respond(a, [USER], tools=TOOLS))["output"]
             references = [{"type": "item_reference", "id": item["id"]} for item in output]
@@ -274,7 +280,7 @@ def test_items_can_be_sent_back_by_id_alone() -> None:
             await respond(a, [USER, *references, result], tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
-            assert not a.session.live.session.tree.calls[1].echoes
+            assert not a.session.managed.session.tree.calls[1].applied_equivalences
 
     run(test)
 
@@ -340,7 +346,7 @@ def test_wrong_input_is_400_with_the_field_named(body: Any, field: str) -> None:
             assert response.status_code == 400, response.text
             error = response.json()["error"]
             assert (error["type"], error["param"]) == ("invalid_request_error", field)
-            assert not a.engine.asked
+            assert not a.engine.received_prompts
 
     run(test)
 
@@ -350,7 +356,7 @@ def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
         engine, codec = engine_of("qwen3")
         image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
         call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "c"}
-        user = {"role": "user", "content": ASKED[0]}
+        user = {"role": "user", "content": QUESTIONS[0]}
         async with agent(engine=engine, codec=codec) as a:
             for items in (
                 [{"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}],
@@ -359,7 +365,7 @@ def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
                 refused = await post(a, items, instructions=SYSTEM, stream=True)
                 assert refused.status_code == 400
                 assert "image" in refused.json()["error"]["message"]
-            assert not engine.asked
+            assert not engine.received_prompts
 
     run(test)
 
@@ -389,14 +395,14 @@ def test_however_deep_a_body_is_nested_it_is_taken_or_refused() -> None:
 
 ids = st.sampled_from(["msg_aa_0", "rs_aa_0", "fc_aa_9", "ctc_aa_0", "msg_bb_0", "mine", ""])
 texts = st.text(max_size=4) | ids | st.just("branchline:x")
-scraps: st.SearchStrategy[Any] = st.recursive(
+json_scraps: st.SearchStrategy[Any] = st.recursive(
     st.none() | texts | st.integers() | st.booleans(),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
     max_leaves=4,
 )
 
 
-def sound(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def valid_items(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Items of a kind as they should be, some fields left out or null."""
     known = {name: value for name, value in fields.items() if name in ("role", "name", "output")}
     rest = {name: value | st.none() for name, value in fields.items() if name not in known}
@@ -410,22 +416,30 @@ text_parts = st.lists(
     max_size=3,
 )
 content = texts | text_parts
-sayings = st.lists(st.fixed_dictionaries({"text": texts}), max_size=2)
+text_entries = st.lists(st.fixed_dictionaries({"text": texts}), max_size=2)
 names = st.sampled_from(["look", "apply_patch"])
-sound_items = st.one_of(
-    sound("message", role=st.sampled_from(["user", "assistant", "system", "developer"]), content=content),
-    sound("reasoning", summary=sayings, content=sayings, encrypted_content=texts),
-    sound("function_call", name=names, arguments=texts, call_id=ids, namespace=texts),
-    sound("custom_tool_call", name=names, input=texts, call_id=ids),
-    sound("function_call_output", output=content, call_id=ids),
-    sound("custom_tool_call_output", output=content, call_id=ids),
-    sound("additional_tools", tools=st.just([*TOOLS, PATCH])),
-    sound("web_search_call", action=scraps),
+valid_item_strategy = st.one_of(
+    valid_items(
+        "message", role=st.sampled_from(["user", "assistant", "system", "developer"]), content=content
+    ),
+    valid_items("reasoning", summary=text_entries, content=text_entries, encrypted_content=texts),
+    valid_items("function_call", name=names, arguments=texts, call_id=ids, namespace=texts),
+    valid_items("custom_tool_call", name=names, input=texts, call_id=ids),
+    valid_items("function_call_output", output=content, call_id=ids),
+    valid_items("custom_tool_call_output", output=content, call_id=ids),
+    valid_items("additional_tools", tools=st.just([*TOOLS, PATCH])),
+    valid_items("web_search_call", action=json_scraps),
 )
 fields = st.sampled_from(["type", "role", "content", "summary", "name", "arguments", "input", "output", "id"])
-odd_items = scraps | st.builds(lambda item, field, scrap: {**item, field: scrap}, sound_items, fields, scraps)
+odd_items = json_scraps | st.builds(
+    lambda item, field, scrap: {**item, field: scrap}, valid_item_strategy, fields, json_scraps
+)
 bodies = st.fixed_dictionaries(
-    {"input": st.lists(sound_items, max_size=6) | st.lists(sound_items | odd_items, max_size=3) | texts},
+    {
+        "input": st.lists(valid_item_strategy, max_size=6)
+        | st.lists(valid_item_strategy | odd_items, max_size=3)
+        | texts
+    },
     optional={
         "tools": st.lists(st.sampled_from([*TOOLS, PATCH, {"type": "odd"}]), max_size=2),
         "instructions": texts,
@@ -451,7 +465,7 @@ def test_whatever_is_sent_it_is_answered_or_refused_by_name(sent: list[Any]) -> 
                 if response.status_code == 400:
                     assert response.json()["error"]["param"].startswith("input")
                 elif body.get("stream"):
-                    assert events_of(response.text)[-1]["type"] == "response.completed"
+                    assert parse_events(response.text)[-1]["type"] == "response.completed"
                 else:
                     assert response.json()["status"] == "completed"
 

@@ -12,8 +12,8 @@ import pytest
 from openai.types.responses import Response, ResponseCustomToolCall, ResponseReasoningItem
 
 from branchline import Message, ToolCall, ToyCodec
-from tests.gateway.protocols.speaking import ASKED, SAID, SYSTEM, TOOLS, engine_of
-from tests.gateway.running import Agent, agent, run
+from tests.gateway.harness import Agent, agent, run
+from tests.gateway.protocols.protocol_clients import QUESTIONS, REPLIES, SYSTEM, TOOLS, engine_of
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 
@@ -53,7 +53,7 @@ def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None
             items: list[Any] = []
             wishes: dict[str, Any] = {"instructions": SYSTEM, "tools": TOOLS}
             answers = []
-            for question in ASKED:
+            for question in QUESTIONS:
                 items.append({"role": "user", "content": question})
                 while True:
                     response = await ask(client, way, input=items, **wishes)
@@ -73,12 +73,12 @@ def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None
                     ]
                     if not calls:
                         break
-            assert [response.output_text for response in answers] == [said.text for said in SAID]
+            assert [response.output_text for response in answers] == [said.content for said in REPLIES]
             (line,) = await a.timelines()
             assert line["calls"] == [response.id for response in answers]
-            tree = a.session.live.session.tree
-            assert not [call.echoes for call in tree.calls if call.echoes]
-            for call, asked in zip(tree.calls, engine.asked, strict=True):
+            tree = a.session.managed.session.tree
+            assert not [call.applied_equivalences for call in tree.calls if call.applied_equivalences]
+            for call, asked in zip(tree.calls, engine.received_prompts, strict=True):
                 node = tree.nodes[call.outputs[0]]
                 assert tree.path_ids(node)[: len(asked)].tolist() == asked.tolist()
                 assert tree.path_ids(node)[len(asked) :].tolist() == node.sampled_ids.tolist()
@@ -89,7 +89,9 @@ def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None
 @pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
 def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
     async def test() -> None:
-        said = Message("assistant", "so", reasoning="hm", calls=(ToolCall("apply_patch", '{"input": "x"}'),))
+        said = Message(
+            "assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),)
+        )
         async with sdk(said) as (_, client):
             wishes: dict[str, Any] = {
                 "input": "p",
@@ -116,7 +118,7 @@ def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
 def test_each_event_of_a_stream_fits_the_sdks_type_for_it() -> None:
     async def test() -> None:
         both = (ToolCall("apply_patch", '{"input": "x"}'), ToolCall("look", '{"at": 1}'))
-        said = Message("assistant", "so", reasoning="hm", calls=both)
+        said = Message("assistant", "so", reasoning_content="hm", tool_calls=both)
         async with sdk(said) as (_, client):
             for summary in (None, "auto"):
                 kinds = set()
@@ -168,7 +170,7 @@ def test_the_size_of_a_prompt_is_told_without_sampling() -> None:
     async def test() -> None:
         async with sdk("ok") as (a, client):
             counted = await client.responses.input_tokens.count(model="toy", input="p", instructions=SYSTEM)
-            assert not a.engine.asked
+            assert not a.engine.received_prompts
             response = await client.responses.create(model="toy", input="p", instructions=SYSTEM)
             assert response.usage is not None
             assert counted.input_tokens == response.usage.input_tokens

@@ -9,11 +9,11 @@ import openai
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.gateway.protocols.tools import read_tools
-from branchline.gateway.protocols.vendor_tools import OPENAI, anthropic_tool
-from tests.gateway.protocols.anthropic_agent import claude
-from tests.gateway.protocols.speaking import respond
-from tests.gateway.running import agent, run
+from branchline.gateway.protocols.openai_tools import read_openai_tools
+from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, anthropic_tool
+from tests.gateway.harness import agent, run
+from tests.gateway.protocols.messages_client import messages_client
+from tests.gateway.protocols.protocol_clients import respond
 
 USER = {"role": "user", "content": "p"}
 streamed = pytest.mark.parametrize("stream", [False, True])
@@ -41,8 +41,8 @@ def test_a_tool_that_the_client_runs_is_shown_with_what_it_takes(
     tool: dict[str, Any], given: dict[str, Any]
 ) -> None:
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall(tool["name"], json.dumps(given)),))
-        async with claude(said, "done", codec=ToyCodec.chatml()) as c:
+        said = Message("assistant", tool_calls=(ToolCall(tool["name"], json.dumps(given)),))
+        async with messages_client(said, "done", codec=ToyCodec.chatml()) as c:
             answer = await c.ask("p", tools=[tool])
             (block,) = answer["content"]
             assert (block["name"], block["input"]) == (tool["name"], given)
@@ -92,7 +92,7 @@ OUTPUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", OPENAI)
+@pytest.mark.parametrize("kind", OPENAI_TOOLS)
 @pytest.mark.parametrize("written", [WRITTEN, ODD], ids=["well", "oddly"])
 @streamed
 def test_a_call_comes_as_an_item_of_its_own_and_goes_back_as_what_was_sampled(
@@ -101,29 +101,29 @@ def test_a_call_comes_as_an_item_of_its_own_and_goes_back_as_what_was_sampled(
     arguments, shown = written[kind]
 
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall(kind, arguments),))
+        said = Message("assistant", tool_calls=(ToolCall(kind, arguments),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             tools = [{"type": kind}]
             (call,) = (await respond(a, [USER], tools=tools, stream=stream))["output"]
             assert (call["type"], call["status"]) == (f"{kind}_call", "completed")
-            assert call[OPENAI[kind].place] == shown
+            assert call[OPENAI_TOOLS[kind].arguments_field] == shown
             # Clients write nulls where there was nothing.
-            call = {**call, OPENAI[kind].place: {**shown, "user": None}}
+            call = {**call, OPENAI_TOOLS[kind].arguments_field: {**shown, "user": None}}
             await respond(a, [USER, call, OUTPUTS[kind](call)], tools=tools)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
-            tree = a.session.live.session.tree
+            tree = a.session.managed.session.tree
             roles = [node.message.role for node in tree.nodes[tree.calls[1].outputs[0]].path()]
             assert roles == ["user", "assistant", "tool", "assistant"]
-            assert not tree.calls[1].echoes
+            assert not tree.calls[1].applied_equivalences
 
     run(test)
 
 
-@pytest.mark.parametrize("kind", OPENAI)
+@pytest.mark.parametrize("kind", OPENAI_TOOLS)
 def test_a_call_whose_id_is_lost_is_still_known_by_what_it_says(kind: str) -> None:
     async def test() -> None:
-        said = Message("assistant", calls=(ToolCall(kind, WRITTEN[kind][0]),))
+        said = Message("assistant", tool_calls=(ToolCall(kind, WRITTEN[kind][0]),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
             (call,) = (await respond(a, [USER], tools=[{"type": kind}]))["output"]
             del call["id"]
@@ -135,7 +135,9 @@ def test_a_call_whose_id_is_lost_is_still_known_by_what_it_says(kind: str) -> No
 
 def test_openais_sdk_reads_such_items() -> None:
     async def test() -> None:
-        said = Message("assistant", calls=tuple(ToolCall(kind, WRITTEN[kind][0]) for kind in OPENAI))
+        said = Message(
+            "assistant", tool_calls=tuple(ToolCall(kind, WRITTEN[kind][0]) for kind in OPENAI_TOOLS)
+        )
         async with (
             agent(said, codec=ToyCodec.chatml()) as a,
             openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
@@ -160,7 +162,8 @@ def test_openais_sdk_reads_such_items() -> None:
 def test_a_shell_that_a_vendor_hosts_is_not_offered() -> None:
     local, hosted = {"type": "local"}, {"type": "container_auto"}
     assert [
-        len(read_tools([{"type": "shell", "environment": place}])[0]) for place in (None, local, hosted)
+        len(read_openai_tools([{"type": "shell", "environment": place}])[0])
+        for place in (None, local, hosted)
     ] == [
         1,
         1,
@@ -168,7 +171,7 @@ def test_a_shell_that_a_vendor_hosts_is_not_offered() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", OPENAI)
+@pytest.mark.parametrize("kind", OPENAI_TOOLS)
 def test_an_item_without_what_its_tool_is_called_with_is_refused_by_name(kind: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
@@ -177,7 +180,7 @@ def test_an_item_without_what_its_tool_is_called_with_is_refused_by_name(kind: s
             refused = await a.http.post(f"{a.session.base_url}/responses", json=body, headers=key)
             assert (refused.status_code, refused.json()["error"]["param"]) == (
                 400,
-                f"input[1].{OPENAI[kind].place}",
+                f"input[1].{OPENAI_TOOLS[kind].arguments_field}",
             )
 
     run(test)

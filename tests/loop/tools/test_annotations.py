@@ -11,7 +11,7 @@ from msgspec import Meta
 from pydantic import Field
 from typing_extensions import Doc
 
-from branchline.loop.tools.annotations import or_null, spelled
+from branchline.loop.tools.annotations import to_msgspec_type, with_null
 
 Number = NewType("Number", int)
 
@@ -54,19 +54,19 @@ Number = NewType("Number", int)
     ],
 )
 def test_what_is_said_beside_a_type_is_kept(kind: Any, schema: Any) -> None:
-    assert msgspec.json.schema(spelled(kind)) == schema
+    assert msgspec.json.schema(to_msgspec_type(kind)) == schema
 
 
 def test_what_cannot_be_meant_of_a_type_is_refused_by_the_schema() -> None:
     with pytest.raises(TypeError, match="Can only set `ge` on a numeric type"):
-        msgspec.json.schema(spelled(Annotated[str, Ge(3)]))
+        msgspec.json.schema(to_msgspec_type(Annotated[str, Ge(3)]))
 
 
 def test_null_goes_beside_a_type_and_not_beside_what_is_said_of_it() -> None:
-    assert or_null(int) == Optional[int]  # noqa: UP045
-    assert or_null(Any) is Any
-    assert or_null(int | None) == int | None
-    schema = msgspec.json.schema(spelled(or_null(Annotated[int, Ge(1), "a number"])))
+    assert with_null(int) == Optional[int]  # noqa: UP045
+    assert with_null(Any) is Any
+    assert with_null(int | None) == int | None
+    schema = msgspec.json.schema(to_msgspec_type(with_null(Annotated[int, Ge(1), "a number"])))
     assert schema == {
         "description": "a number",
         "anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}],

@@ -5,24 +5,24 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import InputError
-from branchline.loop.tools.arguments import argument_check, read_arguments
-from tests.loop.tools.doubles import Diary
+from branchline.loop.tools.arguments import argument_validator, parse_arguments
+from tests.loop.tools.fake_tools import RecordingTool
 
 
 def problems(parameters: Any, arguments: Any) -> str:
-    return argument_check(Diary(parameters=parameters)).problems(arguments)
+    return argument_validator(RecordingTool(parameters=parameters)).problems(arguments)
 
 
 def test_arguments_are_read_as_json_means_them() -> None:
-    assert read_arguments('{"a": 2.0, "b": 2.5, "c": [1e2], "d": true, "e": null}') == {
+    assert parse_arguments('{"a": 2.0, "b": 2.5, "c": [1e2], "d": true, "e": null}') == {
         "a": 2,
         "b": 2.5,
         "c": [100],
         "d": True,
         "e": None,
     }
-    assert type(read_arguments('{"a": 2.0}')["a"]) is int
-    assert read_arguments(" \n") == read_arguments("") == {}
+    assert type(parse_arguments('{"a": 2.0}')["a"]) is int
+    assert parse_arguments(" \n") == parse_arguments("") == {}
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_arguments_are_read_as_json_means_them() -> None:
 )
 def test_what_is_no_json_object_is_refused_in_words(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        read_arguments(text)
+        parse_arguments(text)
 
 
 def test_half_a_surrogate_pair_does_not_reach_a_tool() -> None:
-    assert read_arguments('{"a": ["\\ud83d"]}') == {"a": ["\ufffd"]}
+    assert parse_arguments('{"a": ["\\ud83d"]}') == {"a": ["\ufffd"]}
 
 
 def test_arguments_that_fit_have_no_problems() -> None:
@@ -85,14 +85,14 @@ def test_a_schema_cannot_make_us_fetch_anything(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_schema_that_is_none_is_refused_with_the_tools_name() -> None:
     with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema, but 'wizard'"):
-        argument_check(Diary(parameters={"type": "wizard"}))
+        argument_validator(RecordingTool(parameters={"type": "wizard"}))
     with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema"):
-        argument_check(Diary(parameters={"default": object()}))
+        argument_validator(RecordingTool(parameters={"default": object()}))
 
 
 @pytest.mark.parametrize("schema", [{}, {"function": "x"}, {"function": {"name": "other"}}])
 def test_a_tool_is_called_what_its_schema_calls_it(schema: Any) -> None:
-    tool = Diary()
+    tool = RecordingTool()
     tool.schema = schema
     with pytest.raises(InputError, match=r"schema of tool 'diary': got .*, expected"):
-        argument_check(tool)
+        argument_validator(tool)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from branchline.loop.tools.base import BaseTool, Tool, ToolResult, function_schema
-from tests.loop.running import run
-from tests.loop.tools.doubles import call, shop
+from tests.loop.clock_runner import run
+from tests.loop.tools.fake_tools import call, tool_session
 
 
 class Echo(BaseTool):
@@ -21,10 +21,10 @@ class Echo(BaseTool):
 def test_only_execute_has_to_be_written() -> None:
     async def test() -> None:
         echo: Tool = Echo()
-        async with shop(echo, arguments={"echo": {"times": 2}}) as workshop:
+        async with tool_session(echo, arguments={"echo": {"times": 2}}) as workshop:
             (outcome,) = await workshop.run([call("echo", '{"text": "ha"}')])
             assert await workshop.calc_rewards() == {"echo": None}
-        assert outcome.message.text == "haha"
+        assert outcome.message.content == "haha"
         assert workshop.faults == []
         with pytest.raises(NotImplementedError, match=r"BaseTool\.execute"):
             await BaseTool().execute({}, {})

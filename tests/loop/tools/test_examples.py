@@ -14,9 +14,9 @@ from examples.loop import arithmetic, search, tutor
 from branchline.core.errors import ToolError
 from branchline.core.reader import read_messages
 from branchline.loop.tools.registry import ToolRegistry
-from branchline.loop.tools.workshop import Workshop
-from tests.loop.running import run
-from tests.loop.tools.doubles import call, shop
+from branchline.loop.tools.tool_session import ToolSession
+from tests.loop.clock_runner import run
+from tests.loop.tools.fake_tools import call, tool_session
 
 
 @pytest.mark.parametrize("module", [arithmetic, tutor])
@@ -67,34 +67,34 @@ def test_expressions_are_read_exactly_or_refused(expression: str, value: Any) ->
         assert arithmetic.evaluate(expression) == value
 
 
-def workshop_of(sample: dict[str, Any], registry: ToolRegistry) -> Workshop:
+def tool_session_for(sample: dict[str, Any], registry: ToolRegistry) -> ToolSession:
     selection = registry.select(sample["tools"], sample.get("tool_arguments"))
-    return Workshop(selection.tools, "t1", selection.arguments)
+    return ToolSession(selection.tools, "t1", selection.arguments)
 
 
 @pytest.mark.parametrize("solved", [True, False])
 def test_the_calculator_is_worth_one_when_the_answer_came_out_last(solved: bool) -> None:
     async def test() -> None:
         problem = arithmetic.problems(1)[0]
-        async with workshop_of(problem.sample, ToolRegistry([arithmetic.Calculator()])) as workshop:
+        async with tool_session_for(problem.task_row, ToolRegistry([arithmetic.Calculator()])) as workshop:
             tries = ["1 +", problem.expression] if solved else [problem.expression, "1 / 4"]
             outcomes = await workshop.run([call("calculator", json.dumps({"expression": t})) for t in tries])
             assert await workshop.calc_rewards() == {"calculator": float(solved)}
         if solved:
             assert outcomes[0].error == "Error executing tool 'calculator': got 'the end', expected a number"
-            assert outcomes[1].message.text == str(problem.answer)
+            assert outcomes[1].message.content == str(problem.answer)
         else:
-            assert outcomes[1].message.text == "0.25"
+            assert outcomes[1].message.content == "0.25"
 
     run(test)
 
 
 def test_a_calculator_without_an_answer_has_no_reward() -> None:
     async def test() -> None:
-        async with shop(arithmetic.Calculator()) as workshop:
+        async with tool_session(arithmetic.Calculator()) as workshop:
             assert await workshop.calc_rewards() == {"calculator": None}
         with pytest.raises(ToolError, match=r"got \['answr'\], expected only answer"):
-            await shop(arithmetic.Calculator(), arguments={"calculator": {"answr": 1}}).__aenter__()
+            await tool_session(arithmetic.Calculator(), arguments={"calculator": {"answr": 1}}).__aenter__()
 
     run(test)
 
@@ -114,25 +114,25 @@ def test_searching_for_a_question_finds_the_page_that_answers_it() -> None:
         corpus = search.towns()
         registry = ToolRegistry([search.search_tool(corpus)])
         for question in search.questions(corpus, 30):
-            assert read_messages(question.sample["prompt"])[0].text == question.text
-            async with workshop_of(question.sample, registry) as workshop:
+            assert read_messages(question.task_row["prompt"])[0].content == question.text
+            async with tool_session_for(question.task_row, registry) as workshop:
                 arguments = json.dumps({"query": question.text, "limit": 1})
                 (outcome,) = await workshop.run([call("search", arguments)])
-            assert question.answer in outcome.message.text
+            assert question.answer in outcome.message.content
 
     run(test)
 
 
 def test_search_shows_as_many_pages_as_asked_for_and_says_when_there_are_none() -> None:
     async def test() -> None:
-        async with shop(search.search_tool(search.towns())) as workshop:
+        async with tool_session(search.search_tool(search.towns())) as workshop:
             many, none = await workshop.run(
                 [
                     call("search", '{"query": "river", "limit": 2}'),
                     call("search", '{"query": "spaceship"}'),
                 ]
             )
-        assert many.message.text.count("is a town") == 2
-        assert none.message.text == "Nothing found."
+        assert many.message.content.count("is a town") == 2
+        assert none.message.content == "Nothing found."
 
     run(test)

@@ -18,9 +18,9 @@ from pydantic import Field
 from branchline.core.errors import InputError, ToolError
 from branchline.loop.tools.base import ToolResult
 from branchline.loop.tools.functions import FunctionTool, tool
-from tests.loop.running import move_clock, run
-from tests.loop.tools.doubles import call, shop
-from tests.loop.tools.server import PIXEL
+from tests.loop.clock_runner import move_clock, run
+from tests.loop.tools.fake_tools import call, tool_session
+from tests.loop.tools.mcp_server import PIXEL
 
 
 class Colour(Enum):
@@ -65,9 +65,9 @@ def parameters(tool: FunctionTool) -> Any:
 
 
 async def answer(tool: FunctionTool, arguments: str = "", **per_sample: Any) -> str:
-    async with shop(tool, arguments={tool.name: per_sample}) as workshop:
+    async with tool_session(tool, arguments={tool.name: per_sample}) as workshop:
         (outcome,) = await workshop.run([call(tool.name, arguments)])
-    return outcome.message.text
+    return outcome.message.content
 
 
 # -- the schema --------------------------------------------------------------------------------------
@@ -205,12 +205,12 @@ def test_a_default_of_none_can_be_sent_back() -> None:
     run(test)
 
 
-UNSPELLABLE = object()
+NOT_JSON = object()
 
 
 def test_a_default_that_json_cannot_spell_is_left_out() -> None:
     @tool
-    def look(deep: float = float("inf"), way: Any = UNSPELLABLE) -> str:
+    def look(deep: float = float("inf"), way: Any = NOT_JSON) -> str:
         return "x"
 
     assert parameters(look)["properties"] == {"deep": {"type": "number"}, "way": {}}
@@ -374,9 +374,9 @@ def test_what_a_function_returns_becomes_a_result() -> None:
         return ToolResult("good", reward=1.0, extras={"why": "so"})
 
     async def test() -> None:
-        async with shop(paint, judge) as workshop:
+        async with tool_session(paint, judge) as workshop:
             painted, judged = await workshop.run([call("paint"), call("judge")])
-        assert painted.message.text == "a pixel"
+        assert painted.message.content == "a pixel"
         assert painted.message.media[0].payload == PIXEL
         assert (judged.reward, judged.extras) == (1.0, {"why": "so"})
 
@@ -396,7 +396,7 @@ def test_a_thread_that_takes_too_long_is_answered_though_it_cannot_be_stopped() 
             loop.call_soon_threadsafe(ended.set)
             return "too late"
 
-        async with shop(stuck, timeout_s=5) as workshop:
+        async with tool_session(stuck, timeout_s=5) as workshop:
             running = asyncio.create_task(workshop.run([call("stuck")]))
             await began.wait()
             move_clock(5)

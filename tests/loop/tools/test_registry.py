@@ -9,9 +9,9 @@ from branchline.core.errors import InputError
 from branchline.loop.tools.base import BaseTool, ToolResult
 from branchline.loop.tools.functions import tool
 from branchline.loop.tools.registry import ToolRegistry
-from tests.loop.tools.doubles import Diary
+from tests.loop.tools.fake_tools import RecordingTool
 
-A, B = Diary("a"), Diary("b")
+A, B = RecordingTool("a"), RecordingTool("b")
 REGISTRY = ToolRegistry([A, B])
 
 
@@ -45,7 +45,7 @@ def test_a_sample_that_asks_for_what_is_not_there_is_refused(names: Any, argumen
 
 def test_a_tool_whose_schema_is_none_is_refused_when_it_is_registered() -> None:
     with pytest.raises(InputError, match="parameters of tool 'odd'"):
-        ToolRegistry([Diary("odd", parameters={"type": "wizard"})])
+        ToolRegistry([RecordingTool("odd", parameters={"type": "wizard"})])
 
 
 def test_functions_are_registered_where_they_are_defined() -> None:
@@ -60,19 +60,19 @@ def test_functions_are_registered_where_they_are_defined() -> None:
     assert registry.get("look") is look
 
 
-class Nameless(BaseTool): ...
+class UnnamedTool(BaseTool): ...
 
 
-class Waitless(Diary):
+class SyncExecuteTool(RecordingTool):
     def execute(self, instance: Any, arguments: Any) -> ToolResult:  # type: ignore[override]
         return ToolResult("x")
 
 
-class Schemaless(BaseTool):
+class NoSchemaTool(BaseTool):
     name = "odd"
 
 
-class Restless(Diary):
+class SyncRestoreTool(RecordingTool):
     def save(self, instance: Any) -> Any:
         return instance
 
@@ -80,7 +80,7 @@ class Restless(Diary):
         return saved
 
 
-class Forgetful(Diary):
+class AsyncSaveTool(RecordingTool):
     async def save(self, instance: Any) -> Any:
         return instance
 
@@ -95,15 +95,15 @@ def plain(a: int) -> int:
 @pytest.mark.parametrize(
     ("thing", "why"),
     [
-        (Diary, r"tool: got the class Diary, expected an instance of it: Diary\(\)"),
+        (RecordingTool, r"tool: got the class Diary, expected an instance of it: Diary\(\)"),
         (plain, "tool: got the function plain, expected a tool: put @tool above its definition"),
-        (A.until, "tool: got the function until, expected a tool"),
-        (Nameless(), "tool: got .*Nameless.*, whose name is None, expected one that has a name"),
-        (Diary(""), "tool: got .*Diary.*, whose name is '', expected one that has a name"),
-        (Schemaless(), "schema of tool 'odd': got None, expected"),
-        (Waitless("a"), "tool 'a': cannot wait for execute, expected an `async def`"),
-        (Restless("a"), "tool 'a': cannot wait for restore, expected an `async def`"),
-        (Forgetful("a"), "tool 'a': has to wait for save, expected a plain `def`"),
+        (A.wait_for, "tool: got the function until, expected a tool"),
+        (UnnamedTool(), "tool: got .*Nameless.*, whose name is None, expected one that has a name"),
+        (RecordingTool(""), "tool: got .*Diary.*, whose name is '', expected one that has a name"),
+        (NoSchemaTool(), "schema of tool 'odd': got None, expected"),
+        (SyncExecuteTool("a"), "tool 'a': cannot wait for execute, expected an `async def`"),
+        (SyncRestoreTool("a"), "tool 'a': cannot wait for restore, expected an `async def`"),
+        (AsyncSaveTool("a"), "tool 'a': has to wait for save, expected a plain `def`"),
     ],
 )
 def test_what_could_not_be_used_is_refused_when_it_is_registered(thing: Any, why: str) -> None:
@@ -112,7 +112,7 @@ def test_what_could_not_be_used_is_refused_when_it_is_registered(thing: Any, why
 
 
 def test_what_can_be_waited_for_is_taken_however_it_is_wrapped() -> None:
-    wrapped = Diary("wrapped")
+    wrapped = RecordingTool("wrapped")
     inside = wrapped.execute
 
     @functools.wraps(inside)

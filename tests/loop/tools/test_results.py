@@ -8,8 +8,8 @@ import pytest
 from branchline.core.message import Media, Message
 from branchline.core.reader import read_message, write_message
 from branchline.loop.tools.base import ToolResult
-from branchline.loop.tools.results import media_of, result_of
-from tests.loop.tools.server import PIXEL
+from branchline.loop.tools.results import media_from_bytes, to_tool_result
+from tests.loop.tools.mcp_server import PIXEL
 
 
 @dataclass
@@ -18,27 +18,27 @@ class Point:
 
 
 def test_texts_stay_and_data_become_json() -> None:
-    assert result_of("a text") == ToolResult("a text")
-    assert result_of({"a": [1, None, "ü"]}).text == '{"a":[1,null,"ü"]}'
-    assert result_of([1, 2]).text == "[1,2]"
-    assert result_of(1.5).text == "1.5"
-    assert result_of(Point(3)).text == '{"x":3}'
-    assert result_of(None) == ToolResult("")
+    assert to_tool_result("a text") == ToolResult("a text")
+    assert to_tool_result({"a": [1, None, "ü"]}).content == '{"a":[1,null,"ü"]}'
+    assert to_tool_result([1, 2]).content == "[1,2]"
+    assert to_tool_result(1.5).content == "1.5"
+    assert to_tool_result(Point(3)).content == '{"x":3}'
+    assert to_tool_result(None) == ToolResult("")
 
 
 def test_numbers_and_arrays_of_numpy_are_data() -> None:
-    assert result_of(np.float64(1.5)).text == "1.5"
-    assert result_of({"n": np.int64(3), "x": np.float32(0.5)}).text == '{"n":3,"x":0.5}'
-    assert result_of([np.arange(3), np.bool_(True)]).text == "[[0,1,2],true]"
+    assert to_tool_result(np.float64(1.5)).content == "1.5"
+    assert to_tool_result({"n": np.int64(3), "x": np.float32(0.5)}).content == '{"n":3,"x":0.5}'
+    assert to_tool_result([np.arange(3), np.bool_(True)]).content == "[[0,1,2],true]"
     with pytest.raises(
         TypeError, match="the tool returned object, expected a text, values that JSON can hold"
     ):
-        result_of({"a": object()})
+        to_tool_result({"a": object()})
 
 
 def test_a_result_stays_as_it_is() -> None:
     result = ToolResult("x", reward=1.0)
-    assert result_of(result) is result
+    assert to_tool_result(result) is result
 
 
 @pytest.mark.parametrize(
@@ -53,24 +53,24 @@ def test_a_result_stays_as_it_is() -> None:
     ],
 )
 def test_bytes_are_media_by_how_they_begin(payload: bytes, kind: str, mime: str) -> None:
-    (media,) = result_of(payload).media
+    (media,) = to_tool_result(payload).media
     assert (media.kind, media.mime, media.payload) == (kind, mime, payload)
 
 
 def test_bytes_of_no_known_kind_are_refused_and_not_guessed() -> None:
     with pytest.raises(TypeError, match="expected a PNG"):
-        result_of(b"plain text")
+        to_tool_result(b"plain text")
 
 
 def test_texts_and_pictures_may_come_together() -> None:
     link = Media("image", "url:x", url="x")
-    result = result_of(["seen", PIXEL, "and", link])
-    assert result.text == "seen\nand"
-    assert [media.digest for media in result.media] == [media_of(PIXEL).digest, "url:x"]
+    result = to_tool_result(["seen", PIXEL, "and", link])
+    assert result.content == "seen\nand"
+    assert [media.digest for media in result.media] == [media_from_bytes(PIXEL).digest, "url:x"]
 
 
 def test_a_picture_from_a_tool_is_the_same_as_one_a_client_sends() -> None:
-    sent = write_message(Message("user", parts=(media_of(PIXEL),)))
-    assert read_message(sent).media == (media_of(PIXEL),)
-    assert media_of(b"OggS", "audio/ogg").kind == "audio"
-    assert media_of(b"%PDF", "application/pdf").kind == "file"
+    sent = write_message(Message("user", parts=(media_from_bytes(PIXEL),)))
+    assert read_message(sent).media == (media_from_bytes(PIXEL),)
+    assert media_from_bytes(b"OggS", "audio/ogg").kind == "audio"
+    assert media_from_bytes(b"%PDF", "application/pdf").kind == "file"

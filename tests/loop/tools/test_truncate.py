@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from branchline.chat.base import Codec
 from branchline.chat.toy import ToyCodec
 from branchline.core.errors import InputError
-from branchline.core.runs import Ids
-from branchline.loop.tools.truncate import Side, truncate
-from tests.chat.families import codec_of
+from branchline.core.token_arrays import Ids
+from branchline.loop.tools.truncate import TruncateSide, truncate
+from tests.chat.families import load_codec
 
 TOY = ToyCodec()
-SIDES: tuple[Side, ...] = ("left", "right", "middle")
+SIDES: tuple[TruncateSide, ...] = ("left", "right", "middle")
 
 
-def by_tokens(text: str, limit: int, side: Side, codec: Codec = TOY) -> str:
+def by_tokens(text: str, limit: int, side: TruncateSide, codec: Codec = TOY) -> str:
     return truncate(text, limit, side, "tokens", encode=codec.encode, decode=codec.decode)
 
 
@@ -31,13 +31,13 @@ def by_tokens(text: str, limit: int, side: Side, codec: Codec = TOY) -> str:
         ("middle", "ab...(truncated)...h"),
     ],
 )
-def test_the_mark_stands_where_something_is_missing(side: Side, expected: str) -> None:
+def test_the_mark_stands_where_something_is_missing(side: TruncateSide, expected: str) -> None:
     assert truncate("abcdefgh", 3, side, "characters") == expected
     assert by_tokens("abcdefgh", 3, side) == expected
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_text_that_exactly_fits_is_kept(side: Side) -> None:
+def test_a_text_that_exactly_fits_is_kept(side: TruncateSide) -> None:
     assert truncate("abcdefgh", 8, side, "characters") == "abcdefgh"
     assert by_tokens("abcdefgh", 8, side) == "abcdefgh"
     assert by_tokens("", 0, side) == ""
@@ -47,7 +47,7 @@ def test_a_text_that_exactly_fits_is_kept(side: Side) -> None:
     ("side", "expected"),
     [("left", "(truncated)..."), ("right", "...(truncated)"), ("middle", "...(truncated)...")],
 )
-def test_a_limit_of_nothing_leaves_the_mark(side: Side, expected: str) -> None:
+def test_a_limit_of_nothing_leaves_the_mark(side: TruncateSide, expected: str) -> None:
     assert truncate("abc", 0, side, "characters") == expected
     assert by_tokens("abc", 0, side) == expected
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_meant_is_refused(arguments: Any, why: str) -> None:
         truncate(**{"text": "abc", "limit": 1, "side": "left", "unit": "characters", **arguments})
 
 
-def parts(shown: str, side: Side) -> tuple[str, str]:
+def parts(shown: str, side: TruncateSide) -> tuple[str, str]:
     """What was kept, read back from what is shown. Only for texts without the mark's letters in them."""
     before, _, behind = shown.partition("(truncated)")
     assert side == "left" or before.endswith("...")
@@ -102,7 +102,9 @@ TEXTS = st.text(st.sampled_from("ab \né🙂日\ufffd\u0301"), max_size=30)
 
 @given(TEXTS, st.integers(0, 40), st.sampled_from(SIDES))
 @example("\ufffd", 2, "middle")
-def test_characters_kept_are_the_texts_own_and_as_many_as_allowed(text: str, limit: int, side: Side) -> None:
+def test_characters_kept_are_the_texts_own_and_as_many_as_allowed(
+    text: str, limit: int, side: TruncateSide
+) -> None:
     shown = truncate(text, limit, side, "characters")
     if len(text) <= limit:
         assert shown == text
@@ -117,7 +119,9 @@ def test_characters_kept_are_the_texts_own_and_as_many_as_allowed(text: str, lim
 @given(TEXTS, st.integers(0, 60), st.sampled_from(SIDES))
 @example("\ufffd", 2, "middle")
 @example("\ufffd\ufffd", 4, "right")
-def test_tokens_kept_are_the_texts_own_and_never_more_than_allowed(text: str, limit: int, side: Side) -> None:
+def test_tokens_kept_are_the_texts_own_and_never_more_than_allowed(
+    text: str, limit: int, side: TruncateSide
+) -> None:
     shown = by_tokens(text, limit, side)
     if len(text.encode()) <= limit:
         assert shown == text
@@ -135,7 +139,7 @@ def test_tokens_kept_are_the_texts_own_and_never_more_than_allowed(text: str, li
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3_2", "gemma3"])
 def test_real_tokenizers_keep_whole_characters_too(family: str) -> None:
-    codec = codec_of(family)
+    codec = load_codec(family)
 
     @given(st.text(st.sampled_from("abc \n1é🙂日本語𓀀"), min_size=1, max_size=40), st.integers(0, 40))
     def check(text: str, limit: int) -> None:

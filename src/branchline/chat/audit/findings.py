@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 Evidence = Mapping[str, str]
-VERBATIM = "serve with history=verbatim"
+USE_VERBATIM = "serve with history=verbatim"
 """The remedy of everything that a template does to earlier messages: keep them as they were sampled."""
 
 
@@ -31,7 +31,7 @@ class Finding:
     severity: Severity
     sentence: str
     evidence: Evidence = field(default_factory=dict)
-    does: str = ""
+    behaviour: str = ""
     """What the template does, to go on with "This template …", where somebody should act on it."""
     remedy: str = ""
     """How to act on it."""
@@ -47,7 +47,7 @@ def fine(name: str, sentence: str) -> Finding:
 
 def note(name: str, sentence: str, evidence: Evidence, does: str = "") -> Finding:
     """What costs forks says what it `does`; history=verbatim is the remedy."""
-    return Finding(name, Severity.NOTE, sentence, evidence, does, VERBATIM if does else "")
+    return Finding(name, Severity.NOTE, sentence, evidence, does, USE_VERBATIM if does else "")
 
 
 def unsafe(name: str, does: str, evidence: Evidence, remedy: str) -> Finding:

@@ -14,26 +14,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from branchline.chat.base import Extension, History, Recorded, Shown
-from branchline.chat.generic.conversation import Conversation
-from branchline.chat.generic.dialect import Dialect
-from branchline.chat.generic.segments import SegmentEncoder
-from branchline.chat.generic.slots import Brackets
-from branchline.chat.generic.template import ChatTemplate
-from branchline.chat.generic.voice import Rendered, Voices
-from branchline.chat.parsing.base import OutputParser, Parsed
-from branchline.chat.parsing.registry import parser_for
+from branchline.chat.base import Extension, HistoryPolicy, NewMessage, PathMessage
+from branchline.chat.generic.chat_template import ChatTemplate
+from branchline.chat.generic.field_markers import FieldMarkers
+from branchline.chat.generic.prompt_builder import PromptBuilder
+from branchline.chat.generic.segment_encoder import SegmentEncoder
+from branchline.chat.generic.template_profile import RenderedPrompt, TemplateProfiles
+from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.chat.parsing.base import OutputParser, ParsedOutput
+from branchline.chat.parsing.registry import create_text_parser
 from branchline.chat.tokenizer import TokenizerDir
-from branchline.chat.vision import refuse_media
-from branchline.core.cache import SizedCache
+from branchline.chat.vision import reject_media
+from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 
 Tools = Sequence[Mapping[str, Any]]
-Values = Mapping[str, Any]
+ChatTemplateKwargs = Mapping[str, Any]
 
-_TEXT_CACHE_BYTES = 128 * 1024 * 1024
+_PROMPT_CACHE_BYTES = 128 * 1024 * 1024
 
 
 class GenericCodec:
@@ -57,25 +57,25 @@ class GenericCodec:
         self.tokenizer = tokenizer
         self.now = now or datetime.now()
         """What the template's clock shows; one moment for a whole session."""
-        self.encoder = SegmentEncoder(tokenizer)
-        self._texts: SizedCache[Rendered] = SizedCache(
-            _TEXT_CACHE_BYTES, lambda known: len(known.text) + 2000
+        self.segment_encoder = SegmentEncoder(tokenizer)
+        self._rendered_prompts: ByteLimitedCache[RenderedPrompt] = ByteLimitedCache(
+            _PROMPT_CACHE_BYTES, lambda known: len(known.text) + 2000
         )
-        self._brackets = Brackets()
-        self._voices = Voices(
+        self._markers = FieldMarkers()
+        self._profiles = TemplateProfiles(
             tokenizer,
-            self.encoder,
-            self._brackets,
-            self._texts,
+            self.segment_encoder,
+            self._markers,
+            self._rendered_prompts,
             frozenset(stop_ids),
             keep_empty_think,
             tool_parser,
             reasoning_parser,
             self.now,
         )
-        self.detection = self._voices.of(tools=True, values={}).detection
+        self.output_format = self._profiles.get(tools=True, chat_template_kwargs={}).output_format
         """How outputs are parsed when the template gets no arguments."""
-        self.stop_ids = self._voices.stop_ids
+        self.stop_ids = self._profiles.stop_ids
         """Ids that end an output."""
 
     @classmethod
@@ -87,47 +87,59 @@ class GenericCodec:
     def name(self) -> str:
         return f"generic:{self.tokenizer.path.name}"
 
-    def at(self, now: datetime) -> GenericCodec:
+    def with_clock(self, now: datetime) -> GenericCodec:
         """The same codec with its clock stopped at another moment; caches of text are shared."""
         other = copy(self)
         other.now = now
         return other
 
-    def forget(self) -> None:
+    def clear_prompt_cache(self) -> None:
         """Drops what is remembered of earlier prompts; the next ones cost more and are the same."""
-        self._texts.clear()
+        self._rendered_prompts.clear()
 
     # -- ids to messages -----------------------------------------------------------------------------
 
     @property
-    def terminators(self) -> frozenset[int]:
+    def terminator_ids(self) -> frozenset[int]:
         """The stop ids that the template itself puts behind a reply."""
-        return frozenset(self._voices.terminators(self.tokenizer.template()))
+        return frozenset(self._profiles.terminator_ids(self.tokenizer.chat_template()))
 
-    def parser(self, tools: Tools = (), template: Values | None = None) -> OutputParser:
+    def parser(
+        self, tools: Tools = (), chat_template_kwargs: ChatTemplateKwargs | None = None
+    ) -> OutputParser:
         """A parser for one output, to be fed as it arrives."""
-        found = self._voices.of(tools=bool(tools), values=template or {}).detection
-        text_parser = parser_for(
+        found = self._profiles.get(
+            tools=bool(tools), chat_template_kwargs=chat_template_kwargs or {}
+        ).output_format
+        text_parser = create_text_parser(
             found.tool_format,
-            reasoning=found.reasoning_format,
-            starts_inside=found.starts_inside,
+            reasoning_format=found.reasoning_format,
+            starts_in_reasoning=found.starts_in_reasoning,
             tools=tools,
         )
         return OutputParser(text_parser, self.tokenizer.token_bytes, self.stop_ids)
 
     def parse(
-        self, ids: Ids, finish: str = "stop", tools: Tools = (), template: Values | None = None
+        self,
+        ids: Ids,
+        finish_reason: str = "stop",
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
     ) -> Message:
-        return self.parse_whole(ids, finish, tools, template).message
+        return self.parse_output(ids, finish_reason, tools, chat_template_kwargs).message
 
-    def parse_whole(
-        self, ids: Ids, finish: str = "stop", tools: Tools = (), template: Values | None = None
-    ) -> Parsed:
+    def parse_output(
+        self,
+        ids: Ids,
+        finish_reason: str = "stop",
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+    ) -> ParsedOutput:
         """The message some ids spell, and what was wrong with it."""
-        return self.parser(tools, template).parse(ids.tolist(), finish)
+        return self.parser(tools, chat_template_kwargs).parse(ids.tolist(), finish_reason)
 
     def plain_parser(self) -> OutputParser:
-        return OutputParser(parser_for("plain"), self.tokenizer.token_bytes, self.stop_ids)
+        return OutputParser(create_text_parser("plain"), self.tokenizer.token_bytes, self.stop_ids)
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)
@@ -141,38 +153,50 @@ class GenericCodec:
     def encode(self, text: str) -> Ids:
         return self.tokenizer.encode(text)
 
-    def spell(self, message: Message) -> Ids:
-        return self.tokenizer.encode_output(message)
+    def encode_reply(self, message: Message) -> Ids:
+        return self.tokenizer.encode_reply(message)
 
     # -- messages to ids -----------------------------------------------------------------------------
 
     def extend(
         self,
-        path: Sequence[Recorded],
-        new: Sequence[Shown],
+        path: Sequence[PathMessage],
+        new: Sequence[NewMessage],
         *,
         tools: Tools = (),
-        template: Values | None = None,
-        history: History = "template",
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+        history: HistoryPolicy = "template",
     ) -> Extension:
-        refuse_media([shown.message for shown in new], self.name, first=len(path))
-        conversation = Conversation(
-            self._voices.of(tools=bool(tools), values=template or {}),
+        reject_media([shown.message for shown in new], self.name, first_index=len(path))
+        conversation = PromptBuilder(
+            self._profiles.get(tools=bool(tools), chat_template_kwargs=chat_template_kwargs or {}),
             [*path, *new],
             len(path),
             tools,
-            template or {},
+            chat_template_kwargs or {},
             self.now,
         )
         if history == "verbatim" and path:
-            return conversation.verbatim()
-        return conversation.by_template()
+            return conversation.build_verbatim()
+        return conversation.build_from_template()
 
-    def count(self, messages: Sequence[Message], tools: Tools = (), template: Values | None = None) -> int:
+    def count_tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+    ) -> int:
         """How many tokens a prompt has."""
-        extension = self.extend((), [Shown(message) for message in messages], tools=tools, template=template)
-        return sum(len(piece.ids) for piece in extension.pieces) + len(extension.opening)
+        extension = self.extend(
+            (),
+            [NewMessage(message) for message in messages],
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return sum(len(piece.ids) for piece in extension.message_tokens) + len(
+            extension.generation_prompt_ids
+        )
 
-    def dialect(self, template: ChatTemplate) -> Dialect:
+    def template_traits(self, template: ChatTemplate) -> TemplateTraits:
         """How a template wants to be spoken to."""
-        return self._voices.dialect(template)
+        return self._profiles.traits(template)

@@ -1,16 +1,16 @@
 """Outputs read into messages, whole and while they are sampled, for every format the registry names."""
 
-from branchline.chat.parsing.base import Delta, OutputParser, Parsed, Problem, TextParser
-from branchline.chat.parsing.detect import Detection, detect
-from branchline.chat.parsing.registry import parser_for
+from branchline.chat.parsing.base import MessageDelta, OutputParser, ParsedOutput, ParseProblem, TextParser
+from branchline.chat.parsing.detect import OutputFormat, detect_output_format
+from branchline.chat.parsing.registry import create_text_parser
 
 __all__ = [
-    "Delta",
-    "Detection",
+    "MessageDelta",
+    "OutputFormat",
     "OutputParser",
-    "Parsed",
-    "Problem",
+    "ParseProblem",
+    "ParsedOutput",
     "TextParser",
-    "detect",
-    "parser_for",
+    "create_text_parser",
+    "detect_output_format",
 ]

@@ -5,11 +5,11 @@ V3 and R1 write `function` before the separator, then the name, a line break and
 
 from __future__ import annotations
 
-from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.values import read_name
+from branchline.chat.parsing.framed import CallDelimiters, FramedParser
+from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
 
-FRAME = Frame(
+DELIMITERS = CallDelimiters(
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     is_json=True,
@@ -19,10 +19,10 @@ _FENCE = "```"
 
 
 def deepseek() -> FramedParser:
-    return FramedParser(FRAME, _read)
+    return FramedParser(DELIMITERS, _parse_body)
 
 
-def _read(body: str) -> ToolCall | None:
+def _parse_body(body: str) -> ToolCall | None:
     head, separator, rest = body.partition(SEPARATOR)
     rest = rest.strip()
     if head.strip() == "function" and not rest.startswith("{"):
@@ -30,5 +30,5 @@ def _read(body: str) -> ToolCall | None:
         rest = rest.strip()
         if rest.startswith(_FENCE) and rest.endswith(_FENCE):
             rest = rest.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json").strip()
-    name = read_name(head)
+    name = parse_tool_name(head)
     return ToolCall(name, rest) if name and separator else None

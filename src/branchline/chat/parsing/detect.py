@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from branchline.chat.parsing.reasoning import REASONING
+from branchline.chat.parsing.reasoning import REASONING_MARKERS
 from branchline.chat.parsing.registry import NO_REASONING
 
 _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -28,22 +28,22 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Detection:
+class OutputFormat:
     """What `parser_for` wants to know."""
 
     tool_format: str = "plain"
     reasoning_format: str = NO_REASONING
-    starts_inside: bool = False
+    starts_in_reasoning: bool = False
     """The generation prompt leaves the model inside its reasoning."""
 
 
-def detect(
+def detect_output_format(
     template_source: str, generation_prompt: str = "", added_tokens: Collection[str] = ()
-) -> Detection:
+) -> OutputFormat:
     """Reads a template's source; where a model ships none, its added tokens have to do.
 
-    >>> detect("… <think> … {{ '<tool_call>' }} …", "<|im_start|>assistant\\n<think>\\n")
-    Detection(tool_format='hermes', reasoning_format='think', starts_inside=True)
+    >>> detect_output_format("… <think> … {{ '<tool_call>' }} …", "<|im_start|>assistant\\n<think>\\n")
+    OutputFormat(tool_format='hermes', reasoning_format='think', starts_in_reasoning=True)
     """
     source = template_source or "\n".join(added_tokens)
     tool_format = next(
@@ -51,9 +51,9 @@ def detect(
     )
     if tool_format == "harmony":
         # Its channels are its reasoning.
-        return Detection(tool_format)
-    for name, (opener, closer) in REASONING.items():
+        return OutputFormat(tool_format)
+    for name, (opener, closer) in REASONING_MARKERS.items():
         opened = generation_prompt.rfind(opener)
         if closer in source or opened >= 0:
-            return Detection(tool_format, name, opened > generation_prompt.rfind(closer))
-    return Detection(tool_format)
+            return OutputFormat(tool_format, name, opened > generation_prompt.rfind(closer))
+    return OutputFormat(tool_format)

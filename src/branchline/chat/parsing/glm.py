@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.values import Schemas, read_name
+from branchline.chat.parsing.framed import CallDelimiters, FramedParser
+from branchline.chat.parsing.xml_arguments import ParameterSchemas, parse_tool_name
 from branchline.core.message import ToolCall
 
-FRAME = Frame(("<tool_call>", "</tool_call>"))
+DELIMITERS = CallDelimiters(("<tool_call>", "</tool_call>"))
 _PAIR = re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def glm(schemas: Schemas) -> FramedParser:
-    return FramedParser(FRAME, lambda body: _read(body, schemas))
+def glm(schemas: ParameterSchemas) -> FramedParser:
+    return FramedParser(DELIMITERS, lambda body: _parse_body(body, schemas))
 
 
-def _read(body: str, schemas: Schemas) -> ToolCall | None:
+def _parse_body(body: str, schemas: ParameterSchemas) -> ToolCall | None:
     head, tag, rest = body.partition("<")
-    name = read_name(head)
-    return schemas.call(name, tag + rest, _PAIR) if name else None
+    name = parse_tool_name(head)
+    return schemas.build_call(name, tag + rest, _PAIR) if name else None

@@ -10,114 +10,114 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from branchline.chat.parsing.base import Delta, Problem
-from branchline.chat.parsing.draft import Draft
-from branchline.chat.parsing.jsontext import JsonScan
+from branchline.chat.parsing.base import MessageDelta, ParseProblem
+from branchline.chat.parsing.format_parser import FormatParser
+from branchline.chat.parsing.json_scan import JsonScanner
 from branchline.chat.parsing.lexer import Lexer
-from branchline.chat.parsing.values import read_name
+from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _CLOSERS = (END, CALL, RETURN)
-_TO = re.compile(r"(?:^|\s)to=([^\s<]+)")
-_HEADER_LIMIT = 200
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_MAX_HEADER_CHARS = 200
 
 
-class _State(Enum):
+class _HarmonyState(Enum):
     HEADER = 0
     REASONING = 1
     TEXT = 2
     CALL = 3
 
 
-class HarmonyParser(Draft):
+class HarmonyParser(FormatParser):
     """Reads message after message; what stands between them is text."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lexer = Lexer(START, CHANNEL, CONSTRAIN, MESSAGE, *_CLOSERS)
-        self._state = _State.HEADER
+        self._state = _HarmonyState.HEADER
         self._header_length = 0
         self._body_start = 0
         self._name = ""
-        self._scan = JsonScan()
+        self._scan = JsonScanner()
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[MessageDelta]:
         for piece in self._lexer.feed(text):
-            self._take(*piece)
-        return self._taken()
+            self._consume(*piece)
+        return self._pop_deltas()
 
-    def finish(self, cut: bool) -> list[Delta]:
-        self._cut = cut
+    def finish(self, cut: bool) -> list[MessageDelta]:
+        self._truncated = cut
         held = self._lexer.finish()
         if held:
-            self._take(held, False)
-        if self._state is _State.CALL:
+            self._consume(held, False)
+        if self._state is _HarmonyState.CALL:
             self._close_call(is_closed=not cut)
-        elif self._state is _State.REASONING and cut:
-            self.problems.append(Problem.UNCLOSED_REASONING)
+        elif self._state is _HarmonyState.REASONING and cut:
+            self.problems.append(ParseProblem.UNCLOSED_REASONING)
         elif self._block:
-            self._release_header()
-        return self._taken()
+            self._flush_header_as_text()
+        return self._pop_deltas()
 
-    def _take(self, text: str, is_marker: bool) -> None:
-        if self._state is _State.HEADER:
-            self._take_header(text, is_marker)
-        elif self._state is _State.CALL:
-            self._take_arguments(text, is_marker)
+    def _consume(self, text: str, is_marker: bool) -> None:
+        if self._state is _HarmonyState.HEADER:
+            self._consume_header(text, is_marker)
+        elif self._state is _HarmonyState.CALL:
+            self._consume_arguments(text, is_marker)
         elif is_marker and text in (START, *_CLOSERS):
-            self._state = _State.TEXT
+            self._state = _HarmonyState.TEXT
             if text == START:
                 self._open_header(text)
         else:
-            self._write(text, reasoning=self._state is _State.REASONING)
+            self._append(text, reasoning=self._state is _HarmonyState.REASONING)
 
     def _open_header(self, start: str) -> None:
         self._block.append(start)
         self._header_length = 0
-        self._state = _State.HEADER
+        self._state = _HarmonyState.HEADER
 
-    def _take_header(self, text: str, is_marker: bool) -> None:
+    def _consume_header(self, text: str, is_marker: bool) -> None:
         self._block.append(text)
         if not is_marker:
             self._header_length += len(text)
-            if self._header_length > _HEADER_LIMIT or "\n" in text:
-                self._release_header()
+            if self._header_length > _MAX_HEADER_CHARS or "\n" in text:
+                self._flush_header_as_text()
         elif text == MESSAGE:
             self._open_message()
         elif text in (START, *_CLOSERS):
             self._block.pop()
-            self._release_header()
-            self._take(text, True)
+            self._flush_header_as_text()
+            self._consume(text, True)
 
     def _open_message(self) -> None:
         header = "".join(self._block)
         role, _, rest = header.removesuffix(MESSAGE).partition(CHANNEL)
         author = role.removeprefix(START).strip()
-        addressed = _TO.search(rest) or _TO.search(role.removeprefix(START))
+        addressed = _RECIPIENT.search(rest) or _RECIPIENT.search(role.removeprefix(START))
         channel = rest.split(maxsplit=1)[0].partition("<")[0] if rest.strip() else ""
         if author and author.split()[0] != "assistant" and not author.startswith("to="):
-            self._release_header()
+            self._flush_header_as_text()
         elif addressed:
             self._name = addressed[1]
             self._body_start = len(self._block)
-            self._scan = JsonScan()
-            self._state = _State.CALL
+            self._scan = JsonScanner()
+            self._state = _HarmonyState.CALL
         elif channel in ("analysis", "final", "commentary"):
             self._block.clear()
-            self._state = _State.REASONING if channel == "analysis" else _State.TEXT
+            self._state = _HarmonyState.REASONING if channel == "analysis" else _HarmonyState.TEXT
         else:
-            self._release_header()
+            self._flush_header_as_text()
 
-    def _release_header(self) -> None:
-        is_call = self._cut and _TO.search("".join(self._block))
-        self.problems.append(Problem.CUT_CALL if is_call else Problem.BROKEN_HEADER)
-        self._write("".join(self._block))
+    def _flush_header_as_text(self) -> None:
+        is_call = self._truncated and _RECIPIENT.search("".join(self._block))
+        self.problems.append(ParseProblem.CUT_CALL if is_call else ParseProblem.BROKEN_HEADER)
+        self._append("".join(self._block))
         self._block.clear()
-        self._state = _State.TEXT
+        self._state = _HarmonyState.TEXT
 
-    def _take_arguments(self, text: str, is_marker: bool) -> None:
+    def _consume_arguments(self, text: str, is_marker: bool) -> None:
         if is_marker and text in (START, *_CLOSERS) and not self._scan.in_string:
             self._block.extend([text] if text != START else [])
             self._close_call(is_closed=text == CALL)
@@ -128,14 +128,14 @@ class HarmonyParser(Draft):
         self._scan.feed(text)
 
     def _close_call(self, *, is_closed: bool) -> None:
-        self._state = _State.TEXT
+        self._state = _HarmonyState.TEXT
         closer = 1 if self._block[-1] in _CLOSERS else 0
         body = "".join(self._block[self._body_start : len(self._block) - closer]).strip()
-        name = read_name(self._name.removeprefix("functions."))
+        name = parse_tool_name(self._name.removeprefix("functions."))
         is_function = self._name.startswith("functions.")
         if is_closed and is_function and name:
-            self._call(ToolCall(name, body))
+            self._add_calls(ToolCall(name, body))
         else:
-            self.problems.append(Problem.CUT_CALL if self._cut else Problem.MALFORMED_CALL)
-            self._write("".join(self._block))
+            self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
+            self._append("".join(self._block))
             self._block.clear()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.jsontext import read_call, read_loosely
+from branchline.chat.parsing.framed import CallDelimiters, FramedParser
+from branchline.chat.parsing.json_scan import parse_call, parse_lenient
 from branchline.core.message import ToolCall
 
-FRAME = Frame(("<tool_call>", "</tool_call>"), is_json=True)
+DELIMITERS = CallDelimiters(("<tool_call>", "</tool_call>"), is_json=True)
 
 
 def hermes() -> FramedParser:
-    return FramedParser(FRAME, _read)
+    return FramedParser(DELIMITERS, _parse_body)
 
 
-def _read(body: str) -> ToolCall | None:
-    return read_call(body, "arguments") or read_loosely(body)
+def _parse_body(body: str) -> ToolCall | None:
+    return parse_call(body, "arguments") or parse_lenient(body)

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import re
 
-from branchline.chat.parsing.framed import Frame, FramedParser
-from branchline.chat.parsing.values import read_name
+from branchline.chat.parsing.framed import CallDelimiters, FramedParser
+from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
 
-FRAME = Frame(
+DELIMITERS = CallDelimiters(
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     is_json=True,
 )
 ARGUMENTS = "<|tool_call_argument_begin|>"
-_NUMBER = re.compile(r":\d+$")
+_CALL_NUMBER = re.compile(r":\d+$")
 
 
 def kimi() -> FramedParser:
-    return FramedParser(FRAME, _read)
+    return FramedParser(DELIMITERS, _parse_body)
 
 
-def _read(body: str) -> ToolCall | None:
+def _parse_body(body: str) -> ToolCall | None:
     head, begun, rest = body.partition(ARGUMENTS)
     sampled_id = head.strip()
-    name = read_name(_NUMBER.sub("", sampled_id).removeprefix("functions."))
+    name = parse_tool_name(_CALL_NUMBER.sub("", sampled_id).removeprefix("functions."))
     return ToolCall(name, rest.strip(), id=sampled_id) if name and begun else None

@@ -10,10 +10,10 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-_SHORT = 64
+_MAX_SKIP_CHARS = 64
 
 
-class Piece(NamedTuple):
+class Lexeme(NamedTuple):
     """A run of text, or one marker."""
 
     text: str
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
 
 @cache
-def _pattern(markers: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+def _compile_markers(markers: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
     """What markers begin with, and how they are found. There are as many as there are formats."""
     starts = frozenset(marker[0] for marker in markers)
     if any(letter in starts for marker in markers for letter in marker[1:]):
@@ -34,40 +34,40 @@ class Lexer:
 
     >>> lexer = Lexer("<a>", "</a>")
     >>> lexer.feed("x</"), lexer.feed("a>y<"), lexer.finish()
-    ([Piece(text='x', is_marker=False)], [Piece(text='</a>', is_marker=True), \
-Piece(text='y', is_marker=False)], '<')
+    ([Lexeme(text='x', is_marker=False)], [Lexeme(text='</a>', is_marker=True), \
+Lexeme(text='y', is_marker=False)], '<')
     """
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
-        self._starts, self._pattern = _pattern(markers)
+        self._starts, self._pattern = _compile_markers(markers)
         self._held = ""
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[Lexeme]:
         text = self._held + text
-        pieces: list[Piece] = []
+        pieces: list[Lexeme] = []
         at = 0
         for match in self._pattern.finditer(text):
             if match.start() > at:
-                pieces.append(Piece(text[at : match.start()], False))
-            pieces.append(Piece(match[0], True))
+                pieces.append(Lexeme(text[at : match.start()], False))
+            pieces.append(Lexeme(match[0], True))
             at = match.end()
-        end = self._marker_under_way(text, at)
+        end = self._partial_marker_start(text, at)
         if end > at:
-            pieces.append(Piece(text[at:end], False))
+            pieces.append(Lexeme(text[at:end], False))
         self._held = text[end:]
         return pieces
 
-    def passes(self, text: str) -> bool:
+    def can_skip(self, text: str) -> bool:
         """Whether a short text is no part of any marker: then it need not be fed."""
-        return not self._held and len(text) < _SHORT and self._starts.isdisjoint(text)
+        return not self._held and len(text) < _MAX_SKIP_CHARS and self._starts.isdisjoint(text)
 
     def finish(self) -> str:
         """What was held back, which is no marker."""
         held, self._held = self._held, ""
         return held
 
-    def _marker_under_way(self, text: str, at: int) -> int:
+    def _partial_marker_start(self, text: str, at: int) -> int:
         start = max(text.rfind(letter, at) for letter in self._starts)
         if start >= 0:
             suffix = text[start:]

@@ -9,102 +9,102 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from branchline.chat.parsing.base import Delta, Problem
-from branchline.chat.parsing.draft import Draft
-from branchline.chat.parsing.jsontext import JsonScan, read_call
+from branchline.chat.parsing.base import MessageDelta, ParseProblem
+from branchline.chat.parsing.format_parser import FormatParser
+from branchline.chat.parsing.json_scan import JsonScanner, parse_call
 from branchline.core.message import ToolCall
 
-TAG = "<|python_tag|>"
-_CALL_BEGINS = re.compile(r'\{\s*"name"')
+PYTHON_TAG = "<|python_tag|>"
+_CALL_PREFIX = re.compile(r'\{\s*"name"')
 
 
-class _State(Enum):
+class _Llama3State(Enum):
     START = 0
-    BEFORE = 1
+    BEFORE_JSON = 1
     """Whitespace before a JSON object."""
     JSON = 2
-    BEHIND = 3
+    AFTER_JSON = 3
     """Whitespace behind a JSON object, up to a `;` or the end."""
     TEXT = 4
 
 
-class Llama3Parser(Draft):
+class Llama3Parser(FormatParser):
     """Holds JSON back to the end, and lets everything else through."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._state = _State.START
+        self._state = _Llama3State.START
         self._lead = ""
         self._is_tagged = False
-        self._scan = JsonScan()
+        self._scan = JsonScanner()
         self._objects: list[list[str]] = []
 
-    def feed(self, text: str) -> list[Delta]:
-        while text and self._state is not _State.TEXT:
-            text = self._take(text)
-        self._write(text)
-        return self._taken()
+    def feed(self, text: str) -> list[MessageDelta]:
+        while text and self._state is not _Llama3State.TEXT:
+            text = self._consume(text)
+        self._append(text)
+        return self._pop_deltas()
 
-    def finish(self, cut: bool) -> list[Delta]:
-        self._cut = cut
-        calls = self._read() if self._state is _State.BEHIND else []
+    def finish(self, cut: bool) -> list[MessageDelta]:
+        self._truncated = cut
+        calls = self._parse_calls() if self._state is _Llama3State.AFTER_JSON else []
         if calls:
-            self._call(*calls)
-        elif self._state is not _State.TEXT:
+            self._add_calls(*calls)
+        elif self._state is not _Llama3State.TEXT:
             self._block.append(self._lead)
-            self._give_up()
-        return self._end()
+            self._treat_as_text()
+        return self._final_deltas()
 
-    def _take(self, text: str) -> str:
+    def _consume(self, text: str) -> str:
         """Reads on; what is left of the text comes back."""
-        if self._state is _State.START:
-            return self._take_start(text)
-        if self._state is _State.JSON:
+        if self._state is _Llama3State.START:
+            return self._consume_start(text)
+        if self._state is _Llama3State.JSON:
             end = self._scan.feed(text)
             taken = text if end < 0 else text[:end]
             self._block.append(taken)
             self._objects[-1].append(taken)
-            if self._scan.is_broken:
-                self._give_up()
+            if self._scan.is_invalid:
+                self._treat_as_text()
             elif end >= 0:
-                self._state = _State.BEHIND
+                self._state = _Llama3State.AFTER_JSON
             return text[len(taken) :]
         body = text.lstrip()
         self._block.append(text[: len(text) - len(body)])
-        if self._state is _State.BEHIND and body.startswith(";"):
+        if self._state is _Llama3State.AFTER_JSON and body.startswith(";"):
             self._block.append(";")
-            self._state = _State.BEFORE
+            self._state = _Llama3State.BEFORE_JSON
             return body[1:]
-        if self._state is _State.BEFORE and body.startswith("{"):
+        if self._state is _Llama3State.BEFORE_JSON and body.startswith("{"):
             self._objects.append([])
-            self._scan = JsonScan()
-            self._state = _State.JSON
+            self._scan = JsonScanner()
+            self._state = _Llama3State.JSON
         elif body:
-            self._give_up()
+            self._treat_as_text()
         return body
 
-    def _take_start(self, text: str) -> str:
+    def _consume_start(self, text: str) -> str:
         self._lead += text
         body = self._lead.lstrip()
-        if TAG.startswith(body) and body != TAG:
+        if PYTHON_TAG.startswith(body) and body != PYTHON_TAG:
             return ""
-        self._is_tagged = body.startswith(TAG)
-        rest = body.removeprefix(TAG)
+        self._is_tagged = body.startswith(PYTHON_TAG)
+        rest = body.removeprefix(PYTHON_TAG)
         self._block.append(self._lead[: len(self._lead) - len(rest)])
         self._lead = ""
-        self._state = _State.BEFORE
+        self._state = _Llama3State.BEFORE_JSON
         return rest
 
-    def _read(self) -> list[ToolCall]:
-        calls = [read_call("".join(parts), "parameters", "arguments") for parts in self._objects]
+    def _parse_calls(self) -> list[ToolCall]:
+        calls = [parse_call("".join(parts), "parameters", "arguments") for parts in self._objects]
         # A name alone is no call here: an answer that is JSON may well have one.
         return [call for call in calls if call] if all(call and call.arguments for call in calls) else []
 
-    def _give_up(self) -> None:
+    def _treat_as_text(self) -> None:
         """It is text: a problem only where it set out to be a call, for an answer may well be JSON."""
-        self._state = _State.TEXT
-        begun = self._objects and _CALL_BEGINS.match("".join(self._objects[0]))
+        self._state = _Llama3State.TEXT
+        begun = self._objects and _CALL_PREFIX.match("".join(self._objects[0]))
         if self._is_tagged or begun:
-            self.problems.append(Problem.CUT_CALL if self._cut else Problem.MALFORMED_CALL)
-        self._write("".join(self._block))
+            self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
+        self._append("".join(self._block))
         self._block.clear()

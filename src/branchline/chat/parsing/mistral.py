@@ -8,124 +8,126 @@ from __future__ import annotations
 
 from enum import Enum
 
-from branchline.chat.parsing.base import Delta
-from branchline.chat.parsing.draft import Draft
-from branchline.chat.parsing.jsontext import JsonScan, elements, read_call, read_loosely
+from branchline.chat.parsing.base import MessageDelta
+from branchline.chat.parsing.format_parser import FormatParser
+from branchline.chat.parsing.json_scan import JsonScanner, parse_call, parse_lenient, split_array
 from branchline.chat.parsing.lexer import Lexer
-from branchline.chat.parsing.values import read_name
+from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-class _State(Enum):
+class _MistralState(Enum):
     TEXT = 0
     HEAD = 1
     """Behind `[TOOL_CALLS]`: the name of a call, or the bracket of a list."""
-    OPENING = 2
+    BEFORE_ARGUMENTS = 2
     """Behind `[ARGS]`, before the first letter of the arguments."""
     JSON = 3
-    LOOSE = 4
+    MALFORMED = 4
     """In arguments or a list that can never be JSON."""
 
 
-class MistralParser(Draft):
+class MistralParser(FormatParser):
     """Both generations of the format, told apart by what follows `[TOOL_CALLS]`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lexer = Lexer(CALLS, CALL_ID, ARGUMENTS)
-        self._state = _State.TEXT
-        self._scan = JsonScan()
+        self._state = _MistralState.TEXT
+        self._scan = JsonScanner()
         self._json_start = 0
         self._head_is_empty = True
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[MessageDelta]:
         for piece in self._lexer.feed(text):
-            self._take(*piece)
-        return self._taken()
+            self._consume(*piece)
+        return self._pop_deltas()
 
-    def finish(self, cut: bool) -> list[Delta]:
-        self._cut = cut
+    def finish(self, cut: bool) -> list[MessageDelta]:
+        self._truncated = cut
         held = self._lexer.finish()
         if held:
-            self._take(held, False)
+            self._consume(held, False)
         if not cut:
-            self._close()
+            self._close_block()
         elif self._block:
-            self._release()
-        return self._end()
+            self._flush_block_as_text()
+        return self._final_deltas()
 
-    def _take(self, text: str, is_marker: bool) -> None:
+    def _consume(self, text: str, is_marker: bool) -> None:
         if is_marker and text == CALLS and not self._scan.in_string:
-            self._close()
+            self._close_block()
             self._block.append(text)
-            self._state = _State.HEAD
+            self._state = _MistralState.HEAD
             self._head_is_empty = True
-        elif self._state is _State.TEXT:
-            self._say(text)
-        elif self._state is _State.JSON:
-            self._take_json(text)
-        elif self._state is _State.LOOSE:
+        elif self._state is _MistralState.TEXT:
+            self._add_text(text)
+        elif self._state is _MistralState.JSON:
+            self._consume_json(text)
+        elif self._state is _MistralState.MALFORMED:
             self._block.append(text)
-        elif is_marker and self._state is _State.HEAD:
+        elif is_marker and self._state is _MistralState.HEAD:
             self._block.append(text)
             self._head_is_empty = False
             if text == ARGUMENTS:
-                self._state = _State.OPENING
+                self._state = _MistralState.BEFORE_ARGUMENTS
                 self._json_start = len(self._block)
         else:
-            self._take_lead(text, "[" if self._state is _State.HEAD else "{")
+            self._consume_before_json(text, "[" if self._state is _MistralState.HEAD else "{")
 
-    def _take_lead(self, text: str, bracket: str) -> None:
+    def _consume_before_json(self, text: str, bracket: str) -> None:
         """What stands before the JSON: whitespace, or a name."""
         body = text.lstrip()
-        if body.startswith(bracket) and (self._state is _State.OPENING or self._head_is_empty):
+        if body.startswith(bracket) and (
+            self._state is _MistralState.BEFORE_ARGUMENTS or self._head_is_empty
+        ):
             self._block.append(text[: len(text) - len(body)])
             self._json_start = len(self._block)
-            self._scan = JsonScan()
-            self._state = _State.JSON
-            self._take_json(body)
+            self._scan = JsonScanner()
+            self._state = _MistralState.JSON
+            self._consume_json(body)
             return
         self._block.append(text)
         if body:
             self._head_is_empty = False
-            if self._state is _State.OPENING:
-                self._state = _State.LOOSE
+            if self._state is _MistralState.BEFORE_ARGUMENTS:
+                self._state = _MistralState.MALFORMED
 
-    def _take_json(self, text: str) -> None:
+    def _consume_json(self, text: str) -> None:
         end = self._scan.feed(text)
         self._block.append(text if end < 0 else text[:end])
-        if self._scan.is_broken:
-            self._state = _State.LOOSE
+        if self._scan.is_invalid:
+            self._state = _MistralState.MALFORMED
         elif end >= 0:
-            self._close()
-            self._say(text[end:])
+            self._close_block()
+            self._add_text(text[end:])
 
-    def _close(self) -> None:
+    def _close_block(self) -> None:
         """The block, if there is one, ends here: it is calls, or text after all."""
-        calls = self._read() if self._state not in (_State.TEXT, _State.HEAD) else []
-        self._state = _State.TEXT
-        self._scan = JsonScan()
+        calls = self._parse_calls() if self._state not in (_MistralState.TEXT, _MistralState.HEAD) else []
+        self._state = _MistralState.TEXT
+        self._scan = JsonScanner()
         if calls:
-            self._call(*calls)
+            self._add_calls(*calls)
         elif self._block:
-            self._release()
+            self._flush_block_as_text()
 
-    def _read(self) -> list[ToolCall]:
+    def _parse_calls(self) -> list[ToolCall]:
         head = "".join(self._block[1 : self._json_start]).strip()
         body = "".join(self._block[self._json_start :]).strip()
         if not head:
-            return self._read_list(body)
+            return self._parse_call_list(body)
         name, _, sampled_id = head.removesuffix(ARGUMENTS).partition(CALL_ID)
-        name = read_name(name) or ""
+        name = parse_tool_name(name) or ""
         return [ToolCall(name, body, id=sampled_id.strip())] if name else []
 
-    def _read_list(self, body: str) -> list[ToolCall]:
-        items = elements(body)
+    def _parse_call_list(self, body: str) -> list[ToolCall]:
+        items = split_array(body)
         if items is None:
             # Who cannot be told apart is one call: the first, with all that follows its name.
-            call = read_loosely(body.removeprefix("[").removesuffix("]"))
+            call = parse_lenient(body.removeprefix("[").removesuffix("]"))
             return [call] if call is not None else []
-        calls = [read_call(item, "arguments", id_key="id") or read_loosely(item) for item in items]
+        calls = [parse_call(item, "arguments", id_key="id") or parse_lenient(item) for item in items]
         return [call for call in calls if call] if all(calls) else []

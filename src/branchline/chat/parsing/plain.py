@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from branchline.chat.parsing.base import Delta, Problem
+from branchline.chat.parsing.base import MessageDelta, ParseProblem
 
 
 class PlainParser:
     """Says at once what it is fed."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[ParseProblem] = []
 
-    def feed(self, text: str) -> list[Delta]:
-        return [Delta(text=text)] if text else []
+    def feed(self, text: str) -> list[MessageDelta]:
+        return [MessageDelta(content=text)] if text else []
 
-    def finish(self, cut: bool) -> list[Delta]:
+    def finish(self, cut: bool) -> list[MessageDelta]:
         return []

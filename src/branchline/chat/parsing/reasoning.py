@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from enum import Enum
 
-from branchline.chat.parsing.base import Delta, Problem, TextParser
-from branchline.chat.parsing.lexer import Lexer, Piece
+from branchline.chat.parsing.base import MessageDelta, ParseProblem, TextParser
+from branchline.chat.parsing.lexer import Lexeme, Lexer
 
-REASONING: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+REASONING_MARKERS: dict[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
 """The markers of each reasoning format."""
 
 
-class _State(Enum):
+class _ReasoningState(Enum):
     START = 0
     OPENED = 1
     INSIDE = 2
@@ -26,83 +29,85 @@ class _State(Enum):
 class ReasoningParser:
     """A reasoning layer in front of a tool layer; `starts_inside` where the prompt has opened it."""
 
-    def __init__(self, inner: TextParser, markers: tuple[str, str], *, starts_inside: bool = False) -> None:
+    def __init__(
+        self, inner: TextParser, markers: tuple[str, str], *, starts_in_reasoning: bool = False
+    ) -> None:
         self._inner = inner
         self._open, self._close = markers
         self._lexer = Lexer(*markers)
-        self._state = _State.OPENED if starts_inside else _State.START
-        self._may_open_again = starts_inside
+        self._state = _ReasoningState.OPENED if starts_in_reasoning else _ReasoningState.START
+        self._may_open_again = starts_in_reasoning
         """Some models open what the prompt has opened already."""
-        self._gap = ""
-        self._problems: list[Problem] = []
+        self._held_newlines = ""
+        self._problems: list[ParseProblem] = []
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ParseProblem]:
         return [*self._problems, *self._inner.problems]
 
-    def feed(self, text: str) -> list[Delta]:
-        return self._inner.feed(text) if self._state is _State.ANSWER else self._read(text)
+    def feed(self, text: str) -> list[MessageDelta]:
+        return self._inner.feed(text) if self._state is _ReasoningState.ANSWER else self._consume_all(text)
 
-    def _read(self, text: str) -> list[Delta]:
+    def _consume_all(self, text: str) -> list[MessageDelta]:
         reasoning: list[str] = []
         answer: list[str] = []
         for piece in self._lexer.feed(text):
-            self._take(piece, reasoning, answer)
-        if self._state is _State.ANSWER:
+            self._consume(piece, reasoning, answer)
+        if self._state is _ReasoningState.ANSWER:
             # No marker means anything any more, nor does one under way.
             answer.append(self._lexer.finish())
-        return self._said(reasoning, answer)
+        return self._deltas(reasoning, answer)
 
-    def finish(self, cut: bool) -> list[Delta]:
+    def finish(self, cut: bool) -> list[MessageDelta]:
         reasoning: list[str] = []
         answer: list[str] = []
         held = self._lexer.finish()
         if held:
-            self._take(Piece(held, False), reasoning, answer)
-        if self._state in (_State.OPENED, _State.INSIDE):
-            self._problems.append(Problem.UNCLOSED_REASONING)
-            reasoning.append(self._gap)
-        elif self._state is _State.START:
-            answer.append(self._gap)
-        return [*self._said(reasoning, answer), *self._inner.finish(cut)]
+            self._consume(Lexeme(held, False), reasoning, answer)
+        if self._state in (_ReasoningState.OPENED, _ReasoningState.INSIDE):
+            self._problems.append(ParseProblem.UNCLOSED_REASONING)
+            reasoning.append(self._held_newlines)
+        elif self._state is _ReasoningState.START:
+            answer.append(self._held_newlines)
+        return [*self._deltas(reasoning, answer), *self._inner.finish(cut)]
 
-    def _said(self, reasoning: list[str], answer: list[str]) -> list[Delta]:
+    def _deltas(self, reasoning: list[str], answer: list[str]) -> list[MessageDelta]:
         thought, text = "".join(reasoning), "".join(answer)
-        deltas = [Delta(reasoning=thought)] if thought else []
+        deltas = [MessageDelta(reasoning_content=thought)] if thought else []
         return [*deltas, *self._inner.feed(text)] if text else deltas
 
-    def _take(self, piece: Piece, reasoning: list[str], answer: list[str]) -> None:
+    def _consume(self, piece: Lexeme, reasoning: list[str], answer: list[str]) -> None:
         text = piece.text
-        if self._state is _State.START:
+        if self._state is _ReasoningState.START:
             if piece.is_marker and text == self._open:
-                self._gap = ""
-                self._state = _State.OPENED
+                self._held_newlines = ""
+                self._state = _ReasoningState.OPENED
             elif text.isspace():
-                self._gap += text
+                self._held_newlines += text
             else:
-                answer.append(self._gap + text)
-                self._state = _State.ANSWER
-        elif self._state is _State.ANSWER:
+                answer.append(self._held_newlines + text)
+                self._state = _ReasoningState.ANSWER
+        elif self._state is _ReasoningState.ANSWER:
             answer.append(text)
-        elif self._state is _State.CLOSED:
+        elif self._state is _ReasoningState.CLOSED:
             text = text.lstrip("\n")
             if text:
                 answer.append(text)
-                self._state = _State.ANSWER
+                self._state = _ReasoningState.ANSWER
         elif piece.is_marker and text == self._close:
-            self._gap = ""
-            self._state = _State.CLOSED
-        elif piece.is_marker and self._state is _State.OPENED and self._may_open_again:
+            self._held_newlines = ""
+            self._state = _ReasoningState.CLOSED
+        elif piece.is_marker and self._state is _ReasoningState.OPENED and self._may_open_again:
             self._may_open_again = False
         else:
-            self._think(text, reasoning)
+            self._add_reasoning(text, reasoning)
 
-    def _think(self, text: str, reasoning: list[str]) -> None:
-        if self._state is _State.OPENED:
+    def _add_reasoning(self, text: str, reasoning: list[str]) -> None:
+        if self._state is _ReasoningState.OPENED:
             text = text.lstrip("\n")
         body = text.rstrip("\n")
         if body:
-            self._state = _State.INSIDE
-            reasoning.append(self._gap + body)
-            self._gap = ""
-        self._gap += text[len(body) :]
+            self._state = _ReasoningState.INSIDE
+            reasoning.append(self._held_newlines + body)
+            self._held_newlines = ""
+        self._held_newlines += text[len(body) :]

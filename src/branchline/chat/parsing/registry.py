@@ -15,13 +15,13 @@ from branchline.chat.parsing.minimax import minimax
 from branchline.chat.parsing.mistral import MistralParser
 from branchline.chat.parsing.plain import PlainParser
 from branchline.chat.parsing.qwen3_coder import qwen3_coder
-from branchline.chat.parsing.reasoning import REASONING, ReasoningParser
-from branchline.chat.parsing.values import Schemas, Tools
+from branchline.chat.parsing.reasoning import REASONING_MARKERS, ReasoningParser
+from branchline.chat.parsing.xml_arguments import ParameterSchemas, Tools
 from branchline.core.errors import CodecError
 
 NO_REASONING = "none"
 
-FORMATS: dict[str, Callable[[Schemas], TextParser]] = {
+TOOL_FORMATS: dict[str, Callable[[ParameterSchemas], TextParser]] = {
     "plain": lambda _: PlainParser(),
     "hermes": lambda _: hermes(),
     "qwen3_coder": qwen3_coder,
@@ -35,19 +35,21 @@ FORMATS: dict[str, Callable[[Schemas], TextParser]] = {
 }
 
 
-def parser_for(
-    name: str, *, reasoning: str = NO_REASONING, starts_inside: bool = False, tools: Tools = ()
+def create_text_parser(
+    name: str, *, reasoning_format: str = NO_REASONING, starts_in_reasoning: bool = False, tools: Tools = ()
 ) -> TextParser:
     """A new parser of a tool format, behind a reasoning layer unless `reasoning` is `none`.
 
     `tools` type the arguments of formats that write them as bare text.
     """
-    if name not in FORMATS:
-        raise CodecError(f"tool format: got {name!r}, expected one of {', '.join(FORMATS)}")
-    parser = FORMATS[name](Schemas(tools))
-    if reasoning == NO_REASONING:
+    if name not in TOOL_FORMATS:
+        raise CodecError(f"tool format: got {name!r}, expected one of {', '.join(TOOL_FORMATS)}")
+    parser = TOOL_FORMATS[name](ParameterSchemas(tools))
+    if reasoning_format == NO_REASONING:
         return parser
-    if reasoning not in REASONING:
-        expected = ", ".join([NO_REASONING, *REASONING])
-        raise CodecError(f"reasoning format: got {reasoning!r}, expected one of {expected}")
-    return ReasoningParser(parser, REASONING[reasoning], starts_inside=starts_inside)
+    if reasoning_format not in REASONING_MARKERS:
+        expected = ", ".join([NO_REASONING, *REASONING_MARKERS])
+        raise CodecError(f"reasoning format: got {reasoning_format!r}, expected one of {expected}")
+    return ReasoningParser(
+        parser, REASONING_MARKERS[reasoning_format], starts_in_reasoning=starts_in_reasoning
+    )

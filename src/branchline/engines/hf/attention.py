@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "branchline"
+ATTENTION_NAME = "branchline"
 
 
 def install(model: Any) -> None:
@@ -28,10 +28,10 @@ def install(model: Any) -> None:
         # made a step of 25 ms one of 80 to 170. The switch is the process's; flash and the rest stay on.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
 
 
-def attend(
+def grouped_sdpa_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -68,5 +68,5 @@ def attend(
     return result
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION_NAME, grouped_sdpa_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

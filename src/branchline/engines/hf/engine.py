@@ -31,16 +31,16 @@ import transformers
 from torch import Tensor
 
 from branchline.core.errors import EngineError
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
-from branchline.engines.hf.checks import Limits, check_request, check_weights
-from branchline.engines.hf.job import Job, Sampled
+from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
+from branchline.engines.hf.validation import EngineLimits, check_request, check_weights
 
 T = TypeVar("T")
 
 
-class _Stream:
+class _ChunkQueue:
     """Where a job's chunks go: a queue in the event loop that asked for them."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Stream:
         self.items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
 
 
-Delivery = tuple[_Stream, Chunk | Exception]
+QueuedItem = tuple[_ChunkQueue, Chunk | Exception]
 
 
 class HfEngine:
@@ -68,20 +68,20 @@ class HfEngine:
         self._config = config or HfConfig()
         self._name = name
         self._version = version
-        self._limits = Limits(
-            vocab=int(model.get_input_embeddings().weight.shape[0]),
+        self._limits = EngineLimits(
+            vocab_size=int(model.get_input_embeddings().weight.shape[0]),
             max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
             has_text=decode is not None,
         )
         self._scheduler = Scheduler(model, self._config, decode)
-        self._streams: dict[Job, _Stream] = {}
-        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._delivered_s = 0.0
+        self._queues: dict[Job, _ChunkQueue] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last_flush_s = 0.0
         self._is_paused = False
         self._is_closing = False
         self._is_closed = False
-        self._asking = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name=f"branchline-{name}", daemon=True)
+        self._submit_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"branchline-{name}", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -117,7 +117,7 @@ class HfEngine:
 
     @property
     def logprob_kind(self) -> LogprobKind:
-        return self._config.logprobs
+        return self._config.logprob_kind
 
     @property
     def max_context(self) -> int | None:
@@ -132,48 +132,48 @@ class HfEngine:
     ) -> AsyncIterator[Chunk]:
         check_request(prompt_ids, params, self._limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        job, stream = Job(prompt_ids, params, seed), _Stream()
-        added = self._ask(partial(self._add, job, stream))
+        job, stream = Job(prompt_ids, params, seed), _ChunkQueue()
+        added = self._submit(partial(self._add, job, stream))
         is_open = True
         try:
             await asyncio.wrap_future(added)  # raises where nothing would ever come
             while is_open:
                 item = await stream.items.get()
-                is_open = isinstance(item, Chunk) and item.finish is None
+                is_open = isinstance(item, Chunk) and item.finish_reason is None
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
             if is_open:
                 with suppress(EngineError):  # closed meanwhile
-                    self._ask(partial(self._drop, job))
+                    self._submit(partial(self._remove, job))
 
     async def pause(self) -> None:
         """Returns when the step that was running is done."""
-        await asyncio.wrap_future(self._ask(self._pause))
+        await asyncio.wrap_future(self._submit(self._pause))
 
     async def resume(self, version: int | None = None) -> None:
         """Another version than the one of now means that somebody changed the weights in place: everything
         computed under the old ones is forgotten."""
-        await asyncio.wrap_future(self._ask(partial(self._resume, version)))
+        await asyncio.wrap_future(self._submit(partial(self._resume, version)))
 
-    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copies new weights into the model between two steps. What runs goes on behind its own ids.
 
         Names and shapes are those of the model's `state_dict`; a weight tied to another may be left out.
         A mapping that does not fit raises EngineInputError and changes nothing.
         """
-        await asyncio.wrap_future(self._ask(partial(self._swap, weights, version)))
+        await asyncio.wrap_future(self._submit(partial(self._update_weights, weights, version)))
 
     async def close(self) -> None:
         """Generations that are open end with an EngineError."""
         with suppress(EngineError):  # closed already
-            self._ask(self._stop, is_last=True)
+            self._submit(self._stop, is_last=True)
         await asyncio.to_thread(self._thread.join)
 
     # The computing thread
 
-    def _ask(self, task: Callable[[], T], *, is_last: bool = False) -> Future[T]:
+    def _submit(self, task: Callable[[], T], *, is_last: bool = False) -> Future[T]:
         """Has something done between two steps; what is asked before the last thing is done for certain."""
         future: Future[T] = Future()
 
@@ -187,22 +187,22 @@ class HfEngine:
             except Exception as error:
                 future.set_exception(error)
 
-        with self._asking:
+        with self._submit_lock:
             if self._is_closing:
                 raise EngineError(f"engine {self._name!r} is closed")
             self._is_closing = is_last
-            self._asked.put(run)
+            self._tasks.put(run)
         return future
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             with torch.inference_mode():
                 while not self._is_closed:
-                    self._do_what_was_asked()
+                    self._run_tasks()
                     if not self._is_idle:
                         self._step()
         finally:
-            self._end()
+            self._shut_down()
 
     @property
     def _is_idle(self) -> bool:
@@ -215,56 +215,56 @@ class HfEngine:
             failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._scheduler.fail(failure)
-        outbox = self._scheduler.outbox
-        is_due = time.monotonic() - self._delivered_s >= self._config.stream_interval_s
+        outbox = self._scheduler.outputs
+        is_due = time.monotonic() - self._last_flush_s >= self._config.flush_s
         if is_due or any(item.is_first or item.is_last for item in outbox):
-            self._deliver()
+            self._flush()
 
-    def _do_what_was_asked(self) -> None:
+    def _run_tasks(self) -> None:
         with suppress(queue.Empty):
-            self._asked.get(block=self._is_idle and not self._is_closed)()
+            self._tasks.get(block=self._is_idle and not self._is_closed)()
             while True:
-                self._asked.get_nowait()()
+                self._tasks.get_nowait()()
 
-    def _deliver(self) -> None:
+    def _flush(self) -> None:
         """Hands what was sampled to the event loops, each woken once."""
-        sampled, self._scheduler.outbox = self._scheduler.outbox, []
-        self._delivered_s = time.monotonic()
-        by_job: dict[Job, list[Sampled]] = defaultdict(list)
+        sampled, self._scheduler.outputs = self._scheduler.outputs, []
+        self._last_flush_s = time.monotonic()
+        by_job: dict[Job, list[StepOutput]] = defaultdict(list)
         for item in sampled:
-            if item.job in self._streams:  # else dropped since
+            if item.job in self._queues:  # else dropped since
                 by_job[item.job].append(item)
-        by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[QueuedItem]] = defaultdict(list)
         for job, items in by_job.items():
-            stream, last = self._streams[job], items[-1]
+            stream, last = self._queues[job], items[-1]
             if tokens := [item for item in items if item.error is None]:
-                by_loop[stream.loop].append((stream, self._chunk_of(tokens)))
+                by_loop[stream.loop].append((stream, self._to_chunk(tokens)))
             if last.error is not None:
                 by_loop[stream.loop].append((stream, last.error))
             if last.is_last:
-                del self._streams[job]
+                del self._queues[job]
         for loop, deliveries in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_put, deliveries)
+                loop.call_soon_threadsafe(_put_all, deliveries)
             except RuntimeError:  # the loop is closed: nobody reads these any more
-                for job in [job for job, stream in self._streams.items() if stream.loop is loop]:
-                    self._drop(job)
+                for job in [job for job, stream in self._queues.items() if stream.loop is loop]:
+                    self._remove(job)
 
-    def _chunk_of(self, items: list[Sampled]) -> Chunk:
-        ids = np.array([item.token for item in items], np.int32)
+    def _to_chunk(self, items: list[StepOutput]) -> Chunk:
+        ids = np.array([item.token_id for item in items], np.int32)
         logprobs = np.array([item.logprob for item in items], np.float32)
-        return Chunk(ids, logprobs, self._version, items[-1].finish)
+        return Chunk(ids, logprobs, self._version, items[-1].finish_reason)
 
-    def _add(self, job: Job, stream: _Stream) -> None:
-        self._streams[job] = stream
+    def _add(self, job: Job, stream: _ChunkQueue) -> None:
+        self._queues[job] = stream
         self._scheduler.add(job)
 
-    def _drop(self, job: Job) -> None:
+    def _remove(self, job: Job) -> None:
         self._scheduler.remove(job)
-        self._streams.pop(job, None)
+        self._queues.pop(job, None)
 
     def _pause(self) -> None:
-        self._deliver()
+        self._flush()
         self._is_paused = True
 
     def _resume(self, version: int | None) -> None:
@@ -272,7 +272,7 @@ class HfEngine:
             self._change_version(version)
         self._is_paused = False
 
-    def _swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def _update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         own = self._model.state_dict()
         check_weights(weights, own)
         self._change_version(version)
@@ -281,26 +281,26 @@ class HfEngine:
                 own[key].copy_(value)
 
     def _change_version(self, version: int) -> None:
-        self._deliver()  # what lies there was sampled under the old one
-        self._scheduler.forget()
+        self._flush()  # what lies there was sampled under the old one
+        self._scheduler.invalidate()
         self._version = version
 
     def _stop(self) -> None:
         self._is_closed = True
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Nothing waits for a thread that is gone."""
-        with self._asking:
+        with self._submit_lock:
             self._is_closing = self._is_closed = True
-        for stream in self._streams.values():
-            error: Delivery = (stream, EngineError(f"engine {self._name!r} was closed"))
+        for stream in self._queues.values():
+            error: QueuedItem = (stream, EngineError(f"engine {self._name!r} was closed"))
             with suppress(RuntimeError):
-                stream.loop.call_soon_threadsafe(_put, [error])
-        self._streams.clear()
-        self._scheduler.end()
-        self._do_what_was_asked()
+                stream.loop.call_soon_threadsafe(_put_all, [error])
+        self._queues.clear()
+        self._scheduler.clear()
+        self._run_tasks()
 
 
-def _put(items: list[Delivery]) -> None:
+def _put_all(items: list[QueuedItem]) -> None:
     for stream, item in items:
         stream.items.put_nowait(item)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from branchline.core.runs import Ids
-from branchline.engines.base import Finish, SamplingParams
+from branchline.core.token_arrays import Ids
+from branchline.engines.base import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from branchline.engines.hf.sampling import Tally
+    from branchline.engines.hf.sampling import PenaltyCounts
 
 
 @dataclass(eq=False)
@@ -25,11 +25,11 @@ class Job:
     prompt_ids: Ids
     params: SamplingParams
     seed: int
-    ticket: int = 0
+    arrival: int = 0
     """Its place in the order of arrival."""
     length: int = 0
-    filled: int = 0
-    tally: Tally | None = None
+    num_computed_tokens: int = 0
+    penalty_counts: PenaltyCounts | None = None
     """What its penalties count; made when it first samples under penalties."""
     _ids: Ids = field(init=False, repr=False)
 
@@ -48,21 +48,21 @@ class Job:
         return self._ids[len(self.prompt_ids) : self.length]
 
     @property
-    def pending(self) -> int:
-        return self.length - self.filled
+    def num_pending_tokens(self) -> int:
+        return self.length - self.num_computed_tokens
 
     def append(self, token: int) -> None:
         self._ids[self.length] = token
         self.length += 1
 
 
-class Sampled(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step gave a job: its next id, or the error that ended it."""
 
     job: Job
-    token: int = -1
+    token_id: int = -1
     logprob: float = 0.0
-    finish: Finish | None = None
+    finish_reason: FinishReason | None = None
     error: Exception | None = None
 
     @property
@@ -71,4 +71,4 @@ class Sampled(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        return self.finish is not None or self.error is not None
+        return self.finish_reason is not None or self.error is not None

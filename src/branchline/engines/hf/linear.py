@@ -15,16 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_NEAR: Final = 4096
+_MAX_INPUT_SIZE: Final = 4096
 """So many numbers of the rows stay near while the weights pass by; beyond, the usual way is faster."""
 
 
-class FewRowsLinear(nn.Linear):  # type: ignore[misc, unused-ignore]  # types are checked without torch too
+class SmallBatchLinear(nn.Linear):  # type: ignore[misc, unused-ignore]  # types are checked without torch too
     """`nn.Linear`, turned round where that is faster."""
 
     def forward(self, input: Tensor) -> Tensor:
         size, width = input.numel(), input.shape[-1]
-        if not (width < size <= _NEAR and torch.is_inference_mode_enabled()):
+        if not (width < size <= _MAX_INPUT_SIZE and torch.is_inference_mode_enabled()):
             output: Tensor = super().forward(input)
             return output
         output = torch.mm(self.weight, input.reshape(-1, width).t()).t()
@@ -39,4 +39,4 @@ def install(model: Any) -> None:
         if type(module) is not nn.Linear:
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
-            module.__class__ = FewRowsLinear
+            module.__class__ = SmallBatchLinear

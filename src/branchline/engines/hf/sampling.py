@@ -18,27 +18,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.base import LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job
 
 _MASK_64 = 2**64 - 1
-_NEVER = float("-inf")
+_NEGATIVE_INFINITY = float("-inf")
 # Below this a division by the temperature could leave the range of float32.
-_GREEDY_BELOW = 1e-5
+_MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampledTokens:
     """One id for each row."""
 
     ids: list[int]
     logprobs: list[float]
-    raw: list[float]
+    raw_logprobs: list[float]
     """Not finite where the model gave no numbers to sample from."""
 
 
-class Tally:
+class PenaltyCounts:
     """What penalties count: output ids for presence and frequency, prompt ids too for repetition."""
 
     def __init__(self, prompt_ids: Ids, output_ids: Ids, vocab: int, device: torch.device) -> None:
@@ -51,19 +51,19 @@ class Tally:
         self._counts[token] += 1
         self._seen[token] = True
 
-    def penalise(self, logits_v: Tensor, params: SamplingParams) -> Tensor:
+    def apply(self, logits_v: Tensor, params: SamplingParams) -> Tensor:
         factor = torch.where(logits_v > 0, 1 / params.repetition_penalty, params.repetition_penalty)
         scores_v = torch.where(self._seen, logits_v * factor, logits_v)
         scores_v = scores_v - params.frequency_penalty * self._counts
         return scores_v - params.presence_penalty * (self._counts > 0)
 
 
-def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> Draws:
+def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> SampledTokens:
     """The next id of each job."""
     logits_b_v = logits_b_v.float()
-    scores_b_v = _penalised(logits_b_v, jobs)
+    scores_b_v = _apply_penalties(logits_b_v, jobs)
     ids_b = scores_b_v.argmax(-1)
-    drawn = [row for row, job in enumerate(jobs) if job.params.temperature >= _GREEDY_BELOW]
+    drawn = [row for row, job in enumerate(jobs) if job.params.temperature >= _MIN_TEMPERATURE]
     processed = [0.0] * len(jobs)
     if drawn:
         is_all = len(drawn) == len(jobs)
@@ -74,10 +74,10 @@ def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> Draws:
         for row, logprob in zip(drawn, logprobs.tolist(), strict=True):
             processed[row] = logprob
     raw = logits_b_v.log_softmax(-1).gather(-1, ids_b[:, None])[:, 0].tolist()
-    draws = Draws(ids_b.tolist(), raw if kind == "raw" else processed, raw)
+    draws = SampledTokens(ids_b.tolist(), raw if kind == "raw" else processed, raw)
     for job, token in zip(jobs, draws.ids, strict=True):
-        if job.tally is not None:
-            job.tally.add(token)
+        if job.penalty_counts is not None:
+            job.penalty_counts.add(token)
     return draws
 
 
@@ -87,38 +87,38 @@ def uniform(seed: int, position: int) -> float:
     >>> uniform(7, 3) == uniform(7, 3) != uniform(7, 4)
     True
     """
-    return (_mixed(_mixed(seed & _MASK_64) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+    return (_splitmix64(_splitmix64(seed & _MASK_64) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
-def _mixed(value: int) -> int:
+def _splitmix64(value: int) -> int:
     value = (value + 0x9E3779B97F4A7C15) & _MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
 
 
-def _penalised(logits_b_v: Tensor, jobs: Sequence[Job]) -> Tensor:
+def _apply_penalties(logits_b_v: Tensor, jobs: Sequence[Job]) -> Tensor:
     scores_b_v = logits_b_v
     for row, job in enumerate(jobs):
         params = job.params
         if not (params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1):
             continue
-        if job.tally is None:
+        if job.penalty_counts is None:
             vocab, device = logits_b_v.shape[-1], logits_b_v.device
-            job.tally = Tally(job.prompt_ids, job.output_ids, vocab, device)
+            job.penalty_counts = PenaltyCounts(job.prompt_ids, job.output_ids, vocab, device)
         if scores_b_v is logits_b_v:
             scores_b_v = logits_b_v.clone()
-        scores_b_v[row] = job.tally.penalise(logits_b_v[row], params)
+        scores_b_v[row] = job.penalty_counts.apply(logits_b_v[row], params)
     return scores_b_v
 
 
 def _draw(scores_b_v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
     """Ids drawn from the scores, and their logprobs under the distribution drawn from."""
     device = scores_b_v.device
-    scores_b_v = scores_b_v / _column([job.params.temperature for job in jobs], device)
-    cut = [row for row, job in enumerate(jobs) if _truncates(job.params)]
+    scores_b_v = scores_b_v / _column_tensor([job.params.temperature for job in jobs], device)
+    cut = [row for row, job in enumerate(jobs) if _is_truncated(job.params)]
     if cut:
-        scores_b_v[cut] = truncated(scores_b_v[cut], [jobs[row].params for row in cut])
+        scores_b_v[cut] = truncate_scores(scores_b_v[cut], [jobs[row].params for row in cut])
     logprobs_b_v = scores_b_v.log_softmax(-1)
     # In float64, so that the rarest id is neither favoured nor lost by rounding a sum near 1. A number
     # strictly below the total always falls on an id whose probability is not zero.
@@ -131,25 +131,25 @@ def _draw(scores_b_v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
     return ids_b_1[:, 0], logprobs_b_v.gather(-1, ids_b_1)[:, 0]
 
 
-def _truncates(params: SamplingParams) -> bool:
+def _is_truncated(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
-def truncated(scores_b_v: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def truncate_scores(scores_b_v: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The scores with what top-k, then top-p, then min-p drop at minus infinity."""
     device, vocab = scores_b_v.device, scores_b_v.shape[-1]
     ranked_b_v, order_b_v = scores_b_v.sort(dim=-1, descending=True)
     last = torch.tensor([min(p.top_k or vocab, vocab) - 1 for p in params], device=device)[:, None]
-    ranked_b_v = ranked_b_v.masked_fill(ranked_b_v < ranked_b_v.gather(-1, last), _NEVER)
+    ranked_b_v = ranked_b_v.masked_fill(ranked_b_v < ranked_b_v.gather(-1, last), _NEGATIVE_INFINITY)
     probs_b_v = ranked_b_v.softmax(-1)
     above_b_v = probs_b_v.cumsum(-1) - probs_b_v
-    top_p = _column([p.top_p for p in params], device)
+    top_p = _column_tensor([p.top_p for p in params], device)
     drop_b_v = (above_b_v >= top_p) & (top_p < 1)
-    drop_b_v |= probs_b_v < probs_b_v[:, :1] * _column([p.min_p for p in params], device)
+    drop_b_v |= probs_b_v < probs_b_v[:, :1] * _column_tensor([p.min_p for p in params], device)
     drop_b_v[:, 0] = False
-    kept_b_v = ranked_b_v.masked_fill(drop_b_v, _NEVER)
-    return torch.full_like(scores_b_v, _NEVER).scatter(-1, order_b_v, kept_b_v)
+    kept_b_v = ranked_b_v.masked_fill(drop_b_v, _NEGATIVE_INFINITY)
+    return torch.full_like(scores_b_v, _NEGATIVE_INFINITY).scatter(-1, order_b_v, kept_b_v)
 
 
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
+def _column_tensor(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

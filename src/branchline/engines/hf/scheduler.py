@@ -17,15 +17,15 @@ from math import isfinite
 from typing import Any, Final
 
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.engines.base import Finish, LogprobKind
-from branchline.engines.hf.job import Job, Sampled
-from branchline.engines.hf.prefixes import KeysValues, Prefixes, shared
-from branchline.engines.hf.rows import Rows
+from branchline.engines.base import FinishReason, LogprobKind
+from branchline.engines.hf.compatibility import check_compatibility
+from branchline.engines.hf.job import Job, StepOutput
+from branchline.engines.hf.kv_cache import BatchKvCache
+from branchline.engines.hf.prefix_cache import KeysValues, PrefixCache, common_prefix_length
 from branchline.engines.hf.sampling import sample
-from branchline.engines.hf.trial import try_out
 
 # A request waits for a neighbour that is computing at least this many ids it needs too.
-_WORTH_WAITING: Final = 16
+_MIN_SHARED_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class HfConfig:
     """Keys and values kept for next turns."""
     prefill_tokens: int = 512
     """Prompt ids computed between two steps of those that are decoding."""
-    stream_interval_s: float = 0.02
+    flush_s: float = 0.02
     """Ids sampled within this time travel in one chunk, but for the first: every chunk of every stream costs
     the event loop, and a small model samples hundreds of ids a second."""
-    logprobs: LogprobKind = "raw"
+    logprob_kind: LogprobKind = "raw"
 
     def __post_init__(self) -> None:
         for field in ("max_batch", "prefill_tokens"):
@@ -66,7 +66,7 @@ class HfStats:
     cached_tokens: int
     evictions: int
     """Sequences kept for a next turn that had to go, to stay within `cache_bytes`."""
-    held: int
+    preemptions: int
     """Times a running request had to wait again."""
 
 
@@ -76,14 +76,14 @@ class Scheduler:
     def __init__(self, model: Any, config: HfConfig, decode: Callable[[Sequence[int]], str] | None) -> None:
         self._config = config
         self._decode = decode
-        try_out(model)
-        self._rows = Rows(model, config.batch_bytes, config.max_batch)
-        self._prefixes = Prefixes(config.cache_bytes, self._rows.token_bytes)
+        check_compatibility(model)
+        self._kv_cache = BatchKvCache(model, config.batch_bytes, config.max_batch)
+        self._prefix_cache = PrefixCache(config.cache_bytes, self._kv_cache.token_bytes)
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
-        self._tickets = 0
-        self._computed = self._reused = self._sampled = self._steps = self._held = 0
-        self.outbox: list[Sampled] = []
+        self._arrivals = 0
+        self._computed = self._reused = self._sampled = self._steps = self._preemptions = 0
+        self.outputs: list[StepOutput] = []
         """What was sampled and not yet taken away."""
 
     @property
@@ -99,53 +99,55 @@ class Scheduler:
             reused_tokens=self._reused,
             sampled_tokens=self._sampled,
             steps=self._steps,
-            cached_tokens=self._prefixes.tokens,
-            evictions=self._prefixes.evictions,
-            held=self._held,
+            cached_tokens=self._prefix_cache.token_count,
+            evictions=self._prefix_cache.evictions,
+            preemptions=self._preemptions,
         )
 
     def add(self, job: Job) -> None:
-        self._tickets += 1
-        job.ticket = self._tickets
+        self._arrivals += 1
+        job.arrival = self._arrivals
         self._waiting.append(job)
 
     def remove(self, job: Job) -> None:
         """Forgets a job that nobody wants any more; what it computed is kept as a prefix."""
         if job in self._running:
-            self._leave(job)
+            self._release_row(job)
         elif job in self._waiting:
             self._waiting.remove(job)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The weights are others now: nothing computed counts, running jobs start again behind their ids."""
-        for job in sorted(self._running, key=lambda job: job.ticket, reverse=True):
-            self._wait_again(job)
-        self._let_go()
+        for job in sorted(self._running, key=lambda job: job.arrival, reverse=True):
+            self._preempt(job)
+        self._drop_all()
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Forgets every job and everything computed."""
         self._waiting.clear()
-        self._let_go()
+        self._drop_all()
 
     def fail(self, error: Exception) -> None:
         """Ends every running job with an error, or the first that waits if none was running."""
         jobs = self._running or [self._waiting.popleft()]
-        self.outbox += [Sampled(job, error=error) for job in jobs]
+        self.outputs += [StepOutput(job, error=error) for job in jobs]
         self._running.clear()
-        self._rows.release()
+        self._kv_cache.free()
 
     def step(self) -> None:
         """One portion of prompts, and one id for every other row; what was sampled goes to the outbox."""
         self._steps += 1
         self._admit()
-        prompts = self._prompts_to_compute()
+        prompts = self._select_prefills()
         if prompts:
-            self._compute(prompts, [min(job.pending, self._config.prefill_tokens) for job in prompts])
-        self._make_room()
-        if jobs := [job for job in self._running if job.pending == 1 and job not in prompts]:
+            self._compute(
+                prompts, [min(job.num_pending_tokens, self._config.prefill_tokens) for job in prompts]
+            )
+        self._ensure_capacity()
+        if jobs := [job for job in self._running if job.num_pending_tokens == 1 and job not in prompts]:
             self._compute(jobs, [1] * len(jobs))
         if not self._running:
-            self._rows.release()
+            self._kv_cache.free()
 
     # Joining and leaving
 
@@ -154,90 +156,99 @@ class Scheduler:
             row = len(self._running)
             if row == self._config.max_batch:
                 return
-            found = self._known(job)
+            found = self._find_prefix(job)
             if found is None:
                 continue
             longest = max(job.length, *(other.length for other in self._running), 0)
-            if not self._rows.reserve(row + 1, longest + 1):
+            if not self._kv_cache.reserve(row + 1, longest + 1):
                 return
             known, kv = found
             if known:
-                self._rows.write(row, kv, known)
-            job.filled = known
+                self._kv_cache.write_row(row, kv, known)
+            job.num_computed_tokens = known
             self._reused += known
             self._waiting.remove(job)
             self._running.append(job)
 
-    def _known(self, job: Job) -> tuple[int, KeysValues] | None:
+    def _find_prefix(self, job: Job) -> tuple[int, KeysValues] | None:
         """How many ids are known, and their keys and values; None: a neighbour is computing them."""
         wanted = job.ids[:-1]  # the last id is computed in any case, for its logits
-        best, entry = self._prefixes.longest(wanted)
+        best, entry = self._prefix_cache.find_longest(wanted)
         promised, source = 0, -1
         for row, other in enumerate(self._running):
-            common = shared(wanted, other.ids)
-            if (size := min(common, other.filled)) > best:
+            common = common_prefix_length(wanted, other.ids)
+            if (size := min(common, other.num_computed_tokens)) > best:
                 best, source = size, row
-            if other.pending > 1:
+            if other.num_pending_tokens > 1:
                 promised = max(promised, common)
-        if promised >= best + _WORTH_WAITING:
+        if promised >= best + _MIN_SHARED_TOKENS:
             return None
         if source >= 0:
-            return best, self._rows.view(source, best)
+            return best, self._kv_cache.row_view(source, best)
         if entry is not None:
-            self._prefixes.touch(entry)
+            self._prefix_cache.touch(entry)
             return best, entry.kv
         return 0, []
 
-    def _let_go(self) -> None:
+    def _drop_all(self) -> None:
         self._running.clear()
-        self._prefixes.clear()
-        self._rows.release()
+        self._prefix_cache.clear()
+        self._kv_cache.free()
 
-    def _leave(self, job: Job, *, keep: bool = True) -> None:
+    def _release_row(self, job: Job, *, keep: bool = True) -> None:
         """Frees a job's row; the last row moves into the gap."""
         row = self._running.index(job)
         if keep:
-            self._prefixes.add(job.ids[: job.filled], lambda: self._rows.read(row, job.filled))
-        if job.pending > 1 or not keep:  # no logits have shown yet that these are numbers, or they are not
-            self._rows.clear(row)
+            self._prefix_cache.add(
+                job.ids[: job.num_computed_tokens],
+                lambda: self._kv_cache.copy_row(row, job.num_computed_tokens),
+            )
+        if (
+            job.num_pending_tokens > 1 or not keep
+        ):  # no logits have shown yet that these are numbers, or they are not
+            self._kv_cache.zero_row(row)
         last = self._running[-1]
         if last is not job:  # until it is copied, both are running: should that fail, both are told
-            self._rows.write(row, self._rows.view(len(self._running) - 1, last.filled), last.filled)
+            self._kv_cache.write_row(
+                row,
+                self._kv_cache.row_view(len(self._running) - 1, last.num_computed_tokens),
+                last.num_computed_tokens,
+            )
             self._running[row] = last
         self._running.pop()
 
-    def _make_room(self) -> None:
+    def _ensure_capacity(self) -> None:
         """Room for one more id in every row; where there is none, the youngest wait."""
         while self._running:
             longest = max(job.length for job in self._running)
-            if self._rows.reserve(len(self._running), longest + 1):
+            if self._kv_cache.reserve(len(self._running), longest + 1):
                 return
-            youngest = max(self._running, key=lambda job: job.ticket)
-            self._leave(youngest)
-            self._wait_again(youngest)
+            youngest = max(self._running, key=lambda job: job.arrival)
+            self._release_row(youngest)
+            self._preempt(youngest)
 
-    def _wait_again(self, job: Job) -> None:
-        job.filled = 0
-        self._held += 1
+    def _preempt(self, job: Job) -> None:
+        job.num_computed_tokens = 0
+        self._preemptions += 1
         self._waiting.appendleft(job)
 
     # Computing
 
-    def _prompts_to_compute(self) -> list[Job]:
+    def _select_prefills(self) -> list[Job]:
         """One pending prompt, and those beside it that cost no more padding than work.
 
         The oldest and the shortest take turns: a long prompt does not hold up short ones, nor they it.
         """
         limit = self._config.prefill_tokens
-        pending = [job for job in self._running if job.pending > 1]
+        pending = [job for job in self._running if job.num_pending_tokens > 1]
         if not pending:
             return []
         is_turn_of_oldest = self._steps % 2
-        first = min(pending, key=lambda job: job.ticket if is_turn_of_oldest else job.pending)
-        chosen, work = [first], min(first.pending, limit)
+        first = min(pending, key=lambda job: job.arrival if is_turn_of_oldest else job.num_pending_tokens)
+        chosen, work = [first], min(first.num_pending_tokens, limit)
         width = work
-        for job in sorted(pending, key=lambda job: job.pending, reverse=True):
-            size = min(job.pending, limit)
+        for job in sorted(pending, key=lambda job: job.num_pending_tokens, reverse=True):
+            size = min(job.num_pending_tokens, limit)
             padded = max(width, size) * (len(chosen) + 1)
             if job is not first and padded <= limit and padded <= 2 * (work + size):
                 chosen.append(job)
@@ -247,39 +258,42 @@ class Scheduler:
     def _compute(self, jobs: Sequence[Job], sizes: Sequence[int]) -> None:
         """Runs the next ids of each job through the model; samples where none is pending then."""
         rows = {job: row for row, job in enumerate(self._running)}
-        logits = self._rows.forward(
+        logits = self._kv_cache.forward(
             [rows[job] for job in jobs],
-            [job.filled for job in jobs],
-            [job.ids[job.filled : job.filled + size] for job, size in zip(jobs, sizes, strict=True)],
+            [job.num_computed_tokens for job in jobs],
+            [
+                job.ids[job.num_computed_tokens : job.num_computed_tokens + size]
+                for job, size in zip(jobs, sizes, strict=True)
+            ],
         )
         for job, size in zip(jobs, sizes, strict=True):
             if job.length == len(job.prompt_ids) or size > 1:
                 self._computed += size
-            job.filled += size
-        ready = [index for index, job in enumerate(jobs) if not job.pending]
+            job.num_computed_tokens += size
+        ready = [index for index, job in enumerate(jobs) if not job.num_pending_tokens]
         if not ready:
             return
         if len(ready) < len(jobs):
             logits = logits[ready]
         jobs = [jobs[index] for index in ready]
-        draws = sample(logits, jobs, self._config.logprobs)
-        for job, token, logprob, raw in zip(jobs, draws.ids, draws.logprobs, draws.raw, strict=True):
+        draws = sample(logits, jobs, self._config.logprob_kind)
+        for job, token, logprob, raw in zip(jobs, draws.ids, draws.logprobs, draws.raw_logprobs, strict=True):
             if isfinite(raw):
                 self._advance(job, token, logprob)
             else:
-                self._leave(job, keep=False)
+                self._release_row(job, keep=False)
                 error = EngineError(f"logits behind {job.length} ids: got NaN or infinity, expected numbers")
-                self.outbox.append(Sampled(job, error=error))
+                self.outputs.append(StepOutput(job, error=error))
 
     def _advance(self, job: Job, token: int, logprob: float) -> None:
         job.append(token)
         self._sampled += 1
-        finish = self._finish_of(job, token)
-        self.outbox.append(Sampled(job, token, logprob, finish))
+        finish = self._finish_reason(job, token)
+        self.outputs.append(StepOutput(job, token, logprob, finish))
         if finish:
-            self._leave(job)
+            self._release_row(job)
 
-    def _finish_of(self, job: Job, token: int) -> Finish | None:
+    def _finish_reason(self, job: Job, token: int) -> FinishReason | None:
         params = job.params
         if token in params.stop_ids or (params.stop and self._says_stop(job)):
             return "stop"

@@ -16,85 +16,90 @@ from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.message import Message
 from branchline.core.reader import read_messages
-from branchline.core.runs import Floats, Ids
-from branchline.gateway.answers import Answer, Said
-from branchline.gateway.bodies import BodyReader
-from branchline.gateway.calls import Asked, Done
+from branchline.core.token_arrays import Floats, Ids
 from branchline.gateway.protocols.base import (
-    MOST_CHOICES,
-    SAMPLING,
-    Caller,
-    CompletionAsk,
-    Wire,
-    flag,
-    given_sampling,
-    model_name,
-    one_line,
-    sampling_params,
-    sse,
-    wants_usage,
-    whole_number,
-    wishes,
+    MAX_CHOICES,
+    SAMPLING_FIELDS,
+    CompletionRequest,
+    RequestContext,
+    WireProtocol,
+    encode_single_line,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_include_usage,
+    read_int,
+    read_model_name,
+    read_sampling_params,
+    sse_event,
 )
-from branchline.gateway.protocols.chat_tools import Offer, as_written, read_offer, read_turn
-from branchline.gateway.protocols.logprobs import entries
+from branchline.gateway.protocols.chat_tools import (
+    ToolSet,
+    read_chat_message,
+    read_tool_set,
+    restore_arguments,
+)
+from branchline.gateway.protocols.logprobs import logprob_entries
+from branchline.gateway.request_bodies import BodyReader
+from branchline.runtime.answer import Answer, AnswerDelta
+from branchline.runtime.call_lifecycle import CallRequest, CallResult
 
 
 @dataclass(frozen=True)
-class ChatAsk(CompletionAsk):
+class ChatRequest(CompletionRequest):
     """A request, read."""
 
-    offer: Offer = field(default_factory=Offer)
+    tool_set: ToolSet = field(default_factory=ToolSet)
 
 
-def read(body: object, caller: Caller) -> ChatAsk:
+def read_request(body: object, caller: RequestContext) -> ChatRequest:
     """A request's body; the session's own sampling goes before the client's."""
-    given = wishes(body, caller)
+    given = merge_sampling(body, caller)
     assert isinstance(body, dict)
     # The session's own limit goes before the client's, whichever of the two names the client uses.
-    is_newer = "max_completion_tokens" in given and "max_tokens" not in caller.live.options.sampling
+    is_newer = "max_completion_tokens" in given and "max_tokens" not in caller.managed.options.sampling
     max_tokens = "max_completion_tokens" if is_newer else "max_tokens"
-    offer = read_offer(body, given, caller.live.memory)
+    offer = read_tool_set(body, given, caller.managed.message_cache)
     request = Request.read(
         body,
         agent=caller.agent,
-        messages=_messages(body.get("messages"), caller, offer),
+        messages=_read_messages(body.get("messages"), caller, offer),
         tools=offer.tools,
         retry=caller.retry,
         spawned_by=caller.spawned_by,
-        sampling=given_sampling(given, max_tokens),
+        sampling=explicit_sampling(given, max_tokens),
     )
-    return ChatAsk(
-        Asked(
+    return ChatRequest(
+        CallRequest(
             request,
-            sampling_params(given, max_tokens, caller),
-            whole_number(given, "n", 1, 1, MOST_CHOICES),
-            single_call=offer.is_legacy or not flag(given, "parallel_tool_calls", True),
-            new_bytes=caller.live.memory.new_bytes,
+            read_sampling_params(given, max_tokens, caller),
+            read_int(given, "n", 1, 1, MAX_CHOICES),
+            single_tool_call=offer.is_legacy or not read_bool(given, "parallel_tool_calls", True),
+            new_bytes=caller.managed.message_cache.new_bytes,
         ),
-        model_name(given),
-        stream=flag(given, "stream"),
-        include_usage=wants_usage(given),
-        logprobs=flag(given, "logprobs"),
-        top_logprobs=whole_number(given, "top_logprobs", 0, 0, 2**31) > 0,
-        return_token_ids=flag(given, "return_token_ids"),
-        offer=offer,
+        read_model_name(given),
+        stream=read_bool(given, "stream"),
+        include_usage=read_include_usage(given),
+        logprobs=read_bool(given, "logprobs"),
+        top_logprobs=read_int(given, "top_logprobs", 0, 0, 2**31) > 0,
+        return_token_ids=read_bool(given, "return_token_ids"),
+        tool_set=offer,
     )
 
 
-def _messages(given: object, caller: Caller, offer: Offer) -> tuple[Message, ...]:
+def _read_messages(given: object, caller: RequestContext, offer: ToolSet) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
         return read_messages(given)
-    messages = caller.live.memory.read(given, read_turn)
+    messages = caller.managed.message_cache.read_items(given, read_chat_message)
     if offer.aliases:
-        messages = [as_written(message, caller.live.session.tree) for message in messages]
+        messages = [restore_arguments(message, caller.managed.session.tree) for message in messages]
     return tuple(messages)
 
 
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def whole(ask: ChatAsk, done: Done, codec: Codec) -> dict[str, Any]:
+def build_response(ask: ChatRequest, done: CallResult, codec: Codec) -> dict[str, Any]:
     """The whole response."""
     response = {
         "id": done.call.id,
@@ -109,21 +114,21 @@ def whole(ask: ChatAsk, done: Done, codec: Codec) -> dict[str, Any]:
     return response
 
 
-def _choice(ask: ChatAsk, index: int, answer: Answer, codec: Codec) -> dict[str, Any]:
+def _choice(ask: ChatRequest, index: int, answer: Answer, codec: Codec) -> dict[str, Any]:
     said = answer.message
-    message: dict[str, Any] = {"role": "assistant", "content": said.text or None}
-    if not (said.calls or said.refusal) and said.text == "":
+    message: dict[str, Any] = {"role": "assistant", "content": said.content or None}
+    if not (said.tool_calls or said.refusal) and said.content == "":
         message["content"] = ""
     if said.refusal:
         message["refusal"] = said.refusal
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.calls:
-        message |= ask.offer.told(said.calls)
+    if said.reasoning_content:
+        message["reasoning_content"] = said.reasoning_content
+    if said.tool_calls:
+        message |= ask.tool_set.to_wire(said.tool_calls)
     choice: dict[str, Any] = {
         "index": index,
         "message": message,
-        "finish_reason": ask.offer.finish(answer.finish),
+        "finish_reason": ask.tool_set.finish_reason(answer.finish_reason),
     }
     choice["logprobs"] = _logprobs(ask, answer.ids, answer.logprobs, codec) if ask.logprobs else None
     if ask.return_token_ids:
@@ -131,108 +136,123 @@ def _choice(ask: ChatAsk, index: int, answer: Answer, codec: Codec) -> dict[str,
     return choice
 
 
-def usage(done: Done) -> dict[str, int]:
+def usage(done: CallResult) -> dict[str, int]:
     prompt, sampled = done.prompt_tokens, done.sampled_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _logprobs(ask: CompletionAsk, ids: Ids, logprobs: Floats | None, codec: Codec) -> dict[str, Any] | None:
+def _logprobs(
+    ask: CompletionRequest, ids: Ids, logprobs: Floats | None, codec: Codec
+) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    return {"content": entries(ids, logprobs, codec, tops=ask.top_logprobs), "refusal": None}
+    return {
+        "content": logprob_entries(ids, logprobs, codec, with_top_logprobs=ask.top_logprobs),
+        "refusal": None,
+    }
 
 
-def cards(names: Sequence[str]) -> dict[str, Any]:
+def model_list(names: Sequence[str]) -> dict[str, Any]:
     """The models that there are."""
     told = [{"id": name, "object": "model", "created": 0, "owned_by": "branchline"} for name in names]
     return {"object": "list", "data": told}
 
 
-def count(tokens: int) -> dict[str, Any]:
+def count_response(tokens: int) -> dict[str, Any]:
     """The answer to `count_tokens`, under the name it has in a response's usage."""
     return {"prompt_tokens": tokens}
 
 
 @dataclass
-class Stream:
+class ChatStream:
     """The events of a streamed response; the finish leaves with `end`."""
 
-    ask: ChatAsk
+    request: ChatRequest
     call_id: str
     codec: Codec
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)
-    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    _started_choices: set[int] = field(default_factory=set)
+    _text_chunk_templates: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     """What stands around a text in the events of a choice that has begun."""
 
-    def said(self, said: Said) -> bytes:
+    def encode_delta(self, said: AnswerDelta) -> bytes:
         """What one bit of an answer becomes."""
-        frame = self._frames.get(said.choice)
-        if frame is not None and len(said.deltas) == 1 and (text := said.deltas[0].text):
+        frame = self._text_chunk_templates.get(said.index)
+        if frame is not None and len(said.deltas) == 1 and (text := said.deltas[0].content):
             # Mostly: a token of text, and nothing else to say of it.
-            return frame[0] + one_line(text) + frame[1]
-        if frame is None and not (self.ask.logprobs or self.ask.return_token_ids):
-            before, _, behind = sse(self._chunk(said.choice, {"content": ""}, None, {})).rpartition(b'""')
-            self._frames[said.choice] = before, behind
-        return b"".join([sse(chunk) for chunk in self._said(said)])
+            return frame[0] + encode_single_line(text) + frame[1]
+        if frame is None and not (self.request.logprobs or self.request.return_token_ids):
+            before, _, behind = sse_event(self._chunk(said.index, {"content": ""}, None, {})).rpartition(
+                b'""'
+            )
+            self._text_chunk_templates[said.index] = before, behind
+        return b"".join([sse_event(chunk) for chunk in self._delta_chunks(said)])
 
-    def end(self, done: Done) -> bytes:
+    def encode_end(self, done: CallResult) -> bytes:
         """The finish of each choice, then the usage where it was asked for."""
-        return b"".join([*(sse(chunk) for chunk in self._end(done)), b"data: [DONE]\n\n"])
+        return b"".join([*(sse_event(chunk) for chunk in self._end_chunks(done)), b"data: [DONE]\n\n"])
 
-    def beat(self) -> bytes:
+    def encode_ping(self) -> bytes:
         """A chunk with nothing in it."""
-        return sse(self._chunk(0, self._first(0), None, {}))
+        return sse_event(self._chunk(0, self._first_delta(0), None, {}))
 
-    def failed(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
-        return sse({**error(status, message, field_name, code), "status": status})
+    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
+        return sse_event({**error_body(status, message, field_name, code), "status": status})
 
-    def _first(self, choice: int) -> dict[str, Any]:
+    def _first_delta(self, choice: int) -> dict[str, Any]:
         """What the first chunk of a choice says."""
-        if choice in self._begun:
+        if choice in self._started_choices:
             return {}
-        self._begun.add(choice)
+        self._started_choices.add(choice)
         return {"role": "assistant", "content": ""}
 
-    def _said(self, said: Said) -> Iterator[dict[str, Any]]:
+    def _delta_chunks(self, said: AnswerDelta) -> Iterator[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        if said.choice not in self._begun:
-            deltas.append(self._first(said.choice))
+        if said.index not in self._started_choices:
+            deltas.append(self._first_delta(said.index))
         for delta in said.deltas:
-            if delta.call is not None:
-                deltas.append(self.ask.offer.told([delta.call], delta.index))
-            elif delta.reasoning:
-                deltas.append({"reasoning_content": delta.reasoning})
-            elif delta.text:
-                deltas.append({"content": delta.text})
+            if delta.tool_call is not None:
+                deltas.append(self.request.tool_set.to_wire([delta.tool_call], delta.index))
+            elif delta.reasoning_content:
+                deltas.append({"reasoning_content": delta.reasoning_content})
+            elif delta.content:
+                deltas.append({"content": delta.content})
         extra: dict[str, Any] = {}
-        if self.ask.logprobs:
-            extra["logprobs"] = _logprobs(self.ask, said.ids, said.logprobs, self.codec)
-        if self.ask.return_token_ids:
+        if self.request.logprobs:
+            extra["logprobs"] = _logprobs(self.request, said.ids, said.logprobs, self.codec)
+        if self.request.return_token_ids:
             extra["token_ids"] = said.ids.tolist()
         if not deltas and extra and len(said.ids):
             deltas.append({})
         for place, content in enumerate(deltas):
             # Tokens go with the last delta they made, so that each is told once.
-            yield self._chunk(said.choice, content, None, extra if place == len(deltas) - 1 else {})
+            yield self._chunk(said.index, content, None, extra if place == len(deltas) - 1 else {})
 
-    def _end(self, done: Done) -> Iterator[dict[str, Any]]:
+    def _end_chunks(self, done: CallResult) -> Iterator[dict[str, Any]]:
         for index, answer in enumerate(done.answers):
             extra: dict[str, Any] = {}
-            if self.ask.return_token_ids and index == 0:
+            if self.request.return_token_ids and index == 0:
                 extra["prompt_token_ids"] = done.prompt_ids.tolist()
             if answer.message.refusal:
-                yield self._chunk(index, {**self._first(index), "refusal": answer.message.refusal}, None, {})
-            yield self._chunk(index, self._first(index), self.ask.offer.finish(answer.finish), {}, extra)
-        if self.ask.include_usage:
-            yield {**self._frame(), "choices": [], "usage": usage(done)}
+                yield self._chunk(
+                    index, {**self._first_delta(index), "refusal": answer.message.refusal}, None, {}
+                )
+            yield self._chunk(
+                index,
+                self._first_delta(index),
+                self.request.tool_set.finish_reason(answer.finish_reason),
+                {},
+                extra,
+            )
+        if self.request.include_usage:
+            yield {**self._chunk_fields(), "choices": [], "usage": usage(done)}
 
-    def _frame(self) -> dict[str, Any]:
+    def _chunk_fields(self) -> dict[str, Any]:
         return {
             "id": self.call_id,
             "object": "chat.completion.chunk",
             "created": self.created,
-            "model": self.ask.model,
+            "model": self.request.model,
         }
 
     def _chunk(
@@ -244,10 +264,10 @@ class Stream:
         top: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": finish, **extra}
-        return {**self._frame(), "choices": [choice], **(top or {})}
+        return {**self._chunk_fields(), "choices": [choice], **(top or {})}
 
 
-_KINDS = {
+_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -259,24 +279,24 @@ _KINDS = {
 }
 
 
-def error(
+def error_body(
     status: int, message: str, field_name: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """The envelope of this protocol's errors."""
     return {
         "error": {
             "message": message,
-            "type": _KINDS.get(status, "server_error"),
+            "type": _ERROR_TYPES.get(status, "server_error"),
             "param": field_name,
             "code": code,
         }
     }
 
 
-_BODY = BodyReader(
+_BODY_READER = BodyReader(
     "messages",
     [
-        *SAMPLING,
+        *SAMPLING_FIELDS,
         "model",
         "tool_choice",
         "functions",
@@ -295,9 +315,11 @@ _BODY = BodyReader(
         "return_token_ids",
         "user",
     ],
-    kept=["tools"],
+    raw_fields=["tools"],
 )
 
-CHAT = Wire("chat", "chatcmpl-", read, whole, Stream, error, _BODY.read)
-PROMPT_TOKENS = replace(CHAT, count=count)
+CHAT = WireProtocol(
+    "chat", "chatcmpl-", read_request, build_response, ChatStream, error_body, _BODY_READER.read
+)
+CHAT_COUNT_TOKENS = replace(CHAT, count_response=count_response)
 """The same request, of which only the size of its prompt is wanted."""

@@ -10,70 +10,70 @@ from typing import Any
 from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.errors import MessageError
-from branchline.core.fields import clean
+from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
-from branchline.core.runs import Ids, as_ids
-from branchline.gateway.answers import Answer, Said
-from branchline.gateway.calls import Asked, Done
+from branchline.core.token_arrays import Ids, as_ids
 from branchline.gateway.protocols.base import (
-    MOST_CHOICES,
-    Caller,
-    CompletionAsk,
-    Fields,
-    Wire,
-    flag,
-    given_sampling,
-    model_name,
-    sampling_params,
-    sse,
-    wants_usage,
-    whole_number,
-    wishes,
+    MAX_CHOICES,
+    CompletionRequest,
+    JsonObject,
+    RequestContext,
+    WireProtocol,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_include_usage,
+    read_int,
+    read_model_name,
+    read_sampling_params,
+    sse_event,
 )
-from branchline.gateway.protocols.chat import error, usage
-from branchline.gateway.protocols.logprobs import Offsets, entries
+from branchline.gateway.protocols.chat import error_body, usage
+from branchline.gateway.protocols.logprobs import TextOffsets, logprob_entries
+from branchline.runtime.answer import Answer, AnswerDelta
+from branchline.runtime.call_lifecycle import CallRequest, CallResult
 
-_MOST_LOGPROBS = 20
+_MAX_LOGPROBS = 20
 
 
-def read(body: object, caller: Caller) -> CompletionAsk:
-    given = wishes(body, caller)
+def read_request(body: object, caller: RequestContext) -> CompletionRequest:
+    given = merge_sampling(body, caller)
     for name, plain in (("echo", False), ("suffix", ""), ("best_of", given.get("n", 1))):
         if given.get(name, plain) != plain:
             raise MessageError(name, given[name], f"{plain!r}: nothing else is done here")
-    prompt = _prompt(given)
+    prompt = _read_prompt(given)
     logprobs = given.get("logprobs", False)
-    tops = 0 if isinstance(logprobs, bool) else whole_number(given, "logprobs", 0, 0, _MOST_LOGPROBS)
+    tops = 0 if isinstance(logprobs, bool) else read_int(given, "logprobs", 0, 0, _MAX_LOGPROBS)
     request = Request(
         (Message("user"),),
         agent=caller.agent,
-        retry=caller.retry,
+        retry_count=caller.retry,
         spawned_by=caller.spawned_by,
-        sampling=given_sampling(given, "max_tokens"),
-        raw=True,
+        sampling=explicit_sampling(given, "max_tokens"),
+        is_raw_prompt=True,
     )
-    return CompletionAsk(
-        Asked(
+    return CompletionRequest(
+        CallRequest(
             request,
-            sampling_params(given, "max_tokens", caller),
-            whole_number(given, "n", 1, 1, MOST_CHOICES),
-            prompt=prompt,
+            read_sampling_params(given, "max_tokens", caller),
+            read_int(given, "n", 1, 1, MAX_CHOICES),
+            raw_prompt=prompt,
         ),
-        model_name(given),
-        stream=flag(given, "stream"),
-        include_usage=wants_usage(given),
+        read_model_name(given),
+        stream=read_bool(given, "stream"),
+        include_usage=read_include_usage(given),
         logprobs=logprobs is not False,
         top_logprobs=tops > 0,
-        return_token_ids=flag(given, "return_token_ids"),
+        return_token_ids=read_bool(given, "return_token_ids"),
     )
 
 
-def _prompt(given: Fields) -> str | Ids:
+def _read_prompt(given: JsonObject) -> str | Ids:
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return clean(prompt)
+        return replace_surrogates(prompt)
     if (
         isinstance(prompt, list)
         and prompt
@@ -83,21 +83,21 @@ def _prompt(given: Fields) -> str | Ids:
     raise MessageError("prompt", prompt, "one text that is not empty, or a list of token ids")
 
 
-def whole(ask: CompletionAsk, done: Done, codec: Codec) -> dict[str, Any]:
+def build_response(ask: CompletionRequest, done: CallResult, codec: Codec) -> dict[str, Any]:
     """The whole response."""
     choices = []
     for index, answer in enumerate(done.answers):
-        choice = _choice(index, answer.message.text, answer.finish)
+        choice = _choice(index, answer.message.content, answer.finish_reason)
         if ask.logprobs:
-            choice["logprobs"] = _logprobs(ask, answer, codec, Offsets())
+            choice["logprobs"] = _logprobs(ask, answer, codec, TextOffsets())
         if ask.return_token_ids:
             choice["token_ids"] = answer.ids.tolist()
             choice["prompt_token_ids"] = done.prompt_ids.tolist()
         choices.append(choice)
-    return {**_frame(done.call.id, ask.model), "choices": choices, "usage": usage(done)}
+    return {**_response_fields(done.call.id, ask.model), "choices": choices, "usage": usage(done)}
 
 
-def _frame(call_id: str, model: str) -> dict[str, Any]:
+def _response_fields(call_id: str, model: str) -> dict[str, Any]:
     return {"id": call_id, "object": "text_completion", "created": int(time.time()), "model": model}
 
 
@@ -106,57 +106,57 @@ def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
 
 
 def _logprobs(
-    ask: CompletionAsk, answer: Answer | Said, codec: Codec, offsets: Offsets
+    ask: CompletionRequest, answer: Answer | AnswerDelta, codec: Codec, offsets: TextOffsets
 ) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
-    told = entries(answer.ids, answer.logprobs, codec, tops=False)
+    told = logprob_entries(answer.ids, answer.logprobs, codec, with_top_logprobs=False)
     tops = [{entry["token"]: entry["logprob"]} for entry in told]
     return {
         "tokens": [entry["token"] for entry in told],
         "token_logprobs": [entry["logprob"] for entry in told],
         "top_logprobs": tops if ask.top_logprobs else None,
-        "text_offset": [offsets.next(bytes(entry["bytes"])) for entry in told],
+        "text_offset": [offsets.advance(bytes(entry["bytes"])) for entry in told],
     }
 
 
 @dataclass
-class Stream:
+class CompletionStream:
     """The events of a streamed response."""
 
-    ask: CompletionAsk
+    request: CompletionRequest
     call_id: str
     codec: Codec
-    _frame: dict[str, Any] = field(init=False)
-    _offsets: defaultdict[int, Offsets] = field(default_factory=lambda: defaultdict(Offsets))
+    _chunk_fields: dict[str, Any] = field(init=False)
+    _offsets: defaultdict[int, TextOffsets] = field(default_factory=lambda: defaultdict(TextOffsets))
 
     def __post_init__(self) -> None:
-        self._frame = _frame(self.call_id, self.ask.model)
+        self._chunk_fields = _response_fields(self.call_id, self.request.model)
 
-    def said(self, said: Said) -> bytes:
-        choice = _choice(said.choice, "".join(delta.text for delta in said.deltas), None)
-        if self.ask.logprobs:
-            choice["logprobs"] = _logprobs(self.ask, said, self.codec, self._offsets[said.choice])
-        if self.ask.return_token_ids:
+    def encode_delta(self, said: AnswerDelta) -> bytes:
+        choice = _choice(said.index, "".join(delta.content for delta in said.deltas), None)
+        if self.request.logprobs:
+            choice["logprobs"] = _logprobs(self.request, said, self.codec, self._offsets[said.index])
+        if self.request.return_token_ids:
             choice["token_ids"] = said.ids.tolist()
-        return sse({**self._frame, "choices": [choice]})
+        return sse_event({**self._chunk_fields, "choices": [choice]})
 
-    def end(self, done: Done) -> bytes:
+    def encode_end(self, done: CallResult) -> bytes:
         events = []
         for index, answer in enumerate(done.answers):
-            choice = _choice(index, "", answer.finish)
-            if self.ask.return_token_ids:
+            choice = _choice(index, "", answer.finish_reason)
+            if self.request.return_token_ids:
                 choice["prompt_token_ids"] = done.prompt_ids.tolist()
-            events.append(sse({**self._frame, "choices": [choice]}))
-        if self.ask.include_usage:
-            events.append(sse({**self._frame, "choices": [], "usage": usage(done)}))
+            events.append(sse_event({**self._chunk_fields, "choices": [choice]}))
+        if self.request.include_usage:
+            events.append(sse_event({**self._chunk_fields, "choices": [], "usage": usage(done)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
 
-    def beat(self) -> bytes:
-        return sse({**self._frame, "choices": [_choice(0, "", None)]})
+    def encode_ping(self) -> bytes:
+        return sse_event({**self._chunk_fields, "choices": [_choice(0, "", None)]})
 
-    def failed(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
-        return sse({**error(status, message, field_name, code), "status": status})
+    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
+        return sse_event({**error_body(status, message, field_name, code), "status": status})
 
 
-COMPLETIONS = Wire("completions", "cmpl-", read, whole, Stream, error)
+COMPLETIONS = WireProtocol("completions", "cmpl-", read_request, build_response, CompletionStream, error_body)

@@ -16,81 +16,85 @@ from typing import Any
 from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.errors import MessageError
-from branchline.core.fields import inside, text_field
+from branchline.core.json_fields import prefix_error, read_text_field
 from branchline.core.message import ToolCall
 from branchline.core.reader import read_tools
-from branchline.gateway.answers import Answer, Said
-from branchline.gateway.calls import Asked, Done
 from branchline.gateway.protocols.base import (
-    Ask,
-    Caller,
-    Fields,
-    Wire,
-    flag,
-    given_sampling,
-    model_name,
-    sampling_params,
-    sse,
-    wishes,
+    JsonObject,
+    ParsedRequest,
+    RequestContext,
+    WireProtocol,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_model_name,
+    read_sampling_params,
+    sse_event,
 )
 from branchline.gateway.protocols.messages_blocks import (
     Block,
-    input_text,
+    input_json,
+    read_conversation,
     read_system,
-    read_turns,
-    sign,
-    tool_use,
+    sign_thinking,
+    tool_use_block,
     write_blocks,
 )
-from branchline.gateway.protocols.vendor_tools import anthropic_tool, note_left_out
+from branchline.gateway.protocols.vendor_tools import anthropic_tool, warn_unsupported_tool
+from branchline.runtime.answer import Answer, AnswerDelta
+from branchline.runtime.call_lifecycle import CallRequest, CallResult
 
-_CHOICES = ("auto", "any", "tool", "none")
-_THREAD = "thread.previous_message_id"
+_TOOL_CHOICE_TYPES = ("auto", "any", "tool", "none")
+_THREAD_FIELD = "thread.previous_message_id"
 
 
-def read(body: object, caller: Caller) -> Ask:
+def read_request(body: object, caller: RequestContext) -> ParsedRequest:
     """A request's body; the session's own sampling goes before the client's."""
-    given = wishes(body, caller)
-    _refuse_thread(given.get("thread"))
-    choice, single_call = _read_choice(given)
+    given = merge_sampling(body, caller)
+    _reject_thread(given.get("thread"))
+    choice, single_call = _read_tool_choice(given)
     request = Request.read(
         {**given, "tools": None if choice == "none" else _read_tools(given.get("tools"))},
         agent=caller.agent,
-        messages=(*read_system(given.get("system")), *read_turns(given.get("messages"))),
+        messages=(*read_system(given.get("system")), *read_conversation(given.get("messages"))),
     )
     request = replace(
         request,
-        retry=caller.retry,
+        retry_count=caller.retry,
         spawned_by=caller.spawned_by,
-        sampling=given_sampling(given, "max_tokens"),
+        sampling=explicit_sampling(given, "max_tokens"),
     )
     # A session says `stop`, whatever the protocol.
-    says_stop = "stop" in caller.live.options.sampling or "stop_sequences" not in given
-    params = sampling_params(given, "max_tokens", caller, stop_name="stop" if says_stop else "stop_sequences")
-    asked = Asked(request, params, single_call=single_call, tool_choice=choice)
-    return Ask(asked, model_name(given), stream=flag(given, "stream"))
+    says_stop = "stop" in caller.managed.options.sampling or "stop_sequences" not in given
+    params = read_sampling_params(
+        given, "max_tokens", caller, stop_field="stop" if says_stop else "stop_sequences"
+    )
+    asked = CallRequest(request, params, single_tool_call=single_call, tool_choice=choice)
+    return ParsedRequest(asked, read_model_name(given), stream=read_bool(given, "stream"))
 
 
-def _refuse_thread(thread: object) -> None:
+def _reject_thread(thread: object) -> None:
     """Passed over, it would leave the model with the end of a conversation. A thread that begins is whole."""
     if isinstance(thread, dict) and thread.get("type") == "continue":
-        raise MessageError(_THREAD, thread.get("previous_message_id"), "nothing: send the whole conversation")
+        raise MessageError(
+            _THREAD_FIELD, thread.get("previous_message_id"), "nothing: send the whole conversation"
+        )
 
 
-def _read_choice(given: Fields) -> tuple[object, bool]:
+def _read_tool_choice(given: JsonObject) -> tuple[object, bool]:
     """Which tool to call, as Chat Completions say it, and whether one call is enough."""
     choice = given.get("tool_choice", {"type": "auto"})
     if not isinstance(choice, dict):
         raise MessageError("tool_choice", choice, "an object with a type")
-    if choice.get("type") not in _CHOICES:
-        raise MessageError("tool_choice.type", choice.get("type"), "one of " + ", ".join(_CHOICES))
+    if choice.get("type") not in _TOOL_CHOICE_TYPES:
+        raise MessageError("tool_choice.type", choice.get("type"), "one of " + ", ".join(_TOOL_CHOICE_TYPES))
     alone = {name: value for name, value in choice.items() if value is not None}
     try:
-        single_call = flag(alone, "disable_parallel_tool_use")
+        single_call = read_bool(alone, "disable_parallel_tool_use")
         if choice["type"] == "tool":
-            return {"type": "function", "function": {"name": text_field(alone, "name")}}, single_call
+            return {"type": "function", "function": {"name": read_text_field(alone, "name")}}, single_call
     except MessageError as error:
-        raise inside("tool_choice", error) from None
+        raise prefix_error("tool_choice", error) from None
     return {"auto": None, "any": "required", "none": "none"}[choice["type"]], single_call
 
 
@@ -106,23 +110,25 @@ def _read_tools(raw: object) -> list[dict[str, Any]] | None:
         vendor = anthropic_tool(str(kind)) if is_own else None
         try:
             if vendor is not None:
-                tools.append(vendor.function(text_field(tool, "name") or str(kind).rpartition("_")[0]))
+                tools.append(
+                    vendor.to_function(read_text_field(tool, "name") or str(kind).rpartition("_")[0])
+                )
             elif is_own:
-                note_left_out(str(kind))
+                warn_unsupported_tool(str(kind))
             else:
                 tools.append(_read_tool(tool))
         except MessageError as error:
-            raise inside(f"tools[{index}]", error) from None
+            raise prefix_error(f"tools[{index}]", error) from None
     return tools
 
 
-def _read_tool(tool: Fields) -> dict[str, Any]:
-    name, schema = text_field(tool, "name"), tool.get("input_schema")
+def _read_tool(tool: JsonObject) -> dict[str, Any]:
+    name, schema = read_text_field(tool, "name"), tool.get("input_schema")
     if not name:
         raise MessageError("name", tool.get("name"), "a non-empty string")
     if not isinstance(schema, dict):
         raise MessageError("input_schema", schema, "a JSON schema (an object)")
-    description = text_field(tool, "description")
+    description = read_text_field(tool, "description")
     function = {"name": name, "description": description} if description else {"name": name}
     return {"type": "function", "function": {**function, "parameters": schema}}
 
@@ -137,14 +143,16 @@ _STOP_REASONS = {
 }
 
 
-def whole(ask: Ask, done: Done, _codec: Codec) -> dict[str, Any]:
+def build_response(ask: ParsedRequest, done: CallResult, _codec: Codec) -> dict[str, Any]:
     """The whole response."""
     answer = done.answers[0]
-    message = _message(ask, done.call.id, write_blocks(answer.message, done.call.id), usage(done))
-    return {**message, **_stop(answer)}
+    message = _message_fields(ask, done.call.id, write_blocks(answer.message, done.call.id), usage(done))
+    return {**message, **_stop_fields(answer)}
 
 
-def _message(ask: Ask, call_id: str, content: list[Block], spent: dict[str, int]) -> dict[str, Any]:
+def _message_fields(
+    ask: ParsedRequest, call_id: str, content: list[Block], spent: dict[str, int]
+) -> dict[str, Any]:
     return {
         "id": call_id,
         "type": "message",
@@ -157,21 +165,21 @@ def _message(ask: Ask, call_id: str, content: list[Block], spent: dict[str, int]
     }
 
 
-def _stop(answer: Answer) -> dict[str, Any]:
-    if answer.finish == "stop" and answer.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+def _stop_fields(answer: Answer) -> dict[str, Any]:
+    if answer.finish_reason == "stop" and answer.stop_sequence is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_sequence}
     if answer.message.refusal:
         return {"stop_reason": "refusal", "stop_sequence": None}
-    return {"stop_reason": _STOP_REASONS.get(answer.finish, "end_turn"), "stop_sequence": None}
+    return {"stop_reason": _STOP_REASONS.get(answer.finish_reason, "end_turn"), "stop_sequence": None}
 
 
-def usage(done: Done) -> dict[str, int]:
+def usage(done: CallResult) -> dict[str, int]:
     """What was reused is told apart: the three input counts add up to the prompt."""
     reused = done.reused_tokens
-    return _usage(done.prompt_tokens - reused, reused, done.sampled_tokens)
+    return _usage_fields(done.prompt_tokens - reused, reused, done.sampled_tokens)
 
 
-def _usage(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str, int]:
+def _usage_fields(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str, int]:
     return {
         "input_tokens": fresh,
         "cache_creation_input_tokens": 0,
@@ -180,7 +188,7 @@ def _usage(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str, int]:
     }
 
 
-def cards(names: Sequence[str]) -> dict[str, Any]:
+def model_list(names: Sequence[str]) -> dict[str, Any]:
     """The models that there are."""
     told = [
         {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
@@ -189,101 +197,105 @@ def cards(names: Sequence[str]) -> dict[str, Any]:
     return {"data": told, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
-def count(tokens: int) -> dict[str, Any]:
+def count_response(tokens: int) -> dict[str, Any]:
     """The answer to `count_tokens`."""
     return {"input_tokens": tokens}
 
 
 @dataclass
-class Stream:
+class MessagesStream:
     """The events of a streamed response: blocks one behind the other, of which one at most is open.
 
     The prompt's size is known only at the end, so `message_start` counts nothing and `message_delta` all.
     """
 
-    ask: Ask
+    request: ParsedRequest
     call_id: str
     codec: Codec
-    _begun: bool = False
+    _has_started: bool = False
     _index: int = 0
     """The block that is open, or the next one."""
-    _open: str = ""
+    _open_block: str = ""
     """`thinking` or `text` while such a block is open."""
-    _thought: list[str] = field(default_factory=list)
+    _thinking_parts: list[str] = field(default_factory=list)
 
-    def said(self, said: Said) -> bytes:
-        events = self._begin()
+    def encode_delta(self, said: AnswerDelta) -> bytes:
+        events = self._start_message()
         for delta in said.deltas:
-            if delta.call is not None:
-                events += self._call(delta.call)
-            elif delta.reasoning:
-                self._thought.append(delta.reasoning)
-                events += self._words("thinking", delta.reasoning)
-            elif delta.text:
-                events += self._words("text", delta.text)
+            if delta.tool_call is not None:
+                events += self._tool_use_events(delta.tool_call)
+            elif delta.reasoning_content:
+                self._thinking_parts.append(delta.reasoning_content)
+                events += self._text_events("thinking", delta.reasoning_content)
+            elif delta.content:
+                events += self._text_events("text", delta.content)
         return b"".join(events)
 
-    def end(self, done: Done) -> bytes:
-        events = self._begin()
+    def encode_end(self, done: CallResult) -> bytes:
+        events = self._start_message()
         if refusal := done.answers[0].message.refusal:
-            events += self._words("text", refusal)
-        events += self._close()
-        events.append(_event("message_delta", delta=_stop(done.answers[0]), usage=usage(done)))
+            events += self._text_events("text", refusal)
+        events += self._close_block()
+        events.append(_event("message_delta", delta=_stop_fields(done.answers[0]), usage=usage(done)))
         return b"".join([*events, _event("message_stop")])
 
-    def beat(self) -> bytes:
-        return b"".join([*self._begin(), _event("ping")])
+    def encode_ping(self) -> bytes:
+        return b"".join([*self._start_message(), _event("ping")])
 
-    def failed(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
-        return sse({**error(status, message, field_name, code), "request_id": self.call_id}, "error")
+    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
+        return sse_event(
+            {**error_body(status, message, field_name, code), "request_id": self.call_id}, "error"
+        )
 
-    def _begin(self) -> list[bytes]:
-        if self._begun:
+    def _start_message(self) -> list[bytes]:
+        if self._has_started:
             return []
-        self._begun = True
-        return [_event("message_start", message=_message(self.ask, self.call_id, [], _usage()))]
+        self._has_started = True
+        return [
+            _event("message_start", message=_message_fields(self.request, self.call_id, [], _usage_fields()))
+        ]
 
-    def _words(self, kind: str, text: str) -> list[bytes]:
+    def _text_events(self, kind: str, text: str) -> list[bytes]:
         """More of what is being said, in a block of its kind. A block's kind is also its field's name."""
         events: list[bytes] = []
-        if self._open != kind:
+        if self._open_block != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
-            events += [*self._close(), self._start({"type": kind, kind: "", **signature})]
-            self._open = kind
-        return [*events, self._delta(f"{kind}_delta", kind, text)]
+            events += [*self._close_block(), self._block_start({"type": kind, kind: "", **signature})]
+            self._open_block = kind
+        return [*events, self._block_delta(f"{kind}_delta", kind, text)]
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        events = [*self._close(), self._start(tool_use(call))]
-        events.append(self._delta("input_json_delta", "partial_json", input_text(call)))
-        return [*events, self._stop()]
+    def _tool_use_events(self, call: ToolCall) -> list[bytes]:
+        events = [*self._close_block(), self._block_start(tool_use_block(call))]
+        events.append(self._block_delta("input_json_delta", "partial_json", input_json(call)))
+        return [*events, self._block_stop()]
 
-    def _close(self) -> list[bytes]:
-        if not self._open:
+    def _close_block(self) -> list[bytes]:
+        if not self._open_block:
             return []
         events: list[bytes] = []
-        if self._open == "thinking":
-            signature = sign(self.call_id, "".join(self._thought))
-            events.append(self._delta("signature_delta", "signature", signature))
-            self._thought.clear()
-        self._open = ""
-        return [*events, self._stop()]
+        if self._open_block == "thinking":
+            signature = sign_thinking(self.call_id, "".join(self._thinking_parts))
+            events.append(self._block_delta("signature_delta", "signature", signature))
+            self._thinking_parts.clear()
+        self._open_block = ""
+        return [*events, self._block_stop()]
 
-    def _start(self, block: Block) -> bytes:
+    def _block_start(self, block: Block) -> bytes:
         return _event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, kind: str, name: str, text: str) -> bytes:
+    def _block_delta(self, kind: str, name: str, text: str) -> bytes:
         return _event("content_block_delta", index=self._index, delta={"type": kind, name: text})
 
-    def _stop(self) -> bytes:
+    def _block_stop(self) -> bytes:
         self._index += 1
         return _event("content_block_stop", index=self._index - 1)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return sse({"type": kind, **fields}, kind)
+    return sse_event({"type": kind, **fields}, kind)
 
 
-_KINDS = {
+_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -293,19 +305,27 @@ _KINDS = {
 }
 
 
-def error(
+def error_body(
     status: int, message: str, field_name: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """The envelope of this protocol's errors; its words name the field, for it has no other place."""
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     problem: dict[str, Any] = {"type": kind, "message": message}
     # A thread is sent again, whole, by clients that are told this.
-    code = "thread_not_found" if field_name == _THREAD else code
+    code = "thread_not_found" if field_name == _THREAD_FIELD else code
     if code is not None:
         problem["details"] = {"error_code": code}
     return {"type": "error", "error": problem, "request_id": None}
 
 
-MESSAGES = Wire("messages", "msg_", read, whole, Stream, error, request_id=b"request-id")
-COUNT_TOKENS = replace(MESSAGES, count=count)
+MESSAGES = WireProtocol(
+    "messages",
+    "msg_",
+    read_request,
+    build_response,
+    MessagesStream,
+    error_body,
+    request_id_header=b"request-id",
+)
+MESSAGES_COUNT_TOKENS = replace(MESSAGES, count_response=count_response)
 """The same request, of which only the size of its prompt is wanted."""

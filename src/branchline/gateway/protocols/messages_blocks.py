@@ -18,22 +18,22 @@ import xxhash
 
 from branchline.core.arguments import Notation
 from branchline.core.errors import MessageError
-from branchline.core.fields import clean, inside, text_field
+from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
 from branchline.core.media import read_media_part
 from branchline.core.message import Media, Message, Role, ToolCall
 
 Block = dict[str, Any]
-Part = str | Media
+ContentPart = str | Media
 
 ROLES: tuple[Role, ...] = ("user", "assistant", "system")
 """`system` inside the conversation is what Claude Code says between turns; it stays where it stands."""
-BILLING = "x-anthropic-billing-header:"
+BILLING_PREFIX = "x-anthropic-billing-header:"
 """How a line of Claude Code's system prompt begins that is for a bill, not for a model, and may change with
 every call."""
-RAW_ARGUMENTS = "__raw_arguments__"
+RAW_ARGUMENTS_KEY = "__raw_arguments__"
 """The one key of an input whose arguments were no JSON object."""
 
-_SIGNED = "branchline."
+_SIGNATURE_PREFIX = "branchline."
 
 
 # -- turns -------------------------------------------------------------------------------------------
@@ -42,22 +42,22 @@ _SIGNED = "branchline."
 def read_system(raw: object) -> list[Message]:
     """The system prompt, if there is one, without the lines that are for a bill."""
     said = [] if raw is None else _read_content(raw, "system", _read_block)
-    parts = [_without_bill(part) if isinstance(part, str) else part for part in said]
+    parts = [_strip_billing_lines(part) if isinstance(part, str) else part for part in said]
     parts = [part for part in parts if part]
     return [_message("system", parts)] if parts else []
 
 
-def _without_bill(text: str) -> str:
-    while text.startswith(BILLING):
+def _strip_billing_lines(text: str) -> str:
+    while text.startswith(BILLING_PREFIX):
         _, _, text = text.partition("\n")
     return text
 
 
-def read_turns(raw: object) -> list[Message]:
+def read_conversation(raw: object) -> list[Message]:
     """The conversation.
 
     >>> result = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
-    >>> [message.role for message in read_turns([{"role": "user", "content": [result, "and now?"]}])]
+    >>> [message.role for message in read_conversation([{"role": "user", "content": [result, "and now?"]}])]
     ['tool', 'user']
     """
     if not isinstance(raw, list) or not raw:
@@ -67,7 +67,7 @@ def read_turns(raw: object) -> list[Message]:
         try:
             messages += _read_turn(turn)
         except MessageError as error:
-            raise inside(f"messages[{index}]", error) from None
+            raise prefix_error(f"messages[{index}]", error) from None
     return messages
 
 
@@ -78,8 +78,8 @@ def _read_turn(raw: object) -> list[Message]:
     if role not in ROLES:
         raise MessageError("role", role, "one of " + ", ".join(ROLES))
     if isinstance(content, str):
-        return [Message(role, clean(content))]
-    return [_read_assistant(content)] if role == "assistant" else _read_spoken(role, content)
+        return [Message(role, replace_surrogates(content))]
+    return [_read_assistant(content)] if role == "assistant" else _read_user_or_system(role, content)
 
 
 def _read_assistant(content: object) -> Message:
@@ -87,12 +87,12 @@ def _read_assistant(content: object) -> Message:
     sent_in: list[str] = []
     calls: list[ToolCall] = []
 
-    def read(block: Block) -> list[Part]:
+    def read(block: Block) -> list[ContentPart]:
         if block["type"] == "tool_use":
             calls.append(_read_tool_use(block))
         elif block["type"] == "thinking":
-            thoughts.append(text_field(block, "thinking"))
-            sent_in.append(signed_in(text_field(block, "signature"), thoughts[-1]))
+            thoughts.append(read_text_field(block, "thinking"))
+            sent_in.append(signed_response_id(read_text_field(block, "signature"), thoughts[-1]))
         else:
             return _read_block(block)
         return []
@@ -102,11 +102,11 @@ def _read_assistant(content: object) -> Message:
     return _message("assistant", parts, reasoning="".join(thoughts), calls=tuple(calls), id=response_id)
 
 
-def _read_spoken(role: Role, content: object) -> list[Message]:
+def _read_user_or_system(role: Role, content: object) -> list[Message]:
     """Tool results first, wherever they stood: templates want them right behind their calls."""
     results: list[Message] = []
 
-    def read(block: Block) -> list[Part]:
+    def read(block: Block) -> list[ContentPart]:
         if block["type"] != "tool_result":
             return _read_block(block)
         results.append(_read_tool_result(block))
@@ -116,7 +116,7 @@ def _read_spoken(role: Role, content: object) -> list[Message]:
     return results if results and not parts else [*results, _message(role, parts)]
 
 
-def _message(role: Role, parts: Sequence[Part], **more: Any) -> Message:
+def _message(role: Role, parts: Sequence[ContentPart], **more: Any) -> Message:
     text = "".join([part for part in parts if isinstance(part, str)])
     if len(parts) < 2 and not any(isinstance(part, Media) for part in parts):
         parts = ()
@@ -126,22 +126,24 @@ def _message(role: Role, parts: Sequence[Part], **more: Any) -> Message:
 # -- blocks ------------------------------------------------------------------------------------------
 
 
-def _read_content(content: object, name: str, read: Callable[[Block], list[Part]]) -> list[Part]:
+def _read_content(
+    content: object, name: str, read: Callable[[Block], list[ContentPart]]
+) -> list[ContentPart]:
     """What a text or a list of blocks says and shows."""
     if isinstance(content, str):
-        return [clean(content)] if content else []
+        return [replace_surrogates(content)] if content else []
     if not isinstance(content, list):
         raise MessageError(name, content, "a string or a list of content blocks")
-    parts: list[Part] = []
+    parts: list[ContentPart] = []
     for place, block in enumerate(content):
         try:
-            parts += read(_typed(block))
+            parts += read(_as_block(block))
         except MessageError as error:
-            raise inside(f"{name}[{place}]", error) from None
+            raise prefix_error(f"{name}[{place}]", error) from None
     return parts
 
 
-def _typed(block: object) -> Block:
+def _as_block(block: object) -> Block:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if not isinstance(block, dict):
@@ -151,53 +153,53 @@ def _typed(block: object) -> Block:
     return block
 
 
-def _read_block(block: Block) -> list[Part]:
-    return _read_document(block) if block["type"] == "document" else _read_inner(block)
+def _read_block(block: Block) -> list[ContentPart]:
+    return _read_document(block) if block["type"] == "document" else _read_leaf_block(block)
 
 
-def _read_plain(block: Block) -> list[Part]:
+def _read_text_or_image(block: Block) -> list[ContentPart]:
     if block["type"] == "image":
-        _source_of(block)
+        _read_source(block)
         return [read_media_part(block, "image")]
     if not isinstance(block.get("text"), str):
         raise MessageError("text", block.get("text"), "a string")
-    return [clean(block["text"])]
+    return [replace_surrogates(block["text"])]
 
 
-def _source_of(block: Block) -> Block:
+def _read_source(block: Block) -> Block:
     source = block.get("source")
     if not isinstance(source, dict):
         raise MessageError("source", source, "an object with data, a url or a file_id")
     return source
 
 
-def _read_document(block: Block) -> list[Part]:
+def _read_document(block: Block) -> list[ContentPart]:
     """A document's text under its title and context; one that is no text stays a file."""
-    source = _source_of(block)
+    source = _read_source(block)
     if source.get("type") == "text":
-        body: list[Part] = [text_field(source, "data")]
+        body: list[ContentPart] = [read_text_field(source, "data")]
     elif source.get("type") == "content":
         try:
             # Texts and images: a document holds no document, so this goes no deeper.
-            body = _read_content(source.get("content"), "content", _read_inner)
+            body = _read_content(source.get("content"), "content", _read_leaf_block)
         except MessageError as error:
-            raise inside("source", error) from None
+            raise prefix_error("source", error) from None
     else:
         body = [read_media_part(block, "file")]
-    head = [text for name in ("title", "context") if (text := text_field(block, name))]
+    head = [text for name in ("title", "context") if (text := read_text_field(block, name))]
     return ["\n".join([*head, ""]), *body] if head else body
 
 
-def _read_inner(block: Block) -> list[Part]:
-    return _read_plain(block) if block["type"] in ("text", "image") else _text_carried(block)
+def _read_leaf_block(block: Block) -> list[ContentPart]:
+    return _read_text_or_image(block) if block["type"] in ("text", "image") else _fallback_text(block)
 
 
-def _text_carried(block: Block) -> list[Part]:
+def _fallback_text(block: Block) -> list[ContentPart]:
     """The text in a block whose type has no place in a canonical message."""
     content = block.get("content")
     inner = [block, *content] if isinstance(content, list) else [block, {"text": content}]
     texts = [item.get("text") for item in inner if isinstance(item, dict)]
-    return [clean(text) for text in texts if isinstance(text, str)]
+    return [replace_surrogates(text) for text in texts if isinstance(text, str)]
 
 
 # -- tools -------------------------------------------------------------------------------------------
@@ -209,13 +211,13 @@ def _read_tool_use(block: Block) -> ToolCall:
         raise MessageError("name", name, "a non-empty string")
     if given is not None and not isinstance(given, dict):
         raise MessageError("input", given, "an object")
-    arguments = given.get(RAW_ARGUMENTS) if given and len(given) == 1 else None
+    arguments = given.get(RAW_ARGUMENTS_KEY) if given and len(given) == 1 else None
     if not isinstance(arguments, str):
         try:
             arguments = json.dumps(given or {}, separators=(",", ":"), ensure_ascii=False)
         except RecursionError:
             raise MessageError("input", "an object", "one that is not nested so deep") from None
-    return ToolCall(clean(name), clean(arguments), text_field(block, "id"))
+    return ToolCall(replace_surrogates(name), replace_surrogates(arguments), read_text_field(block, "id"))
 
 
 def _read_tool_result(block: Block) -> Message:
@@ -224,26 +226,30 @@ def _read_tool_result(block: Block) -> Message:
     # Canonical results know no failure: its words say it, and where it has none, one must.
     if not parts and block.get("is_error") is True:
         parts = ["error"]
-    return _message("tool", parts, answers=text_field(block, "tool_use_id"))
+    return _message("tool", parts, answers=read_text_field(block, "tool_use_id"))
 
 
-def input_text(call: ToolCall) -> str:
+def input_json(call: ToolCall) -> str:
     """A call's arguments as the JSON object that the protocol asks for, letter by letter where they are one.
 
-    >>> input_text(ToolCall("look", '{"at": 1}')), input_text(ToolCall("look", "north"))
+    >>> input_json(ToolCall("look", '{"at": 1}')), input_json(ToolCall("look", "north"))
     ('{"at": 1}', '{"__raw_arguments__":"north"}')
     """
-    text = call.arguments if call.notation == Notation.JSON else call.meaning.decode("utf-8", "replace")
+    text = (
+        call.arguments
+        if call.notation == Notation.JSON
+        else call.canonical_arguments.decode("utf-8", "replace")
+    )
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         value = None
-    if isinstance(value, dict) and list(value) != [RAW_ARGUMENTS]:
+    if isinstance(value, dict) and list(value) != [RAW_ARGUMENTS_KEY]:
         return text
-    return msgspec.json.encode({RAW_ARGUMENTS: call.arguments}).decode()
+    return msgspec.json.encode({RAW_ARGUMENTS_KEY: call.arguments}).decode()
 
 
-def tool_use(call: ToolCall, arguments: str = "{}") -> Block:
+def tool_use_block(call: ToolCall, arguments: str = "{}") -> Block:
     """A tool use; a streamed one begins with no input."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": msgspec.Raw(arguments.encode())}
 
@@ -251,28 +257,28 @@ def tool_use(call: ToolCall, arguments: str = "{}") -> Block:
 # -- thoughts ----------------------------------------------------------------------------------------
 
 
-def sign(call_id: str, thought: str) -> str:
+def sign_thinking(call_id: str, thought: str) -> str:
     """A signature that says which response a thought was sent in, and that it is still the same thought."""
-    return f"{_SIGNED}{call_id}.{xxhash.xxh3_64_hexdigest(f'{call_id}.{thought}'.encode())}"
+    return f"{_SIGNATURE_PREFIX}{call_id}.{xxhash.xxh3_64_hexdigest(f'{call_id}.{thought}'.encode())}"
 
 
-def signed_in(signature: str, thought: str) -> str:
+def signed_response_id(signature: str, thought: str) -> str:
     """The response that a thought comes from; none where the signature or the thought is not ours.
 
-    >>> signed_in(sign("msg_1", "hm"), "hm"), signed_in(sign("msg_1", "hm"), "aha")
+    >>> signed_response_id(sign_thinking("msg_1", "hm"), "hm"), signed_response_id(sign_thinking("msg_1", "hm"), "aha")
     ('msg_1', '')
     """
-    call_id = signature.rpartition(".")[0].removeprefix(_SIGNED)
-    return call_id if signature == sign(call_id, thought) else ""
+    call_id = signature.rpartition(".")[0].removeprefix(_SIGNATURE_PREFIX)
+    return call_id if signature == sign_thinking(call_id, thought) else ""
 
 
 def write_blocks(message: Message, call_id: str) -> list[Block]:
     """An answer as content blocks."""
     blocks: list[Block] = []
-    if message.reasoning:
-        signature = sign(call_id, message.reasoning)
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
-    if said := message.text + message.refusal:
+    if message.reasoning_content:
+        signature = sign_thinking(call_id, message.reasoning_content)
+        blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": signature})
+    if said := message.content + message.refusal:
         # A refusal has no block of its own: the reason to stop says that it is one.
         blocks.append({"type": "text", "text": said})
-    return blocks + [tool_use(call, input_text(call)) for call in message.calls]
+    return blocks + [tool_use_block(call, input_json(call)) for call in message.tool_calls]

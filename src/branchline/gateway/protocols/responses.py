@@ -16,29 +16,29 @@ import msgspec
 from branchline.core.call import Request
 from branchline.core.echo import Equivalence
 from branchline.core.errors import MessageError
-from branchline.core.fields import clean
+from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
-from branchline.gateway.calls import Asked
+from branchline.gateway.http_errors import CONTEXT_LENGTH_EXCEEDED
 from branchline.gateway.protocols.base import (
-    Caller,
-    Fields,
-    Wire,
-    flag,
-    given_sampling,
-    model_name,
-    sampling_params,
-    whole_number,
-    wishes,
+    JsonObject,
+    RequestContext,
+    WireProtocol,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_int,
+    read_model_name,
+    read_sampling_params,
 )
-from branchline.gateway.protocols.chat import error
-from branchline.gateway.protocols.responses_answers import ResponsesAsk, whole
+from branchline.gateway.protocols.chat import error_body
+from branchline.gateway.protocols.openai_tools import read_openai_tools
+from branchline.gateway.protocols.responses_history import RESPONSE_ID_PREFIX, ResponseHistory
 from branchline.gateway.protocols.responses_items import ItemReader
-from branchline.gateway.protocols.responses_past import ID_PREFIX, Past
-from branchline.gateway.protocols.responses_stream import Stream
-from branchline.gateway.protocols.tools import read_tools
-from branchline.gateway.wire import CONTEXT_LENGTH
+from branchline.gateway.protocols.responses_output import ResponsesRequest, build_response
+from branchline.gateway.protocols.responses_stream import ResponsesStream
+from branchline.runtime.call_lifecycle import CallRequest
 
-_SHOWN: dict[str, Any] = {
+_ECHOED_DEFAULTS: dict[str, Any] = {
     "background": False,
     "instructions": None,
     "max_output_tokens": None,
@@ -59,70 +59,72 @@ _SHOWN: dict[str, Any] = {
     "user": None,
 }
 """Fields of a request that its response repeats, and what stands there where it did not say."""
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "conversation": "nothing: send the whole input, or previous_response_id",
     "prompt": "nothing: send instructions and input, prompts are not kept here",
 }
 
 
-def read(body: object, caller: Caller) -> ResponsesAsk:
+def read_request(body: object, caller: RequestContext) -> ResponsesRequest:
     """A request's body; the session's own sampling goes before the client's."""
     if not isinstance(body, dict):
         raise MessageError("body", body, "a JSON object")
     own = {name: value for name, value in body.items() if value is not None}
-    _refuse_what_is_not_here(own)
-    given = wishes({**own, **_renamed(own)}, caller)
-    past = Past(caller.live.session.tree)
+    _reject_unsupported(own)
+    given = merge_sampling({**own, **_chat_sampling_fields(own)}, caller)
+    past = ResponseHistory(caller.managed.session.tree)
     reader = ItemReader(past)
-    messages = _messages(own, past, reader)
-    tools, aliases = read_tools(own.get("tools"))
+    messages = _read_messages(own, past, reader)
+    tools, aliases = read_openai_tools(own.get("tools"))
     request = Request(
         messages,
-        () if _choice(given) == "none" else (*tools, *reader.tools),
-        template=_object(own, "chat_template_kwargs"),
+        () if _read_tool_choice(given) == "none" else (*tools, *reader.tools),
+        chat_template_kwargs=_read_object(own, "chat_template_kwargs"),
         agent=caller.agent,
-        retry=caller.retry,
+        retry_count=caller.retry,
         spawned_by=caller.spawned_by,
-        sampling=given_sampling(given, "max_tokens"),
+        sampling=explicit_sampling(given, "max_tokens"),
         equivalences=(Equivalence.EMPTY_TOOLS,) if own.get("tools") == [] else (),
-        instructed=bool(own.get("instructions")),
+        has_instructions=bool(own.get("instructions")),
     )
     include = own.get("include") or []
     if not isinstance(include, list):
         raise MessageError("include", include, "a list of strings")
-    _object(own, "metadata")
-    return ResponsesAsk(
-        Asked(
+    _read_object(own, "metadata")
+    return ResponsesRequest(
+        CallRequest(
             request,
-            sampling_params(given, "max_tokens", caller),
-            single_call=not flag(given, "parallel_tool_calls", True),
-            tool_choice=_choice(given),
+            read_sampling_params(given, "max_tokens", caller),
+            single_tool_call=not read_bool(given, "parallel_tool_calls", True),
+            tool_choice=_read_tool_choice(given),
         ),
-        model_name(given),
-        stream=flag(given, "stream"),
+        read_model_name(given),
+        stream=read_bool(given, "stream"),
         aliases={**aliases, **reader.aliases},
-        is_summary=_object(own, "reasoning").get("summary") not in (None, "none"),
-        is_sealed="reasoning.encrypted_content" in include,
+        reasoning_as_summary=_read_object(own, "reasoning").get("summary") not in (None, "none"),
+        include_encrypted_reasoning="reasoning.encrypted_content" in include,
         logprobs="message.output_text.logprobs" in include,
-        top_logprobs=whole_number(own, "top_logprobs", 0, 0, 2**31) > 0,
-        shown={name: _written(own.get(name, plain), name) for name, plain in _SHOWN.items()},
+        top_logprobs=read_int(own, "top_logprobs", 0, 0, 2**31) > 0,
+        echoed_fields={
+            name: _encode_raw(own.get(name, plain), name) for name, plain in _ECHOED_DEFAULTS.items()
+        },
     )
 
 
-def _refuse_what_is_not_here(own: Fields) -> None:
-    if flag(own, "background"):
+def _reject_unsupported(own: JsonObject) -> None:
+    if read_bool(own, "background"):
         raise MessageError("background", True, "false: an answer is told to the one who waits for it")
-    for name, expected in _ELSEWHERE.items():
+    for name, expected in _UNSUPPORTED.items():
         if name in own:
             raise MessageError(name, own[name], expected)
 
 
-def _renamed(own: Fields) -> dict[str, Any]:
+def _chat_sampling_fields(own: JsonObject) -> dict[str, Any]:
     """Sampling fields by the names they have everywhere else."""
     renamed: dict[str, Any] = {}
     if "max_output_tokens" in own:
-        renamed["max_tokens"] = whole_number(own, "max_output_tokens", 0, 1, 2**31)
-    wanted = _object(_object(own, "text"), "format", "text.format")
+        renamed["max_tokens"] = read_int(own, "max_output_tokens", 0, 1, 2**31)
+    wanted = _read_object(_read_object(own, "text"), "format", "text.format")
     if wanted.get("type") == "json_schema":
         schema = {name: value for name, value in wanted.items() if name != "type"}
         renamed["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -131,23 +133,23 @@ def _renamed(own: Fields) -> dict[str, Any]:
     return renamed
 
 
-def _messages(own: Fields, past: Past, reader: ItemReader) -> tuple[Message, ...]:
+def _read_messages(own: JsonObject, past: ResponseHistory, reader: ItemReader) -> tuple[Message, ...]:
     """Instructions, then what `previous_response_id` stands for, then the input."""
     messages: list[Message] = []
     instructions = own.get("instructions", "")
     if not isinstance(instructions, str):
         raise MessageError("instructions", instructions, "a string or null")
     if instructions:
-        messages.append(Message("system", clean(instructions)))
+        messages.append(Message("system", replace_surrogates(instructions)))
     if "previous_response_id" in own:
-        messages += past.conversation(own["previous_response_id"])
+        messages += past.messages_through(own["previous_response_id"])
     messages += reader.read(own.get("input"))
     if not messages:
         raise MessageError("input", own["input"], "a string or a list with at least one message")
     return tuple(messages)
 
 
-def _choice(given: Fields) -> object:
+def _read_tool_choice(given: JsonObject) -> object:
     """Which tool to call, as Chat Completions say it."""
     choice = given.get("tool_choice", "auto")
     if not isinstance(choice, dict) and choice not in ("auto", "none", "required"):
@@ -158,7 +160,7 @@ def _choice(given: Fields) -> object:
     return None if choice == "auto" else choice
 
 
-def _object(given: Fields, name: str, field_name: str = "") -> dict[str, Any]:
+def _read_object(given: JsonObject, name: str, field_name: str = "") -> dict[str, Any]:
     value = given.get(name)
     if value is None:
         return {}
@@ -167,7 +169,7 @@ def _object(given: Fields, name: str, field_name: str = "") -> dict[str, Any]:
     return value
 
 
-def _written(value: object, name: str) -> msgspec.Raw:
+def _encode_raw(value: object, name: str) -> msgspec.Raw:
     """A value as it will be repeated, written once for all the events that repeat it."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
@@ -175,10 +177,18 @@ def _written(value: object, name: str) -> msgspec.Raw:
         raise MessageError(name, "…", "JSON that is nested less deeply") from None
 
 
-def count(tokens: int) -> dict[str, Any]:
+def count_response(tokens: int) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
-RESPONSES = Wire("responses", ID_PREFIX, read, whole, Stream, error, told_inside=frozenset({CONTEXT_LENGTH}))
-INPUT_TOKENS = replace(RESPONSES, count=count)
+RESPONSES = WireProtocol(
+    "responses",
+    RESPONSE_ID_PREFIX,
+    read_request,
+    build_response,
+    ResponsesStream,
+    error_body,
+    in_stream_errors=frozenset({CONTEXT_LENGTH_EXCEEDED}),
+)
+RESPONSES_COUNT_TOKENS = replace(RESPONSES, count_response=count_response)
 """The same request, of which only the size of its prompt is wanted."""

@@ -14,7 +14,7 @@ from branchline.core.message import Message
 
 
 @dataclass(frozen=True)
-class Response:
+class InteractionResponse:
     """The answer to one turn of the model."""
 
     terminate: bool
@@ -37,7 +37,7 @@ class Interaction(Protocol):
         The arguments are those of the sample. If it is cancelled it puts away what it had begun.
         """
 
-    async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
+    async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
         """The answer to a conversation that ends with the model's turn."""
 
     async def score(self, state: Any) -> float | None:
@@ -55,7 +55,7 @@ class BaseInteraction:
     async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
         return arguments, None
 
-    async def respond(self, state: Any, messages: Sequence[Message]) -> Response:
+    async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
         raise NotImplementedError(f"{type(self).__name__}.respond")
 
     async def score(self, state: Any) -> float | None:

@@ -8,25 +8,25 @@ from typing import Any
 
 from branchline.core.errors import InputError
 from branchline.loop.interactions.base import Interaction
-from branchline.loop.names import Names
+from branchline.loop.registry import Registry
 
 
 @dataclass(frozen=True)
-class Partner:
+class InteractionConfig:
     """The interaction of one sample, and the arguments it starts with."""
 
     interaction: Interaction
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-class InteractionRegistry(Names[Interaction]):
+class InteractionRegistry(Registry[Interaction]):
     """All interactions there are."""
 
     kind = "interaction"
-    awaited = ("start", "respond", "score", "finalize")
+    async_methods = ("start", "respond", "score", "finalize")
 
-    def select(self, name: str, arguments: Mapping[str, Any] | None = None) -> Partner:
+    def select(self, name: str, arguments: Mapping[str, Any] | None = None) -> InteractionConfig:
         """What a sample asks for."""
         if arguments is not None and not isinstance(arguments, Mapping):
             raise InputError(f"interaction_arguments: got {arguments!r}, expected an object")
-        return Partner(self.get(name, "interaction"), arguments or {})
+        return InteractionConfig(self.get(name, "interaction"), arguments or {})

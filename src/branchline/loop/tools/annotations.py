@@ -16,50 +16,50 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from msgspec import Meta
 
-_LIMITS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length")
+_CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length")
 
 
-def spelled(kind: Any) -> Any:
+def to_msgspec_type(kind: Any) -> Any:
     """A type that msgspec reads as it was meant. TypeError if something beside it cannot be meant so."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _annotated(spelled(inner[0]), kind.__metadata__)
+        return _with_notes(to_msgspec_type(inner[0]), kind.__metadata__)
     if origin in (Union, UnionType):
-        return functools.reduce(operator.or_, [spelled(one) for one in inner])
+        return functools.reduce(operator.or_, [to_msgspec_type(one) for one in inner])
     if isinstance(origin, type) and inner:
         # Literal's arguments are values and Callable's are lists; those of classes are types.
-        return origin[tuple(one if one is ... else spelled(one) for one in inner)]  # type: ignore[index]
+        return origin[tuple(one if one is ... else to_msgspec_type(one) for one in inner)]  # type: ignore[index]
     return kind
 
 
-def or_null(kind: Any) -> Any:
+def with_null(kind: Any) -> Any:
     """The type, with null among its values; what stands beside it stays where it is."""
     if get_origin(kind) is Annotated:
-        return Annotated[(or_null(get_args(kind)[0]), *kind.__metadata__)]
+        return Annotated[(with_null(get_args(kind)[0]), *kind.__metadata__)]
     return kind if kind in (Any, None) else kind | None
 
 
-def _annotated(kind: Any, notes: Iterable[Any]) -> Any:
+def _with_notes(kind: Any, notes: Iterable[Any]) -> Any:
     for note in notes:
         if isinstance(note, Meta):
             kind = Annotated[kind, note]
             continue
-        for limit in _limits(note):
-            kind = _limited(kind, limit)
-        if words := _words(note):
+        for limit in _constraints(note):
+            kind = _constrained(kind, limit)
+        if words := _description(note):
             kind = Annotated[kind, Meta(description=words)]
     return kind
 
 
-def _limited(kind: Any, limit: Meta) -> Any:
+def _constrained(kind: Any, limit: Meta) -> Any:
     """Of several types, each that is no null is limited: `int | None` from 3 on."""
     if get_origin(kind) in (Union, UnionType):
-        each = [one if one is NoneType else _limited(one, limit) for one in get_args(kind)]
+        each = [one if one is NoneType else _constrained(one, limit) for one in get_args(kind)]
         return functools.reduce(operator.or_, each)
     return Annotated[kind, limit]
 
 
-def _words(note: Any) -> str:
+def _description(note: Any) -> str:
     """A note that is a text, or has one: pydantic's Field and msgspec's Meta, or PEP 727's Doc."""
     if isinstance(note, str):
         return note
@@ -69,16 +69,16 @@ def _words(note: Any) -> str:
     return ""
 
 
-def _limits(note: Any) -> list[Meta]:
+def _constraints(note: Any) -> list[Meta]:
     """What a note says of values: its own attributes, and those of the notes that it gathers."""
     gathered = getattr(note, "metadata", None)
     if isinstance(gathered, list | tuple):
-        return [limit for one in gathered for limit in _limits(one)]
+        return [limit for one in gathered for limit in _constraints(one)]
     if isinstance(note, str | type):
         return []
     told: list[dict[str, Any]] = [
         {name: value}
-        for name in _LIMITS
+        for name in _CONSTRAINTS
         if isinstance(value := getattr(note, name, None), int | float) and not isinstance(value, bool)
     ]
     pattern = getattr(note, "pattern", None)

@@ -20,34 +20,34 @@ from referencing import Registry
 
 from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError
-from branchline.core.fields import clean_values
+from branchline.core.json_fields import replace_surrogates_deep
 from branchline.loop.tools.base import Tool
 
-_SHOWN_PROBLEMS = 3
-_SHOWN_LETTERS = 200
-_REMEMBERED_SCHEMAS = 512
+_MAX_SHOWN_PROBLEMS = 3
+_MAX_SHOWN_CHARACTERS = 200
+_CACHED_SCHEMAS = 512
 
 
-def read_arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str) -> dict[str, Any]:
     """The arguments of a call; ValueError says in words for the model what is wrong with them.
 
-    >>> read_arguments('{"a": 2.0}'), read_arguments("")
+    >>> parse_arguments('{"a": 2.0}'), parse_arguments("")
     ({'a': 2}, {})
     """
     if not text or text.isspace():
         return {}
     try:
-        value = json.loads(text, parse_float=_number, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_float=_parse_number, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {type(value).__name__}")
     # Escapes can spell half a surrogate pair, which no file and no server would take.
-    clean: dict[str, Any] = clean_values(value)
+    clean: dict[str, Any] = replace_surrogates_deep(value)
     return clean
 
 
-def argument_check(tool: Tool) -> ArgumentCheck:
+def argument_validator(tool: Tool) -> ArgumentValidator:
     """What a tool's arguments are held against; InputError if its schema is none."""
     schema: object = getattr(tool, "schema", None)
     function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -57,7 +57,7 @@ def argument_check(tool: Tool) -> ArgumentCheck:
             f"expected {{'type': 'function', 'function': {{'name': {tool.name!r}, …}}}}"
         )
     try:
-        return _check_of(canonical_json(function.get("parameters") or {}))
+        return _cached_validator(canonical_json(function.get("parameters") or {}))
     except (SchemaError, TypeError, ValueError) as error:
         problem = error.message if isinstance(error, SchemaError) else str(error)
         raise InputError(
@@ -65,7 +65,7 @@ def argument_check(tool: Tool) -> ArgumentCheck:
         ) from error
 
 
-class ArgumentCheck:
+class ArgumentValidator:
     """A schema, ready to be used on many calls."""
 
     def __init__(self, validator: Validator) -> None:
@@ -74,31 +74,31 @@ class ArgumentCheck:
     def problems(self, arguments: Mapping[str, Any]) -> str:
         """What does not fit, in words for the model; empty if all does."""
         errors = self._validator.iter_errors(arguments)
-        problems = [_told(error) for error in islice(errors, _SHOWN_PROBLEMS)]
+        problems = [_describe_violation(error) for error in islice(errors, _MAX_SHOWN_PROBLEMS)]
         if problems and next(errors, None) is not None:
             problems.append("and more")
         return "; ".join(problems)
 
 
-@lru_cache(_REMEMBERED_SCHEMAS)
-def _check_of(schema_json: bytes) -> ArgumentCheck:
+@lru_cache(_CACHED_SCHEMAS)
+def _cached_validator(schema_json: bytes) -> ArgumentValidator:
     """Making a validator takes a hundred times as long as using it, and every trajectory asks for it."""
     schema = json.loads(schema_json)
     kind = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
     # With a registry of its own a schema cannot make us fetch what it refers to.
-    return ArgumentCheck(kind(schema, registry=Registry()))
+    return ArgumentValidator(kind(schema, registry=Registry()))
 
 
-def _told(error: ValidationError) -> str:
+def _describe_violation(error: ValidationError) -> str:
     path = "".join([f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path])
     message = error.message
-    if len(message) > _SHOWN_LETTERS:
-        message = message[: _SHOWN_LETTERS - 1] + "…"
+    if len(message) > _MAX_SHOWN_CHARACTERS:
+        message = message[: _MAX_SHOWN_CHARACTERS - 1] + "…"
     return f"arguments{path}: {message}"
 
 
-def _number(text: str) -> float | int:
+def _parse_number(text: str) -> float | int:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is too large a number")

@@ -18,7 +18,7 @@ from branchline.core.message import Media
 class ToolResult:
     """What the model is shown, and what the trainer gets."""
 
-    text: str = ""
+    content: str = ""
     media: tuple[Media, ...] = ()
     """Images, video and sound; they follow the text."""
     reward: float | None = None

@@ -27,11 +27,11 @@ from msgspec import UNSET, UnsetType
 
 from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError
-from branchline.loop.tools.annotations import or_null, spelled
+from branchline.loop.timeouts import run_in_thread
+from branchline.loop.tools.annotations import to_msgspec_type, with_null
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
 from branchline.loop.tools.docstrings import read_docstring
-from branchline.loop.tools.results import result_of
-from branchline.loop.waiting import in_thread
+from branchline.loop.tools.results import to_tool_result
 
 Function = Callable[..., Any]
 
@@ -71,7 +71,7 @@ class FunctionTool(BaseTool):
     ) -> None:
         definition = _definition(function)
         self.function = function
-        self.name = name = name or _name(definition)
+        self.name = name = name or _function_name(definition)
         if inspect.isgeneratorfunction(definition) or inspect.isasyncgenfunction(definition):
             raise InputError(f"tool {name!r}: got a generator, expected a function that returns its result")
         parameters = _parameters(function, name)
@@ -88,7 +88,7 @@ class FunctionTool(BaseTool):
                     "every tool is created for one"
                 )
             parameter = parameters.pop(given)
-            self._per_sample[given] = parameter, _kind(parameter, hints, name)
+            self._per_sample[given] = parameter, _parameter_type(parameter, hints, name)
         about, described = read_docstring(inspect.getdoc(definition) or "")
         known = list(inspect.signature(definition).parameters)
         for documented in described:
@@ -97,9 +97,9 @@ class FunctionTool(BaseTool):
                     f"docstring of tool {name!r}: describes {documented!r}, expected one of {known}"
                 )
         shown = list(parameters.values())
-        self._model = _model(name, shown, hints)
+        self._arguments_type = _arguments_struct(name, shown, hints)
         self.schema: Mapping[str, Any] = function_schema(
-            name, description or about, _schema(name, self._model, shown, described)
+            name, description or about, _parameters_schema(name, self._arguments_type, shown, described)
         )
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -113,24 +113,27 @@ class FunctionTool(BaseTool):
         for name, (parameter, _) in self._per_sample.items():
             if name not in arguments and parameter.default is parameter.empty:
                 raise InputError(f"tool_arguments: {name!r} is missing, expected all of {expected}")
-        return {name: _given(name, value, self._per_sample[name][1]) for name, value in arguments.items()}
+        return {
+            name: _convert_argument(name, value, self._per_sample[name][1])
+            for name, value in arguments.items()
+        }
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        model = msgspec.convert(arguments, self._model)
+        model = msgspec.convert(arguments, self._arguments_type)
         given = {
             name: value for name in model.__struct_fields__ if (value := getattr(model, name)) is not UNSET
         }
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**given, **instance)
         else:
-            value = await in_thread(self.function, **given, **instance)
+            value = await run_in_thread(self.function, **given, **instance)
             if inspect.isawaitable(value):
                 # A wrapper around a coroutine function looks like a plain one.
                 value = await value
-        return result_of(value)
+        return to_tool_result(value)
 
 
-def _given(name: str, value: Any, kind: Any) -> Any:
+def _convert_argument(name: str, value: Any, kind: Any) -> Any:
     """What a sample gives, as what the annotation says."""
     try:
         return msgspec.convert(value, kind)
@@ -153,7 +156,7 @@ def _definition(function: Function) -> Function:
     return called
 
 
-def _name(definition: Function) -> str:
+def _function_name(definition: Function) -> str:
     name = definition.__name__
     if name in ("<lambda>", "__call__"):
         raise InputError(f"tool: got {definition!r}, expected a name with it: tool(…, name=…)")
@@ -195,11 +198,11 @@ def _hints(definition: Function, name: str) -> dict[str, Any]:
         ) from error
 
 
-def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any], name: str) -> Any:
+def _parameter_type(parameter: inspect.Parameter, hints: Mapping[str, Any], name: str) -> Any:
     """A parameter's type; a default of None says that null may be given, whatever the annotation says."""
     kind = hints[parameter.name]
     try:
-        return spelled(or_null(kind) if parameter.default is None else kind)
+        return to_msgspec_type(with_null(kind) if parameter.default is None else kind)
     except TypeError as error:
         raise InputError(
             f"annotations of tool {name!r}: {parameter.name}: got {kind!r}, expected a type, but {error}"
@@ -209,13 +212,13 @@ def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any], name: str) -> 
 # -- the schema --------------------------------------------------------------------------------------
 
 
-def _model(
+def _arguments_struct(
     name: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]
 ) -> type[msgspec.Struct]:
     """A struct of the arguments. An argument left out is left to the function's own default."""
     fields: list[Any] = []
     for parameter in parameters:
-        kind = _kind(parameter, hints, name)
+        kind = _parameter_type(parameter, hints, name)
         if parameter.default is parameter.empty:
             fields.append((parameter.name, kind))
         else:
@@ -223,7 +226,7 @@ def _model(
     return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def _schema(
+def _parameters_schema(
     name: str,
     model: type[msgspec.Struct],
     parameters: Sequence[inspect.Parameter],

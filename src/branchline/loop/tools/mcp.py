@@ -28,17 +28,17 @@ from mcp.client.streamable_http import streamable_http_client
 
 from branchline.core.errors import InputError, ToolError
 from branchline.core.message import Media
+from branchline.loop.timeouts import describe_error, finish_despite_cancel
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.results import media_of
-from branchline.loop.waiting import settle, told
+from branchline.loop.tools.results import media_from_bytes
 
-_START_S = 30.0
-_END_S = 15.0
+_START_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 15.0
 """An orderly end takes the SDK less; after that it is cut short."""
-_CONNECT_S, _READ_S = 30.0, 300.0
-_LARGEST_EVENT = 64 * 1024 * 1024
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 30.0, 300.0
+_MAX_EVENT_BYTES = 64 * 1024 * 1024
 """Pictures arrive as one event."""
-_MOST_PAGES = 100
+_MAX_PAGES = 100
 
 
 class McpTools:
@@ -51,7 +51,7 @@ class McpTools:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         prefix: str = "",
-        start_timeout_s: float = _START_S,
+        start_timeout_s: float = _START_TIMEOUT_S,
     ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
         """A server started as a process; `env` is added to the little it inherits, its stderr is ours.
 
@@ -59,7 +59,7 @@ class McpTools:
         """
         server = StdioServerParameters(command=command, args=list(args), env=dict(env or {}), cwd=cwd)
         streams = stdio_client(server, errlog=sys.__stderr__ or sys.stderr)
-        return tools_of(_client(streams), " ".join((command, *args)), prefix, start_timeout_s)
+        return connect_tools(_client(streams), " ".join((command, *args)), prefix, start_timeout_s)
 
     @staticmethod
     def http(
@@ -67,16 +67,16 @@ class McpTools:
         *,
         headers: Mapping[str, str] | None = None,
         prefix: str = "",
-        start_timeout_s: float = _START_S,
+        start_timeout_s: float = _START_TIMEOUT_S,
     ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
         """A server that is already there, over streamable HTTP."""
-        return tools_of(_http_client(url, dict(headers or {})), url, prefix, start_timeout_s)
+        return connect_tools(_http_client(url, dict(headers or {})), url, prefix, start_timeout_s)
 
 
 class McpTool(BaseTool):
     """One tool of a server."""
 
-    def __init__(self, connection: _Connection, tool: types.Tool, prefix: str) -> None:
+    def __init__(self, connection: _McpConnection, tool: types.Tool, prefix: str) -> None:
         self.name = prefix + tool.name
         self.schema = function_schema(self.name, tool.description or "", tool.input_schema)
         self._connection = connection
@@ -85,7 +85,7 @@ class McpTool(BaseTool):
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         if arguments:
             raise InputError(f"tool_arguments: got {sorted(arguments)}, expected none: the server takes none")
-        await self._connection.require(self._remote_name)
+        await self._connection.require_tool(self._remote_name)
         return None
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
@@ -93,10 +93,10 @@ class McpTool(BaseTool):
         if client is None:
             raise ConnectionError("its server is not connected")
         try:
-            return _result(await client.call_tool(self._remote_name, dict(arguments)))
+            return _to_tool_result(await client.call_tool(self._remote_name, dict(arguments)))
         except Exception as error:
             # Where a server lives, and with which keys, is not the model's business.
-            words, server = told(error), self._connection.server
+            words, server = describe_error(error), self._connection.server
             if server not in words:
                 raise
             raise ConnectionError(words.replace(server, "its server")) from error
@@ -105,95 +105,95 @@ class McpTool(BaseTool):
 # -- the connection ----------------------------------------------------------------------------------
 
 
-class _Connection:
+class _McpConnection:
     """A client and the task it lives in."""
 
     def __init__(self, opening: AbstractAsyncContextManager[Client], server: str, limit_s: float) -> None:
         self.server = server
         self.client: Client | None = None
         """None before it is open, and once it is over."""
-        self._opening = opening
-        self._limit_s = limit_s
+        self._client_context = opening
+        self._timeout_s = limit_s
         self._scope = anyio.CancelScope()
         self._opened = asyncio.Event()
-        self._leave = asyncio.Event()
-        self._problem = "is not connected"
-        self.listed: list[types.Tool] = []
-        self._task = asyncio.create_task(self._live())
-        self._looking: asyncio.Task[list[types.Tool] | str] | None = None
+        self._closing = asyncio.Event()
+        self._error = "is not connected"
+        self.tools: list[types.Tool] = []
+        self._task = asyncio.create_task(self._run())
+        self._listing: asyncio.Task[list[types.Tool] | str] | None = None
 
     async def open(self) -> None:
         """Returns when the tools are known."""
         await self._opened.wait()
         if self.client is None:
-            raise ToolError(self.server, "connect", self._problem)
+            raise ToolError(self.server, "connect", self._error)
 
-    async def require(self, name: str) -> None:
+    async def require_tool(self, name: str) -> None:
         """Returns if the server answers and has this tool; those who ask at once share one answer."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        found = await asyncio.shield(self._looking)
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list_tools())
+        found = await asyncio.shield(self._listing)
         if isinstance(found, str):
             raise ToolError(self.server, "list", found)
         if name not in [tool.name for tool in found]:
             raise ToolError(self.server, "list", f"{name!r} is not there any more")
 
-    async def _look(self) -> list[types.Tool] | str:
+    async def _list_tools(self) -> list[types.Tool] | str:
         """What the server has now, or why that cannot be said."""
         if self.client is None:
-            return self._problem
+            return self._error
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await _listed(self.client)
+            async with asyncio.timeout(self._timeout_s):
+                return await _list_all_tools(self.client)
         except TimeoutError:
-            return f"no answer within {self._limit_s:g} s"
+            return f"no answer within {self._timeout_s:g} s"
         except Exception as error:
-            return told(error)
+            return describe_error(error)
 
     async def close(self) -> None:
-        self._leave.set()
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait({self._looking})
+        self._closing.set()
+        if self._listing is not None:
+            self._listing.cancel()
+            await asyncio.wait({self._listing})
         if not self._opened.is_set():
             self._scope.cancel()
-        done, _ = await asyncio.wait({self._task}, timeout=_END_S)
+        done, _ = await asyncio.wait({self._task}, timeout=_CLOSE_TIMEOUT_S)
         if not done:
             self._scope.cancel()
             await asyncio.wait({self._task})
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         scope = self._scope
-        scope.deadline = anyio.current_time() + self._limit_s
+        scope.deadline = anyio.current_time() + self._timeout_s
         try:
             with scope:
-                async with self._opening as client:
-                    self.listed = await _listed(client)
+                async with self._client_context as client:
+                    self.tools = await _list_all_tools(client)
                     scope.deadline = math.inf
                     self.client = client
                     self._opened.set()
-                    await self._leave.wait()
+                    await self._closing.wait()
                     self.client = None
             if not self._opened.is_set():
-                self._problem = f"timed out after {self._limit_s:g} s"
+                self._error = f"timed out after {self._timeout_s:g} s"
         except Exception as error:
-            self._problem = told(error)
+            self._error = describe_error(error)
         finally:
             self.client = None
             self._opened.set()
 
 
 @asynccontextmanager
-async def tools_of(
-    opening: AbstractAsyncContextManager[Client], server: str, prefix: str, limit_s: float
+async def connect_tools(
+    opening: AbstractAsyncContextManager[Client], server: str, prefix: str, timeout_s: float
 ) -> AsyncGenerator[tuple[McpTool, ...], None]:
     """The tools of whatever a client of the SDK can reach."""
-    connection = _Connection(opening, server, limit_s)
+    connection = _McpConnection(opening, server, timeout_s)
     try:
         await connection.open()
-        yield tuple(McpTool(connection, tool, prefix) for tool in connection.listed)
+        yield tuple(McpTool(connection, tool, prefix) for tool in connection.tools)
     finally:
-        await settle(connection.close())
+        await finish_despite_cancel(connection.close())
 
 
 @asynccontextmanager
@@ -204,18 +204,18 @@ async def _client(streams: Any) -> AsyncGenerator[Client, None]:
 
 @asynccontextmanager
 async def _http_client(url: str, headers: dict[str, str]) -> AsyncGenerator[Client, None]:
-    timeout = httpx2.Timeout(_CONNECT_S, read=_READ_S)
+    timeout = httpx2.Timeout(_CONNECT_TIMEOUT_S, read=_READ_TIMEOUT_S)
     async with httpx2.AsyncClient(headers=headers, timeout=timeout) as http:
-        streams = streamable_http_client(url, http_client=http, max_sse_event_size=_LARGEST_EVENT)
+        streams = streamable_http_client(url, http_client=http, max_sse_event_size=_MAX_EVENT_BYTES)
         async with Client(streams) as client:
             yield client
 
 
-async def _listed(client: Client) -> list[types.Tool]:
+async def _list_all_tools(client: Client) -> list[types.Tool]:
     """All tools, page by page."""
     tools: list[types.Tool] = []
     cursor: str | None = None
-    for _ in range(_MOST_PAGES):
+    for _ in range(_MAX_PAGES):
         # Not from the SDK's memory: it is asked for to see whether the server is there.
         page = await client.list_tools(cursor=cursor, cache_mode="bypass")
         tools += page.tools
@@ -228,7 +228,7 @@ async def _listed(client: Client) -> list[types.Tool]:
 # -- results -----------------------------------------------------------------------------------------
 
 
-def _result(result: types.CallToolResult) -> ToolResult:
+def _to_tool_result(result: types.CallToolResult) -> ToolResult:
     texts: list[str] = []
     media: list[Media] = []
     for block in result.content:
@@ -248,10 +248,10 @@ def _content(block: types.ContentBlock) -> str | Media:
     if isinstance(block, types.TextContent):
         return block.text
     if isinstance(block, types.ImageContent | types.AudioContent):
-        return media_of(base64.b64decode(block.data), block.mime_type)
+        return media_from_bytes(base64.b64decode(block.data), block.mime_type)
     if isinstance(block, types.ResourceLink):
         return f"{block.name}: {block.uri}"
     resource = block.resource
     if isinstance(resource, types.TextResourceContents):
         return resource.text
-    return media_of(base64.b64decode(resource.blob), resource.mime_type or "application/octet-stream")
+    return media_from_bytes(base64.b64decode(resource.blob), resource.mime_type or "application/octet-stream")

@@ -12,13 +12,13 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from branchline.core.errors import InputError
-from branchline.loop.names import Names
-from branchline.loop.tools.arguments import argument_check
+from branchline.loop.registry import Registry
+from branchline.loop.tools.arguments import argument_validator
 from branchline.loop.tools.base import Tool
 
 
 @dataclass(frozen=True)
-class Selection:
+class ToolSelection:
     """The tools of one sample, and the arguments each instance is created with."""
 
     tools: tuple[Tool, ...] = ()
@@ -30,7 +30,7 @@ class Selection:
         return tuple(tool.schema for tool in self.tools)
 
 
-class ToolRegistry(Names[Tool]):
+class ToolRegistry(Registry[Tool]):
     """All tools there are.
 
     registry = ToolRegistry([calculator])
@@ -38,7 +38,7 @@ class ToolRegistry(Names[Tool]):
     """
 
     kind = "tool"
-    awaited = ("create", "execute", "calc_reward", "release")
+    async_methods = ("create", "execute", "calc_reward", "release")
 
     @classmethod
     def check(cls, thing: Any) -> None:
@@ -47,11 +47,11 @@ class ToolRegistry(Names[Tool]):
                 f"tool: got the function {thing.__name__}, expected a tool: put @tool above its definition"
             )
         super().check(thing)
-        argument_check(thing)
+        argument_validator(thing)
 
     def select(
         self, names: Sequence[str] | None = None, arguments: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> Selection:
+    ) -> ToolSelection:
         """What a sample asks for; None stands for all tools."""
         if isinstance(names, str):
             raise InputError(f"tools: got {names!r}, expected a list of names")
@@ -60,10 +60,10 @@ class ToolRegistry(Names[Tool]):
         twice = sorted({name for name in chosen if chosen.count(name) > 1})
         if twice:
             raise InputError(f"tools: got {twice[0]!r} twice, expected names that differ")
-        return Selection(tools, read_tool_arguments(arguments or {}, chosen))
+        return ToolSelection(tools, check_tool_arguments(arguments or {}, chosen))
 
 
-def read_tool_arguments(
+def check_tool_arguments(
     arguments: Mapping[str, Any], names: Sequence[str]
 ) -> Mapping[str, Mapping[str, Any]]:
     """A sample's `tool_arguments`, if each belongs to a tool the sample has."""

@@ -14,7 +14,7 @@ import xxhash
 from branchline.core.message import Media, MediaKind
 from branchline.loop.tools.base import ToolResult
 
-_BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
+_MAGIC_BYTES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89PNG\r\n\x1a\n", "image/png"),
     (0, b"\xff\xd8\xff", "image/jpeg"),
     (0, b"GIF8", "image/gif"),
@@ -24,30 +24,30 @@ _BEGINNINGS: tuple[tuple[int, bytes, str], ...] = (
 )
 
 
-def result_of(value: Any) -> ToolResult:
+def to_tool_result(value: Any) -> ToolResult:
     """A tool result from whatever a function returned.
 
-    >>> result_of({"price": 3}).text
+    >>> to_tool_result({"price": 3}).text
     '{"price":3}'
     """
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, list | tuple) and any(isinstance(item, Media | bytes) for item in value):
-        return _mixed(value)
+        return _mixed_result(value)
     if isinstance(value, Media | bytes):
-        return _mixed((value,))
+        return _mixed_result((value,))
     return ToolResult(_text(value))
 
 
-def media_of(payload: bytes, mime: str = "") -> Media:
+def media_from_bytes(payload: bytes, mime: str = "") -> Media:
     """Media from bytes; the type is read from how they begin where it is not given."""
-    mime = mime or _mime(payload)
-    return Media(_kind(mime), xxhash.xxh3_128_hexdigest(payload), payload, mime=mime)
+    mime = mime or _detect_mime(payload)
+    return Media(_media_kind(mime), xxhash.xxh3_128_hexdigest(payload), payload, mime=mime)
 
 
-def _mixed(items: list[Any] | tuple[Any, ...]) -> ToolResult:
+def _mixed_result(items: list[Any] | tuple[Any, ...]) -> ToolResult:
     media = tuple(
-        item if isinstance(item, Media) else media_of(item)
+        item if isinstance(item, Media) else media_from_bytes(item)
         for item in items
         if isinstance(item, Media | bytes)
     )
@@ -58,10 +58,10 @@ def _mixed(items: list[Any] | tuple[Any, ...]) -> ToolResult:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else _json.encode(value).decode()
+    return value if isinstance(value, str) else _json_encoder.encode(value).decode()
 
 
-def _plain(value: object) -> object:
+def _encode_hook(value: object) -> object:
     """Numbers and arrays of numpy and torch; whatever else is no data is refused."""
     plain = getattr(value, "tolist", None)
     if plain is None:
@@ -71,16 +71,16 @@ def _plain(value: object) -> object:
     return plain()
 
 
-_json = msgspec.json.Encoder(enc_hook=_plain)
+_json_encoder = msgspec.json.Encoder(enc_hook=_encode_hook)
 
 
-def _mime(payload: bytes) -> str:
-    for place, beginning, mime in _BEGINNINGS:
+def _detect_mime(payload: bytes) -> str:
+    for place, beginning, mime in _MAGIC_BYTES:
         if payload.startswith(beginning, place):
             return mime
     raise TypeError(f"bytes that begin {payload[:8]!r}: expected a PNG, JPEG, GIF, WebP, MP4 or WebM")
 
 
-def _kind(mime: str) -> MediaKind:
+def _media_kind(mime: str) -> MediaKind:
     kind = mime.partition("/")[0]
     return kind if kind in ("image", "video", "audio") else "file"  # type: ignore[return-value]

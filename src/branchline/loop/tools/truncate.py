@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Literal
 
 from branchline.core.errors import InputError
-from branchline.core.runs import Ids
+from branchline.core.token_arrays import Ids
 
-Side = Literal["left", "right", "middle"]
-Unit = Literal["tokens", "characters"]
+TruncateSide = Literal["left", "right", "middle"]
+TruncateUnit = Literal["tokens", "characters"]
 
 _SIDES = ("left", "right", "middle")
-_HALF = "\ufffd"
+_REPLACEMENT_CHARACTER = "\ufffd"
 """What decoders write for part of a character."""
 
 
 def truncate(
     text: str,
     limit: int,
-    side: Side = "middle",
-    unit: Unit = "tokens",
+    side: TruncateSide = "middle",
+    unit: TruncateUnit = "tokens",
     *,
     encode: Callable[[str], Ids] | None = None,
     decode: Callable[[Ids], str] | None = None,
@@ -56,8 +56,14 @@ def truncate(
             return text
         # What decoding gives, where a tokenizer does not give a text back as it was.
         text = decode(ids)
-        head = _shared(decode(ids[:first]).rstrip(_HALF), text) if first else ""
-        tail = _shared(decode(ids[len(ids) - last :]).lstrip(_HALF)[::-1], text[::-1])[::-1] if last else ""
+        head = _common_prefix(decode(ids[:first]).rstrip(_REPLACEMENT_CHARACTER), text) if first else ""
+        tail = (
+            _common_prefix(decode(ids[len(ids) - last :]).lstrip(_REPLACEMENT_CHARACTER)[::-1], text[::-1])[
+                ::-1
+            ]
+            if last
+            else ""
+        )
     else:
         raise InputError(f"unit: got {unit!r}, expected tokens or characters")
     return (
@@ -65,7 +71,7 @@ def truncate(
     )
 
 
-def _shared(piece: str, whole: str) -> str:
+def _common_prefix(piece: str, whole: str) -> str:
     """How the whole begins, as far as a piece decoded by itself agrees."""
     if whole.startswith(piece):
         return piece

@@ -1,0 +1,140 @@
+"""Where the time of one turn goes: functions of the codec are timed without what they call of each other."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from benchmarks.codec.conversations import (
+    AGENT,
+    CACHE,
+    SHORT,
+    TOOLS,
+    BenchmarkConversation,
+    ConversationMix,
+    MessageWriter,
+    build_conversation,
+    open_codec,
+)
+from benchmarks.codec.full_render import FullRender
+from benchmarks.codec.timing import median_cpu_s
+from benchmarks.measure import BenchmarkTable, cpu_s, format_ms
+from branchline.chat.base import HistoryPolicy
+from branchline.chat.generic import prompt_builder
+from branchline.chat.generic.chat_template import ChatTemplate
+from branchline.chat.generic.field_markers import FieldMarkers
+from branchline.chat.generic.prompt_builder import PromptBuilder
+from branchline.chat.generic.segment_encoder import SegmentEncoder
+from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.chat.tokenizer import TokenizerDir
+
+_TURNS, _TOKENS = 25, 30_000
+_REST = "the rest"
+_PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("dialect.write", TemplateTraits, "to_template_messages"),
+    ("template.render, minijinja", ChatTemplate, "render"),
+    ("compare with the last prompt", PromptBuilder, "_compare_with_remembered"),
+    ("look for our nonce", FieldMarkers, "nonce_occurs_in"),
+    ("lay out", prompt_builder, "locate_messages"),
+    ("encode: tokenizers", TokenizerDir, "encode"),
+    ("encode: segments and cache", SegmentEncoder, "encode"),
+    ("split", SegmentEncoder, "split_ids"),
+    ("assemble", PromptBuilder, "_assemble"),
+)
+
+
+class Stopwatch:
+    """Exclusive CPU seconds by name: while an inner part runs, the outer one's clock stands still."""
+
+    def __init__(self) -> None:
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self._running: list[str] = [_REST]
+        self._since = time.process_time()
+
+    def _switch(self) -> None:
+        now = time.process_time()
+        self.spent_s[self._running[-1]] += now - self._since
+        self._since = now
+
+    def wrap(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            self._switch()
+            self._running.append(name)
+            try:
+                return run(*args, **options)
+            finally:
+                self._switch()
+                self._running.pop()
+
+        return wrapped
+
+    def pop(self) -> dict[str, float]:
+        """The seconds since the last take."""
+        self._switch()
+        spent, self.spent_s = dict(self.spent_s), defaultdict(float)
+        return spent
+
+
+@contextmanager
+def _instrumented() -> Iterator[Stopwatch]:
+    watch = Stopwatch()
+    originals = [(owner, attribute, getattr(owner, attribute)) for _, owner, attribute in _PARTS]
+    for (name, owner, attribute), (_, _, original) in zip(_PARTS, originals, strict=True):
+        setattr(owner, attribute, watch.wrap(name, original))
+    try:
+        yield watch
+    finally:
+        for owner, attribute, original in originals:
+            setattr(owner, attribute, original)
+
+
+def table() -> BenchmarkTable:
+    tokenizer = TokenizerDir.open(CACHE / "qwen3")
+    full = FullRender(tokenizer)
+    histories: tuple[HistoryPolicy, ...] = ("template", "verbatim")
+    columns = [_measure(tokenizer, mix, history) for mix in (AGENT, SHORT) for history in histories]
+    report = BenchmarkTable(
+        f"Where a turn goes at {_TOKENS // 1000}k tokens, CPU ms",
+        ["part", *(f"{talk.session.id}: {talk.session.history}" for talk, _ in columns)],
+        [
+            f"The median of {_TURNS} turns, each with a new message; a part counts without the others in it.",
+            "The check with jinja2 is made on 1 render in 100 and not in the sums.",
+        ],
+    )
+    for name in (*(name for name, _, _ in _PARTS), _REST):
+        report.add_row(name, *(format_ms(parts.get(name, 0.0)) for _, parts in columns))
+    report.add_row("all", *(format_ms(sum(parts.values())) for _, parts in columns))
+    for name, template in (("minijinja", tokenizer.chat_template(tools=True)), ("jinja2", full.template)):
+        report.add_row(f"only rendered: {name}", *(_render(talk, template, full) for talk, _ in columns))
+    return report
+
+
+def _render(talk: BenchmarkConversation, template: ChatTemplate, full: FullRender) -> str:
+    if talk.session.history == "verbatim":
+        return ""
+    raw = full.to_template_messages(talk.messages)
+    return format_ms(median_cpu_s(lambda: template.render(raw, TOOLS)))
+
+
+def _measure(
+    tokenizer: TokenizerDir, mix: ConversationMix, history: HistoryPolicy
+) -> tuple[BenchmarkConversation, dict[str, float]]:
+    writer = MessageWriter(mix)
+    talk = build_conversation(open_codec(tokenizer), writer, _TOKENS, history)
+    messages = [writer.result(talk.messages[-1]) for _ in range(_TURNS)]
+    turns: list[dict[str, float]] = []
+
+    def run() -> None:
+        for message in messages:
+            watch.pop()
+            talk.extend(message)
+            turns.append(watch.pop())
+
+    with _instrumented() as watch:
+        cpu_s(run)
+    names = {name for turn in turns for name in turn}
+    return talk, {name: median(turn.get(name, 0.0) for turn in turns) for name in names}

@@ -1,0 +1,82 @@
+"""Replies that are made before anybody asks, and the engine that gives them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from random import Random
+
+import msgspec
+import numpy as np
+
+from benchmarks.codec.conversations import AGENT, MessageWriter
+from branchline import Message
+from branchline.chat.generic.codec import GenericCodec
+from branchline.core.token_arrays import Ids
+from branchline.engines.base import Chunk, LogprobKind, SamplingParams
+from branchline.testing.reply_encoder import TemplateReplyEncoder
+
+REPLY_TOKENS = 300
+LOGPROB = -0.25
+STREAMED = "stream-"
+"""Sessions with names that begin so get one token a chunk, all others one chunk a reply."""
+
+
+class MockOptions(msgspec.Struct, frozen=True):
+    """What the HTTP mock answers."""
+
+    ids: list[int]
+    texts: list[str]
+    """Of each id."""
+    prompt_ids: list[int]
+    is_old: bool = False
+    """As vLLM before v0.27.0, which does not know `stream_interval`: a token an event, always."""
+    pause_s: float = 0.0
+    """Between two events of a stream. 0: as fast as they can be said."""
+
+
+class MockEngine:
+    """Gives each session the same replies in turn, at once."""
+
+    name = "mock"
+    version = 0
+    logprob_kind: LogprobKind = "raw"
+    max_context: int | None = None
+
+    def __init__(self, replies: Sequence[Ids]) -> None:
+        self._replies = replies
+        self._asked: Counter[str] = Counter()
+
+    async def generate(
+        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        reply = self._replies[self._asked[session] % len(self._replies)]
+        self._asked[session] += 1
+        size = 1 if session.startswith(STREAMED) else len(reply)
+        for start in range(0, len(reply), size):
+            part = reply[start : start + size]
+            is_last = start + size >= len(reply)
+            yield Chunk(part, np.full(len(part), LOGPROB, np.float32), 0, "stop" if is_last else None)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self, version: int | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def plain_reply(codec: GenericCodec) -> Ids:
+    """A reply of plain text, so many tokens with the one that ends it."""
+    text = Message("assistant", MessageWriter(AGENT, seed=0).user(2 * REPLY_TOKENS).content)
+    ids = TemplateReplyEncoder(codec, Random(0), vary_tokenization=False).encode_reply(text)
+    return np.concatenate((ids[: REPLY_TOKENS - 1], ids[-1:]))
+
+
+def agent_replies(codec: GenericCodec, count: int, seed: int = 0) -> list[Ids]:
+    """What an agent says turn by turn: mostly a sentence and a call, sometimes a sentence."""
+    writer, speaker = (
+        MessageWriter(AGENT, seed),
+        TemplateReplyEncoder(codec, Random(seed), vary_tokenization=False),
+    )
+    every = AGENT.user_every
+    return [speaker.encode_reply(writer.reply(calls=turn % every > 0)) for turn in range(1, count + 1)]

@@ -1,0 +1,137 @@
+"""Arguments that were sampled as bare text between tags, made into JSON by the tool's own schema.
+
+A value that is JSON of a type the schema allows stands in the result exactly as it was sampled; all else
+is a string. Without a schema, numbers, booleans, null, objects and arrays are themselves. Where the tags are
+not as they should be, nothing is made of them: the arguments are what was sampled in their place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from branchline.chat.parsing.json_scan import load_json
+from branchline.core.message import ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+ParameterTypes = Mapping[str, frozenset[str]]
+"""The JSON types each parameter may have; one that says nothing about them is left out."""
+
+_NAME = re.compile(r'[^\s<>{}"]+')
+_ANY_TYPE: frozenset[str] = frozenset()
+
+
+def parse_tool_name(text: str) -> str | None:
+    """A tool's name among whitespace; None for prose or markup."""
+    name = text.strip()
+    return name if _NAME.fullmatch(name) else None
+
+
+class ParameterSchemas:
+    """The parameter types of the tools a request brought; it takes whatever a client sends."""
+
+    def __init__(self, tools: Tools = ()) -> None:
+        self._tool_definitions = tools
+
+    @cached_property
+    def _parameter_types(self) -> dict[str, ParameterTypes]:
+        """Read when a call needs them; most formats never do."""
+        found: dict[str, ParameterTypes] = {}
+        for tool in self._tool_definitions:
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                # Chat Completions says `parameters`, Anthropic Messages `input_schema`.
+                schema = function.get("parameters") or function.get("input_schema")
+                found[function["name"]] = _schema_parameter_types(schema)
+        return found
+
+    def build_call(self, name: str, text: str, pair: re.Pattern[str]) -> ToolCall:
+        """The call of a tool with the arguments that are written in a text, in their order.
+
+        A text that is more than pairs, or gives an argument twice, is the arguments as it stands.
+        """
+        pairs = _parse_pairs(text, pair)
+        if pairs is None:
+            return ToolCall(name, text.strip())
+        parameters = self._parameter_types.get(name, {})
+        members = (
+            f"{_string_to_json(key)}: {_value_to_json(value, parameters.get(key, _ANY_TYPE))}"
+            for key, value in pairs.items()
+        )
+        return ToolCall(name, "{" + ", ".join(members) + "}")
+
+
+def _parse_pairs(text: str, pair: re.Pattern[str]) -> dict[str, str] | None:
+    """The keys and values of pairs that follow one another, nothing but whitespace around them."""
+    found: dict[str, str] = {}
+    at = 0
+    while (match := pair.match(text, at)) and match[1] not in found:
+        found[match[1]] = match[2]
+        at = match.end()
+    return None if text[at:].strip() else found
+
+
+def _schema_parameter_types(schema: object) -> ParameterTypes:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return {}
+    found = {str(key): _schema_types(value) for key, value in properties.items()}
+    return {key: types for key, types in found.items() if types}
+
+
+def _schema_types(schema: object) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return _ANY_TYPE
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(kind for kind in declared if isinstance(kind, str))
+    values = schema.get("enum")
+    if isinstance(values, list) and values:
+        return frozenset(_json_type(value) for value in values)
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if not isinstance(branches, list):
+        return _ANY_TYPE
+    known = [_schema_types(branch) for branch in branches]
+    # One branch that says nothing allows anything.
+    return frozenset().union(*known) if all(known) else _ANY_TYPE
+
+
+def _value_to_json(text: str, types: frozenset[str]) -> str:
+    if types == {"string"}:
+        return _string_to_json(text)
+    if "boolean" in types and text.strip() in ("True", "False"):
+        # Some templates show booleans as Python does, and models learn it from them.
+        return text.strip().lower()
+    try:
+        kind = _json_type(load_json(text))
+    except ValueError:
+        return _string_to_json(text)
+    if types:
+        fits = kind in types or (kind == "integer" and "number" in types)
+        is_string = not fits and "string" in types
+    else:
+        is_string = kind == "string"
+    return _string_to_json(text) if is_string else text.strip()
+
+
+def _json_type(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    if isinstance(value, str):
+        return "string"
+    if value is None:
+        return "null"
+    return "object" if isinstance(value, Mapping) else "array"
+
+
+def _string_to_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

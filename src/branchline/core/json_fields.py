@@ -1,0 +1,53 @@
+"""Fields of raw JSON objects, read so that a refusal names where it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from branchline.core.errors import InputError, MessageError
+
+
+def prefix_error(prefix: str, error: MessageError) -> MessageError:
+    """The error as seen from further out."""
+    field = error.field
+    dot = "." if prefix and field else ""
+    return MessageError(prefix + dot + field, error.value, error.expected)
+
+
+def read_text_field(raw: Mapping[str, Any], name: str) -> str:
+    """A string, or nothing where it is null or absent."""
+    value = raw.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise MessageError(name, value, "a string or null")
+    return replace_surrogates(value)
+
+
+def replace_surrogates_deep(value: Any) -> Any:
+    """A JSON value in which every text is clean."""
+    try:
+        return _replace_surrogates_deep(value)
+    except RecursionError:
+        raise InputError("got a JSON value, expected one that is not nested so deep") from None
+
+
+def _replace_surrogates_deep(value: Any) -> Any:
+    if isinstance(value, str):
+        return replace_surrogates(value)
+    if isinstance(value, dict):
+        return {
+            replace_surrogates(key) if isinstance(key, str) else key: _replace_surrogates_deep(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_replace_surrogates_deep(item) for item in value]
+    return value
+
+
+def replace_surrogates(text: str) -> str:
+    """Text that UTF-8 can carry: JSON may hold half a surrogate pair, which no tokenizer and no file can."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

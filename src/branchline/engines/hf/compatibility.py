@@ -1,0 +1,61 @@
+"""A model is tried before it serves: rows of different lengths, computed together and in portions.
+
+Not every causal model can be batched this way: one has no keys and values, one counts positions by itself,
+one builds its bias from a mask of another shape. Some of them fail, others compute something else and say
+nothing. So a model shows once that what it computes for two rows at once is what it computes for each alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from branchline.core.errors import EngineInputError
+from branchline.core.token_arrays import as_ids
+from branchline.engines.hf.kv_cache import BatchKvCache
+
+_PROMPT_LENGTHS: Final = (7, 3)
+"""Ids of the two rows."""
+_PREFILL_LENGTHS: Final = (4, 2)
+"""How many of them each computes alone, before the rest is computed together."""
+# A wrong position or a key too many moves the logits by a good part of what another text does; rounding, even
+# in half precision and through experts chosen otherwise, by much less.
+_TOLERANCES: Final = {torch.float32: 0.002, torch.float64: 0.002}
+_HALF_PRECISION_TOLERANCE: Final = 0.1
+_ABSOLUTE_TOLERANCE: Final = 1e-3
+
+
+def check_compatibility(model: Any) -> None:
+    """Raises EngineInputError for a model that cannot decode rows of different lengths."""
+    rows = BatchKvCache(model, limit_bytes=2**62, max_rows=2)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    prompts = [as_ids(np.arange(size) * 7919 % vocab) for size in _PROMPT_LENGTHS]
+    try:
+        with torch.inference_mode():
+            alone = torch.cat([_unbatched_logits(model, ids) for ids in prompts])
+            rows.reserve(len(prompts), max(_PROMPT_LENGTHS))
+            for row, (ids, first) in enumerate(zip(prompts, _PREFILL_LENGTHS, strict=True)):
+                rows.forward([row], [0], [ids[:first]])
+            rest = [ids[first:] for ids, first in zip(prompts, _PREFILL_LENGTHS, strict=True)]
+            together = rows.forward([0, 1], _PREFILL_LENGTHS, rest)
+            off = (alone.log_softmax(-1) - together.float().log_softmax(-1)).abs().max().item()
+            apart = (alone[0].log_softmax(-1) - alone[1].log_softmax(-1)).abs().max().item()
+    except Exception as error:
+        raise EngineInputError(
+            f"model: got {type(model).__name__}, expected one that takes rows of different lengths with a "
+            f"mask and positions: {type(error).__name__}: {error}"
+        ) from error
+    if off > _ABSOLUTE_TOLERANCE + _TOLERANCES.get(model.dtype, _HALF_PRECISION_TOLERANCE) * apart:
+        raise EngineInputError(
+            f"model: got {type(model).__name__}, whose logprobs are off by {off:.3g} when two rows are "
+            "computed together, expected those of each alone"
+        )
+
+
+def _unbatched_logits(model: Any, ids: Any) -> Tensor:
+    tokens = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits[:, -1]
+    return logits.float()

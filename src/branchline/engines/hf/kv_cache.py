@@ -1,0 +1,275 @@
+"""The keys and values of the sequences that are decoding, one row each, and the model's step over them.
+
+Every row starts at position 0 of its row, however long its neighbours are. A step writes its new keys and
+values in place and masks what lies behind a row's own end, so a sequence joins or leaves without touching
+the others, and nothing is copied from step to step.
+
+Its invariant: memory stays within the limit, or is one row. What lies behind a row's end is finite: masked
+positions weigh nothing, but nothing times NaN would be NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from branchline.core.errors import EngineInputError
+from branchline.core.token_arrays import Ids
+from branchline.engines.hf import attention, linear
+from branchline.engines.hf.prefix_cache import KeysValues
+
+# Rows grow by this many tokens: a copy of the whole, each time as many tokens were decoded.
+GROWTH_TOKENS: Final = 256
+_SUPPORTED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "global"}
+"""Kinds of layers whose past is keys and values, seen whole or through a window."""
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Where one step's keys and values go, and which rows it reads."""
+
+    rows: slice | Tensor
+    width: int
+    """Queries of each row."""
+    length: int
+    """Keys of each row."""
+    write_rows: Tensor
+    write_positions: Tensor
+    is_real_b_q: Tensor | None
+    """Which queries are not padding; None where all are real."""
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """A layer's keys or values: heads, dim."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * self.dim * int(self.dtype.itemsize)
+
+    def zeros(self, rows: int, length: int) -> Tensor:
+        return torch.zeros((rows, self.heads, length, self.dim), dtype=self.dtype, device=self.device)
+
+
+class KvCacheLayer:
+    """One layer's rows, in the place where transformers expects a cache layer."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, keys: KvShape, values: KvShape) -> None:
+        self.shapes = (keys, values)
+        self.keys = keys.zeros(0, 0)
+        self.values = values.zeros(0, 0)
+        self.plan: StepPlan | None = None
+
+    def resize(self, rows: int, length: int) -> None:
+        self.keys = _copy_into(self.keys, self.shapes[0].zeros(rows, length))
+        self.values = _copy_into(self.values, self.shapes[1].zeros(rows, length))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's attention: writes the step's keys and values, returns all to attend to."""
+        plan = self.plan
+        assert plan is not None
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            new_b_q = states.transpose(1, 2)
+            new_n = new_b_q.flatten(0, 1) if plan.is_real_b_q is None else new_b_q[plan.is_real_b_q]
+            store[plan.write_rows, :, plan.write_positions] = new_n
+        return self.keys[plan.rows, :, : plan.length], self.values[plan.rows, :, : plan.length]
+
+    def get_seq_length(self) -> int:
+        """Asked, like the next, when the model makes its own mask."""
+        return self.plan.length - self.plan.width if self.plan else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+# Registered and not inherited: its own state and methods are of no use here.
+CacheLayerMixin.register(KvCacheLayer)
+
+
+class BatchKvCache:
+    """A model and the rows it decodes."""
+
+    def __init__(self, model: Any, limit_bytes: int, max_rows: int) -> None:
+        self._model = model
+        self._max_rows = max_rows
+        self._layers, self._windows = _build_layers(model)
+        self.device = self._layers[0].shapes[0].device
+        self.token_bytes = sum(shape.token_bytes for layer in self._layers for shape in layer.shapes)
+        self._limit = limit_bytes // self.token_bytes
+        self._cache = Cache(layers=cast(Any, self._layers))
+        self._visible_bias = torch.zeros((), dtype=self._layers[0].shapes[0].dtype, device=self.device)
+        self._masked_bias = torch.full_like(self._visible_bias, torch.finfo(self._visible_bias.dtype).min)
+        self.capacity = (0, 0)
+
+    def reserve(self, rows: int, length: int) -> bool:
+        """Makes room for this many rows of this many tokens; False if the limit does not allow it."""
+        if rows <= self.capacity[0] and length <= self.capacity[1]:
+            return True
+        length = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS
+        roomy = min(1 << (rows - 1).bit_length(), self._max_rows)
+        for count in (max(roomy, rows), rows):
+            if count * length <= self._limit or count == 1:
+                self._resize(count, length)
+                return True
+        return False
+
+    def free(self) -> None:
+        self._resize(0, 0)
+
+    def write_row(self, row: int, kv: KeysValues, length: int) -> None:
+        """Fills the start of a row."""
+        for layer, (keys, values) in zip(self._layers, kv, strict=True):
+            layer.keys[row, :, :length] = keys[:, :length]
+            layer.values[row, :, :length] = values[:, :length]
+
+    def row_view(self, row: int, length: int) -> KeysValues:
+        """The start of a row, not copied."""
+        return [(layer.keys[row, :, :length], layer.values[row, :, :length]) for layer in self._layers]
+
+    def copy_row(self, row: int, length: int) -> KeysValues:
+        """A copy of the start of a row."""
+        return [(keys.clone(), values.clone()) for keys, values in self.row_view(row, length)]
+
+    def zero_row(self, row: int) -> None:
+        """Takes what is not a number out of a row."""
+        for layer in self._layers:
+            layer.keys[row] = 0
+            layer.values[row] = 0
+
+    def forward(self, rows: Sequence[int], starts: Sequence[int], ids: Sequence[Ids]) -> Tensor:
+        """The logits behind the last of the ids that each row gets at its start: [rows, vocab].
+
+        Shorter rows are padded in front, so that every row's last query is the last.
+        """
+        counts = [len(part) for part in ids]
+        tokens_b_q, positions_b_q, is_real_b_q = _pad_batch(starts, ids, counts)
+        into_positions = positions_b_q.ravel() if is_real_b_q is None else positions_b_q[is_real_b_q]
+        is_run = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        plan = StepPlan(
+            rows=slice(rows[0], rows[0] + len(rows)) if is_run else self._tensor(np.array(rows)),
+            width=tokens_b_q.shape[1],
+            length=max(map(add, starts, counts)),
+            write_rows=self._tensor(np.repeat(rows, counts)),
+            write_positions=self._tensor(into_positions),
+            is_real_b_q=None if is_real_b_q is None else self._tensor(is_real_b_q),
+        )
+        for layer in self._layers:
+            layer.plan = plan
+        positions = self._tensor(positions_b_q)
+        # Rows that are alike need no mask but the model's own, which often is none, and faster.
+        is_alike = is_real_b_q is None and len(set(starts)) == 1
+        output = self._model(
+            input_ids=self._tensor(tokens_b_q),
+            position_ids=positions,
+            attention_mask=None if is_alike else self._mask(positions, plan.length),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _mask(self, positions_b_q: Tensor, length: int) -> Tensor | dict[str, Tensor]:
+        """What each query may see, as the model takes it: one mask, or one for each kind of layer."""
+        query_b_1_q_1 = positions_b_q[:, None, :, None]
+        keys_k = torch.arange(length, device=positions_b_q.device)
+        # Added to the scores: a mask of booleans would be turned into this one by every layer anew.
+        masks = {}
+        for kind, window in self._windows.items():
+            is_seen = keys_k <= query_b_1_q_1
+            if window is not None:
+                is_seen &= keys_k > query_b_1_q_1 - window
+            masks[kind] = torch.where(is_seen, self._visible_bias, self._masked_bias)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _resize(self, rows: int, length: int) -> None:
+        for layer in self._layers:
+            layer.resize(rows, length)
+        self.capacity = (rows, length)
+
+    def _tensor(self, values: Array) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _pad_batch(
+    starts: Sequence[int], ids: Sequence[Ids], counts: Sequence[int]
+) -> tuple[Array, Array, Array | None]:
+    """Tokens, positions and what is not padding, each [rows, queries]; None where nothing is padding."""
+    width = max(counts)
+    if min(counts) == width:
+        return np.stack(ids).astype(np.int64), np.add.outer(starts, np.arange(width)), None
+    offsets_b_q = np.arange(width) - (width - np.array(counts))[:, None]
+    is_real_b_q = offsets_b_q >= 0
+    tokens_b_q = np.zeros(offsets_b_q.shape, np.int64)
+    tokens_b_q[is_real_b_q] = np.concatenate(ids)
+    return tokens_b_q, np.array(starts)[:, None] + np.maximum(offsets_b_q, 0), is_real_b_q
+
+
+def _copy_into(old: Tensor, new: Tensor) -> Tensor:
+    rows, length = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
+    new[:rows, :, :length] = old[:rows, :, :length]
+    return new
+
+
+def _build_layers(model: Any) -> tuple[list[KvCacheLayer], dict[str, int | None]]:
+    """A layer for each of the model's own, and the window of each kind, found by asking the model once."""
+    attention.install(model)
+    linear.install(model)
+    kind = model.config._attn_implementation
+    if kind not in (attention.ATTENTION_NAME, "sdpa", "eager"):
+        raise EngineInputError(
+            f"attn_implementation: got {kind!r}, expected 'sdpa' or 'eager', which take a mask"
+        )
+    config = model.config.get_text_config()
+    named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
+    if other := sorted(set(named) - _SUPPORTED_LAYER_TYPES):
+        raise _unsupported_model_error(f"layers of {other[0]!r}")
+    cache: Any = DynamicCache(config=model.config)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    except Exception as error:
+        raise _unsupported_model_error(f"{type(model).__name__} ({type(error).__name__}: {error})") from error
+    layers: list[KvCacheLayer] = []
+    windows: dict[str, int | None] = {}
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer:
+            windows["full_attention"] = None
+        elif type(layer) is DynamicSlidingWindowLayer:
+            if windows.setdefault("sliding_attention", layer.sliding_window) != layer.sliding_window:
+                raise _unsupported_model_error("windows of several sizes")
+        else:
+            raise _unsupported_model_error(f"a cache of {type(layer).__name__}")
+        if layer.keys is None:
+            raise _unsupported_model_error(f"{type(model).__name__}, which leaves a layer of its cache empty")
+        layers.append(KvCacheLayer(*(_kv_shape(states) for states in (layer.keys, layer.values))))
+    return layers, windows
+
+
+def _unsupported_model_error(got: str) -> EngineInputError:
+    return EngineInputError(
+        f"model: got {got}, expected layers of full or sliding attention that cache keys and values"
+    )
+
+
+def _kv_shape(states: Tensor) -> KvShape:
+    return KvShape(states.shape[1], states.shape[3], states.dtype, states.device)

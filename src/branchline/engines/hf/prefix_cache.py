@@ -1,0 +1,83 @@
+"""Keys and values of sequences that ended, kept for the next turn that begins with the same ids.
+
+Its invariant: an entry's keys and values were computed under the weights of now, behind exactly its ids;
+the bytes of all entries stay within the limit, the least recently used out first. An entry that a longer
+one begins with is not kept beside it, so a growing conversation is one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from branchline.core.token_arrays import Ids
+
+KeysValues = list[tuple[Tensor, Tensor]]
+"""One pair for each layer, each [heads, tokens, dim]."""
+
+
+def common_prefix_length(left: Ids, right: Ids) -> int:
+    """How many ids two sequences have in common from the start.
+
+    >>> from branchline.core.token_arrays import as_ids
+    >>> common_prefix_length(as_ids([1, 2, 3]), as_ids([1, 2, 4, 5]))
+    2
+    """
+    size = min(len(left), len(right))
+    differs = left[:size] != right[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    ids: Ids
+    kv: KeysValues
+
+
+class PrefixCache:
+    """The least recently used prefix stands first."""
+
+    def __init__(self, limit_bytes: int, token_bytes: int) -> None:
+        self._limit = limit_bytes // token_bytes
+        self._entries: list[CachedPrefix] = []
+        self.evictions = 0
+        """Entries that went because others needed their room."""
+
+    @property
+    def token_count(self) -> int:
+        return sum(len(entry.ids) for entry in self._entries)
+
+    def find_longest(self, ids: Ids) -> tuple[int, CachedPrefix | None]:
+        """How much of `ids` the best entry begins with, and that entry."""
+        best, found = 0, None
+        for entry in self._entries:
+            if (size := common_prefix_length(ids, entry.ids)) > best:
+                best, found = size, entry
+        return best, found
+
+    def touch(self, entry: CachedPrefix) -> None:
+        self._entries.remove(entry)
+        self._entries.append(entry)
+
+    def add(self, ids: Ids, read: Callable[[], KeysValues]) -> None:
+        """Keeps a sequence; `read` copies its keys and values and is called only if they are kept."""
+        size, covering = self.find_longest(ids)
+        if covering is not None and size == len(ids):
+            self.touch(covering)
+            return
+        if not 0 < len(ids) <= self._limit:
+            return
+        self._entries = [
+            entry for entry in self._entries if common_prefix_length(entry.ids, ids) < len(entry.ids)
+        ]
+        room = self._limit - len(ids)
+        while self.token_count > room:
+            del self._entries[0]
+            self.evictions += 1
+        self._entries.append(CachedPrefix(ids.copy(), read()))
+
+    def clear(self) -> None:
+        self._entries.clear()

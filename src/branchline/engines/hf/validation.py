@@ -1,0 +1,85 @@
+"""What the embedded engine refuses, before anything is computed or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import numpy as np
+from torch import Tensor
+
+from branchline.core.errors import EngineInputError
+from branchline.core.token_arrays import Ids
+from branchline.engines.base import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What a model can take."""
+
+    vocab_size: int
+    max_context: int | None
+    has_text: bool
+    """Whether ids can be read as text."""
+
+
+def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits) -> None:
+    """Raises EngineInputError for what cannot be sampled as asked."""
+    size = len(prompt_ids)
+    if not size:
+        raise EngineInputError("prompt_ids: got none, expected at least one")
+    low, high = int(np.min(prompt_ids)), int(np.max(prompt_ids))
+    if low < 0 or high >= limits.vocab_size:
+        wrong = low if low < 0 else high
+        raise EngineInputError(f"prompt_ids: got {wrong}, expected ids from 0 to {limits.vocab_size - 1}")
+    for field, is_valid, expected in (
+        ("max_tokens", params.max_tokens >= 1, "1 or more"),
+        ("temperature", 0 <= params.temperature < inf, "a number, 0 or more"),
+        ("top_p", 0 <= params.top_p <= 1, "a number from 0 to 1"),
+        ("min_p", 0 <= params.min_p <= 1, "a number from 0 to 1"),
+        ("top_k", params.top_k >= 0, "0 or more"),
+        ("presence_penalty", isfinite(params.presence_penalty), "a number"),
+        ("frequency_penalty", isfinite(params.frequency_penalty), "a number"),
+        ("repetition_penalty", 0 < params.repetition_penalty < inf, "a number above 0"),
+        ("stop", not params.stop or limits.has_text, "none: this engine has no tokenizer"),
+        ("stop", all(params.stop), "texts that are not empty"),
+        ("grammar", params.grammar is None, "none: this engine cannot keep to one"),
+    ):
+        if not is_valid:
+            raise EngineInputError(f"{field}: got {getattr(params, field)!r}, expected {expected}")
+    if limits.max_context is not None and size + params.max_tokens > limits.max_context:
+        raise EngineInputError(
+            f"prompt_ids and max_tokens: got {size} + {params.max_tokens} ids,"
+            f" expected at most {limits.max_context} together"
+        )
+
+
+def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raises EngineInputError unless names and shapes fit; a weight tied to a given one may be left out.
+
+    Two that are tied in the model cannot become different ones.
+    """
+    if unknown := sorted(weights.keys() - own.keys()):
+        raise EngineInputError(f"weights: got {unknown[0]!r}, expected names of the model's state_dict")
+    given = {own[key].data_ptr() for key in weights}
+    if missing := sorted(key for key in own.keys() - weights.keys() if own[key].data_ptr() not in given):
+        raise EngineInputError(f"weights: got no {missing[0]!r}, expected all {len(own)}")
+    for key, value in weights.items():
+        if value.shape != own[key].shape:
+            expected = tuple(own[key].shape)
+            raise EngineInputError(f"weights[{key!r}]: got {tuple(value.shape)}, expected {expected}")
+    first: dict[int, str] = {}
+    for key, value in weights.items():
+        other = first.setdefault(own[key].data_ptr(), key)
+        if not _equal(value, weights[other]):
+            raise EngineInputError(
+                f"weights[{key!r}]: got other values than weights[{other!r}], expected the same: the model "
+                "ties them"
+            )
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    if left.data_ptr() == right.data_ptr() and left.device == right.device:
+        return True
+    return bool((left.to(right.device, right.dtype) == right).all())

@@ -1,0 +1,276 @@
+"""Fake inference servers on loopback: real HTTP in front of the model of `model.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, Self
+
+from tests.engines.fake_model import EOS, next_token
+
+
+class FakeServer:
+    """Answers `POST generate_path` with a stream; the rest from `answers`, else 404."""
+
+    generate_path = ""
+
+    def __init__(self) -> None:
+        self.weights = 0
+        self.ids_per_event = 1
+        """Ids an event."""
+        self.supports_stream_interval = False
+        """Whether it knows `stream_interval`: the first id alone, then so many an event."""
+        self.write_size = 0
+        """Bytes a piece of the stream has, whatever it cuts; 0: an event each."""
+        self.hold_after: int | None = None
+        """After this many ids of a request, wait for `go`."""
+        self.yields_between_events = False
+        """Lets others run between two events."""
+        self.hold_end = False
+        """Between the last event and the end of the answer, wait for `go`."""
+        self.die_after: int | None = None
+        """After this many ids the server is gone."""
+        self.end_after: int | None = None
+        """After this many ids the stream just ends."""
+        self.event_after: tuple[int, dict[str, Any]] | None = None
+        """After this many ids the stream ends with this event."""
+        self.refusal: tuple[int, bytes] | None = None
+        self.retry_after = ""
+        """What a refusal says of when to come again."""
+        self.json_by_path: dict[str, Any] = {}
+        self.failing_paths: set[str] = set()
+        """Paths that answer 500."""
+        self.stop_at: int | None = None
+        """The number of ids before EOS."""
+        self.is_held = asyncio.Event()
+        self.proceed = asyncio.Event()
+        self.aborted = asyncio.Event()
+        self.requests: list[tuple[str, Any]] = []
+        self.connections = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._on_connect, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def kill(self) -> None:
+        """From now on connections are refused, and those that are open break."""
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """What was asked to be generated, in order."""
+        return [body for path, body in self.requests if path == self.generate_path]
+
+    def request_paths(self) -> list[str]:
+        return [path for path, _ in self.requests]
+
+    def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        raise NotImplementedError
+
+    async def tokens(
+        self, prompt: list[int], limit: int, stop_ids: list[int], interval: int | None = None
+    ) -> AsyncGenerator[tuple[list[int], list[float], str | None], None]:
+        """The sampled ids of a request, event by event, with its finish reason on the last."""
+        assert prompt
+        ids, out = list(prompt), 0
+        event: tuple[list[int], list[float]] = ([], [])
+        finish = None
+        while finish is None:
+            for place, then in ((self.hold_after, self._hold), (self.die_after, self._die)):
+                if place == out and not event[0]:
+                    await then()
+            if out in (self.end_after, (self.event_after or [None])[0]):
+                return
+            token, logprob = (EOS, -0.5) if out == self.stop_at else next_token(ids, self.weights)
+            ids.append(token)
+            event[0].append(token)
+            event[1].append(logprob)
+            out += 1
+            finish = "stop" if token in (EOS, *stop_ids) else "length" if out == limit else None
+            size, first = (
+                (interval, 1) if interval and self.supports_stream_interval else (self.ids_per_event, 0)
+            )
+            if finish or out % size == first % size:
+                yield event[0], event[1], finish
+                event = ([], [])
+
+    async def _hold(self) -> None:
+        self.is_held.set()
+        await self.proceed.wait()
+
+    async def _die(self) -> None:
+        self.is_held.set()
+        self.kill()
+        await asyncio.Event().wait()
+
+    def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                _, path, _ = head[0].split(" ")
+                headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+                raw = await reader.readexactly(int(headers.get("content-length", 0)))
+                body = json.loads(raw or b"null")
+                self.requests.append((path, body))
+                if path == self.generate_path and self.refusal is None:
+                    await self._stream_response(reader, writer, body)
+                else:
+                    self._send_response(writer, path)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def _send_response(self, writer: asyncio.StreamWriter, path: str) -> None:
+        status, content = 404, b'{"detail": "Not Found"}'
+        if self.refusal is not None and path == self.generate_path:
+            status, content = self.refusal
+        elif path in self.failing_paths:
+            status, content = 500, b"broken"
+        elif path in self.json_by_path:
+            answer = self.json_by_path[path]
+            status, content = (200, json.dumps(answer).encode()) if answer is not None else (200, b"")
+        head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n"
+        if self.retry_after:
+            head += f"retry-after: {self.retry_after}\r\n"
+        writer.write(f"{head}\r\n".encode() + content)
+
+    async def _stream_response(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
+    ) -> None:
+        """Streams until the end or until the client is gone."""
+        gone = asyncio.create_task(reader.read(1))
+        said = asyncio.create_task(self._send_events(writer, body))
+        await asyncio.wait([gone, said], return_when=asyncio.FIRST_COMPLETED)
+        if not said.done():
+            said.cancel()
+            self.aborted.set()
+        gone.cancel()
+        for outcome in await asyncio.gather(gone, said, return_exceptions=True):
+            if isinstance(outcome, AssertionError):
+                raise outcome
+
+    async def _send_events(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        said = b""
+        async for event in self.events(body):
+            said += b"data: " + json.dumps(event).encode() + b"\n\n"
+            said = self._write(writer, said, self.write_size)
+            await writer.drain()
+            if self.yields_between_events:
+                await asyncio.sleep(0)
+        if self.hold_end:
+            await self._hold()
+        if self.event_after is not None:
+            said += b"data: " + json.dumps(self.event_after[1]).encode() + b"\n\n"
+        self._write(writer, said + b": a comment\n\ndata: [DONE]\n\n", 0)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    def _write(self, writer: asyncio.StreamWriter, said: bytes, piece: int) -> bytes:
+        """Writes pieces of a size and gives back what is left for the next one."""
+        piece = piece or len(said)
+        while said and len(said) >= piece:
+            part, said = said[:piece], said[piece:]
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return said
+
+
+class FakeVllm(FakeServer):
+    """`/v1/completions` as vLLM 0.27 streams it."""
+
+    generate_path = "/v1/completions"
+    add_to_prompt: tuple[int, ...] = ()
+
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        first = True
+        async for ids, logprobs, finish in self.tokens(
+            body["prompt"], body["max_tokens"], body["stop_token_ids"], body.get("stream_interval")
+        ):
+            choice: dict[str, Any] = {
+                "index": 0,
+                "text": "…",
+                "logprobs": {
+                    "text_offset": [0] * len(ids),
+                    "token_logprobs": logprobs,
+                    "tokens": ["…"] * len(ids),
+                    "top_logprobs": [{"…": one} for one in logprobs],
+                },
+                "finish_reason": finish,
+                "stop_reason": None,
+                "token_ids": ids,
+            }
+            if first:
+                choice["prompt_token_ids"] = [*body["prompt"], *self.add_to_prompt]
+            first = False
+            yield {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice]}
+
+
+class FakeSglang(FakeServer):
+    """`/generate` as SGLang 0.5.18 streams it: each event repeats the output so far, or does not."""
+
+    generate_path = "/generate"
+    incremental = False
+
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        params = body["sampling_params"]
+        all_ids: list[int] = []
+        all_logprobs: list[list[Any]] = []
+        async for ids, logprobs, finish in self.tokens(
+            body["input_ids"],
+            params["max_new_tokens"],
+            params["stop_token_ids"],
+            params.get("stream_interval"),
+        ):
+            start = len(all_ids) if self.incremental else 0
+            all_ids += ids
+            all_logprobs += [[one, token, None] for one, token in zip(logprobs, ids, strict=True)]
+            reason = {"stop": {"type": "stop", "matched": ids[-1]}, "length": {"type": "length", "length": 1}}
+            yield {
+                "text": "…",
+                "output_ids": all_ids[start:],
+                "meta_info": {
+                    "id": body["rid"],
+                    "finish_reason": reason.get(finish or ""),
+                    "prompt_tokens": len(body["input_ids"]),
+                    "weight_version": "default",
+                    "input_token_logprobs": [],
+                    "output_token_logprobs": all_logprobs[start:],
+                    "output_token_logprobs_length": len(all_ids),
+                    "completion_tokens": len(all_ids),
+                },
+            }
+
+
+class FakeChat(FakeServer):
+    """`/v1/chat/completions`: says the events it is given."""
+
+    generate_path = "/v1/chat/completions"
+    scripted_events: tuple[dict[str, Any], ...] = ()
+
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        for event in self.scripted_events:
+            yield event
+        if self.hold_after is not None:
+            await self._hold()

@@ -1,0 +1,44 @@
+"""Several fake servers behind one `Replicas`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from branchline.engines.replicas import Replicas
+from branchline.engines.vllm import VllmEngine
+from tests.engines.fake_model import round_trip
+from tests.engines.fake_servers import FakeVllm
+
+
+class ManualClock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def replica_servers(
+    count: int, clock: ManualClock | None = None
+) -> AsyncGenerator[tuple[Replicas, list[FakeVllm]], None]:
+    """Replicas named `0`, `1`, … over as many servers."""
+    async with AsyncExitStack() as stack:
+        servers = [FakeVllm() for _ in range(count)]
+        for server in servers:
+            await stack.enter_async_context(server)
+        engines = [VllmEngine(server.url, name=str(i)) for i, server in enumerate(servers)]
+        replicas = Replicas(engines, clock=clock or ManualClock())
+        yield replicas, servers
+        await replicas.close()
+
+
+def request_counts(servers: list[FakeVllm]) -> list[int]:
+    return [len(server.bodies) for server in servers]
+
+
+async def wait_for_requests(replicas: Replicas) -> None:
+    """Whatever was sent has arrived."""
+    for engine in replicas.engines:
+        assert isinstance(engine, VllmEngine)
+        await round_trip(engine)

@@ -1,0 +1,48 @@
+"""Agents by the headers of the clients that have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from branchline.gateway.agent_headers import AgentIdentity, identify_agent
+from tests.gateway.harness import agent, run
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({}, AgentIdentity()),
+        ({"x-branchline-agent": "critic"}, AgentIdentity("critic")),
+        (
+            {"x-branchline-agent": "critic", "x-branchline-parent-agent": "main"},
+            AgentIdentity("critic", "main"),
+        ),
+        ({"x-claude-code-agent-id": "a1"}, AgentIdentity("a1")),
+        ({"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}, AgentIdentity("a2", "a1")),
+        # The user's own conversation has no name, so that starting a client again starts no other agent.
+        ({"session-id": "s1", "thread-id": "s1"}, AgentIdentity()),
+        (
+            {"session-id": "s1", "thread-id": "t2", "x-codex-parent-thread-id": "s1"},
+            AgentIdentity("t2", "s1"),
+        ),
+        ({"thread-id": "t2"}, AgentIdentity()),
+        ({"x-session-id": "s1"}, AgentIdentity()),
+        ({"x-session-id": "s2", "x-parent-session-id": "s1"}, AgentIdentity("s2", "s1")),
+        # Our own word goes before a client's.
+        ({"x-branchline-agent": "critic", "x-claude-code-agent-id": "a1"}, AgentIdentity("critic")),
+    ],
+)
+def test_headers_name_an_agent_and_its_parent(headers: dict[str, str], named: AgentIdentity) -> None:
+    assert identify_agent(headers) == named
+
+
+def test_a_named_agent_and_its_parent_are_in_the_record() -> None:
+    async def main() -> None:
+        async with agent("hello") as client:
+            thread = {"session-id": "s1", "thread-id": "t2", "x-codex-parent-thread-id": "s1"}
+            for headers in ({"session-id": "s1", "thread-id": "s1"}, thread):
+                assert (await client.ask("hi", headers=headers)).status_code == 200
+            calls = client.session.managed.session.tree.calls
+            assert [(call.agent, call.spawned_by) for call in calls] == [("", ""), ("t2", "s1")]
+
+    run(main)

@@ -1,0 +1,303 @@
+"""The model API beside what SCENARIOS part B says: paths, agents, limits, stops, bare prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchline import Message, ToolCall, ToyCodec
+from branchline.engines.scripted import ScriptedEngine
+from branchline.gateway.config import GatewayConfig
+from branchline.tree.journal import Journal
+from tests.gateway.harness import Agent, agent, run
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+BOTH = Message("assistant", "hm", tool_calls=(ToolCall("look", "{}"), ToolCall("hear", "{}")))
+
+
+async def _complete(a: Agent, prompt: Any, **body: Any) -> Any:
+    return await a.http.post(
+        f"{a.session.base_url}/completions",
+        json={"prompt": prompt, **body},
+        headers={"authorization": f"Bearer {a.session.api_key}"},
+    )
+
+
+# -- agents ------------------------------------------------------------------------------------------
+
+
+def test_the_agent_is_named_by_header_path_user_field_or_session_in_this_order() -> None:
+    async def test() -> None:
+        async with agent("x", agent="of the session") as a:
+            body = {"messages": [{"role": "user", "content": "p"}]}
+            key = {"authorization": f"Bearer {a.session.api_key}"}
+            by_path = a.session.base_url.removesuffix("/v1") + "/agents/the%20path/v1/chat/completions"
+            named = {"x-branchline-agent": "the header"}
+            await a.http.post(by_path, json={**body, "user": "the user"}, headers={**key, **named})
+            await a.http.post(by_path, json={**body, "user": "the user"}, headers=key)
+            await a.http.post(f"{a.gateway.url}/agents/alone/v1/chat/completions", json=body, headers=key)
+            await a.ask_text("p", user="the user")
+            await a.ask_text("p")
+            lines = await a.timelines()
+            assert sorted(line["agent"] for line in lines) == sorted(
+                ["the header", "the path", "alone", "the user", "of the session"]
+            )
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/sessions/{id}/v1/chat", "/what/{id}/v1/models"])
+def test_a_path_that_is_not_there_is_404_in_the_envelope_of_chat(path: str) -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            url = a.gateway.url + path.format(id=a.session.id)
+            response = await a.http.get(url, headers={"authorization": f"Bearer {a.session.api_key}"})
+            assert response.status_code == 404
+
+    run(test)
+
+
+def test_a_wrong_method_is_405() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            assert (await a.http.get(f"{a.session.base_url}/chat/completions")).status_code == 405
+            assert (await a.http.post(f"{a.session.base_url}/models")).status_code == 405
+
+    run(test)
+
+
+def test_any_model_is_there() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            key = {"authorization": f"Bearer {a.session.api_key}"}
+            listed = await a.http.get(f"{a.session.base_url}/models", headers=key)
+            assert [card["id"] for card in listed.json()["data"]] == ["scripted", "branchline"]
+            one = await a.http.get(f"{a.session.base_url}/models/gpt-5", headers=key)
+            assert one.json()["id"] == "gpt-5"
+
+    run(test)
+
+
+def test_without_keys_everybody_shares_the_default_session() -> None:
+    async def test() -> None:
+        async with agent("x", config=GatewayConfig(auth=False)) as a:
+            url = f"{a.gateway.url}/v1/chat/completions"
+            for key in ({}, {"authorization": "Bearer whatever"}):
+                answer = await a.http.post(
+                    url, json={"messages": [{"role": "user", "content": "p"}]}, headers=key
+                )
+                assert answer.status_code == 200
+            assert (await a.http.get(f"{a.gateway.url}/sessions/default")).json()["calls"] == 2
+
+    run(test)
+
+
+# -- limits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "problem"),
+    [
+        (GatewayConfig(max_messages=2), 400, "messages: got '3 messages', expected at most 2"),
+        (GatewayConfig(max_prompt_tokens=20), 400, "prompt is too long: 89 tokens > 20 maximum."),
+        (GatewayConfig(max_body_bytes=60), 413, "expected at most 60 bytes"),
+    ],
+)
+def test_requests_over_a_limit_are_refused_with_the_limit(
+    config: GatewayConfig, status: int, problem: str
+) -> None:
+    async def test() -> None:
+        async with agent("x", config=config) as a:
+            refused = await a.ask("one", "two", "three" * 10)
+            assert refused.status_code == status
+            assert problem in refused.json()["error"]["message"]
+            assert not a.engine.received_prompts
+
+    run(test)
+
+
+def test_above_the_set_number_of_generations_clients_are_told_to_come_back() -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
+        assert engine.gate is not None
+        async with agent(engine=engine, config=GatewayConfig(max_in_flight=1)) as a:
+            first = asyncio.create_task(a.ask("p"))
+            while not engine.received_prompts:
+                await asyncio.sleep(0)
+            refused = await a.ask("q")
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            engine.gate.set()
+            assert (await first).status_code == 200
+            assert await a.ask_text("q") == "ok"
+
+    run(test)
+
+
+def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def test() -> None:
+        async with agent("x", journal=tmp_path / "j") as a:
+            await a.ask_text("p")
+            monkeypatch.setattr(Journal, "_insert", full)
+            assert (await a.ask("p", "x", "q")).status_code == 503
+            sampled = len(a.engine.received_prompts)
+            refused = await a.ask("p", "x", "q")
+            assert refused.status_code == 503
+            assert "can only be read" in refused.text
+            assert len(a.engine.received_prompts) == sampled, "nothing is sampled that cannot be kept"
+            assert (await a.get(""))["state"] == "open"
+            assert len(await a.timelines()) == 1
+
+    run(test)
+
+
+# -- stops -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on_behind_its_tokens(stream: bool) -> None:
+    async def test() -> None:
+        async with agent("Action: look\nObservation: a door", "done", codec=ToyCodec.chatml()) as a:
+            if stream:
+                events = await a.stream("p", stop=["\nObservation:"])
+                text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"])
+                assert text == "Action: look"
+                assert events[-1]["choices"][0]["finish_reason"] == "stop"
+            else:
+                assert await a.ask_text("p", stop="\nObservation:") == "Action: look"
+            assert a.engine.aborted_count == 1
+            assert await a.ask_text("p", "Action: look", "a wall") == "done"
+            # The next prompt holds what was sampled, the stop text too: that is what the model said.
+            assert (
+                a.prompts()[1]
+                == "user:p<end>\nassistant:Action: look\nObservation:<end>\nuser:a wall<end>\nassistant:"
+            )
+            (line,) = await a.timelines()
+            assert sum(line["mask"]) == len("Action: look\nObservation:") + len("done") + 1
+
+    run(test)
+
+
+def test_one_call_at_a_time_where_the_client_asks_for_that() -> None:
+    async def test() -> None:
+        async with agent(BOTH, codec=ToyCodec.chatml()) as a:
+            answer = (await a.ask("p", tools=TOOLS, parallel_tool_calls=False)).json()["choices"][0]
+            assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["look"]
+            assert answer["finish_reason"] == "tool_calls"
+            answer = (await a.ask("p", tools=TOOLS)).json()["choices"][0]
+            assert len(answer["message"]["tool_calls"]) == 2
+            refused = await a.ask("p", tools=TOOLS, tool_choice="sometimes")
+            assert refused.json()["error"]["param"] == "tool_choice"
+
+    run(test)
+
+
+def test_how_a_call_was_sampled_is_recorded_with_it() -> None:
+    async def test() -> None:
+        async with agent("x", sampling_defaults={"top_p": 0.9}, sampling={"temperature": 0.7}) as a:
+            await a.ask_text("p", temperature=0, seed=3)
+            (call,) = a.session.managed.session.tree.calls
+            assert {name: call.sampling[name] for name in ("temperature", "top_p", "top_k", "seed")} == {
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 0,
+                "seed": 3,
+            }
+            assert call.sampling["logprobs"] == "processed"
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_sessions_own_limit_goes_before_the_clients_by_either_name(name: str) -> None:
+    async def test() -> None:
+        async with agent("a long answer", sampling={"max_tokens": 3}) as a:
+            assert await a.ask_text("p", **{name: 9}) == "a l"
+        async with agent("a long answer", sampling_defaults={"max_tokens": 3}) as a:
+            assert await a.ask_text("p", **{name: 6}) == "a long"
+
+    run(test)
+
+
+# -- bare prompts ------------------------------------------------------------------------------------
+
+
+def test_a_bare_prompt_is_recorded_to_the_token_and_a_longer_one_goes_on_from_it() -> None:
+    async def test() -> None:
+        async with agent("two", "four") as a:
+            first = (await _complete(a, "one ", return_token_ids=True, logprobs=0)).json()
+            choice = first["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == ("two", "stop")
+            assert choice["token_ids"] == list(b"two")
+            assert choice["logprobs"]["tokens"] == ["t", "w", "o"]
+            assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+            assert first["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+            second = await _complete(a, list(b"one two three "))
+            assert second.json()["choices"][0]["text"] == "four"
+            (line,) = await a.timelines()
+            assert bytes(line["ids"]) == b"one two three four"
+            assert line["mask"] == [0] * 4 + [1] * 3 + [0] * 7 + [1] * 4
+            # The same words as a conversation are another prompt.
+            await a.ask_text("one two")
+            assert len(await a.timelines()) == 2
+
+    run(test)
+
+
+def test_a_streamed_completion_records_what_a_whole_one_does() -> None:
+    async def test() -> None:
+        async with agent("some words", "some words") as a:
+            whole = (await _complete(a, "p ", return_token_ids=True)).json()["choices"][0]
+            options = {"include_usage": True}
+            streamed = await _complete(a, "p ", stream=True, return_token_ids=True, stream_options=options)
+            events = [
+                json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")
+            ]
+            choices = [event["choices"][0] for event in events if event["choices"]]
+            assert "".join(choice["text"] for choice in choices) == whole["text"]
+            assert [token for choice in choices for token in choice.get("token_ids", ())] == whole[
+                "token_ids"
+            ]
+            assert choices[-1]["finish_reason"] == "stop"
+            assert events[-1]["usage"]["completion_tokens"] == 10
+            assert streamed.text.endswith("data: [DONE]\n\n")
+            one, two = await a.timelines()
+            assert (one["ids"], one["mask"]) == (two["ids"], two["mask"])
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "p", "echo": True}, "echo"),
+        ({"prompt": "p", "logprobs": 99}, "logprobs"),
+        ({"prompt": "p", "n": 0}, "n"),
+    ],
+)
+def test_a_wrong_completion_request_names_its_field(body: dict[str, Any], field: str) -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            refused = await a.http.post(
+                f"{a.session.base_url}/completions",
+                json=body,
+                headers={"authorization": f"Bearer {a.session.api_key}"},
+            )
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == field
+
+    run(test)

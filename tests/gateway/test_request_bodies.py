@@ -1,0 +1,100 @@
+"""What a session has read before is known by its bytes; what it means does not depend on that."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from branchline.core.errors import MessageError
+from branchline.core.reader import read_message
+from branchline.gateway.request_bodies import BodyReader, MessageCache
+from tests.gateway.harness import agent, run
+
+READER = BodyReader("messages", ["model", "n"])
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": st.text()}),
+    max_size=6,
+)
+
+
+def _read(memory: MessageCache, messages: Any) -> list[Any]:
+    body: Any = READER.read(json.dumps({"messages": messages}).encode())
+    return memory.read_items(body["messages"], lambda raw, place: read_message(raw, "messages", place))
+
+
+@given(st.lists(MESSAGES, max_size=4))
+def test_messages_are_the_same_whether_read_before_or_not(requests: list[list[dict[str, str]]]) -> None:
+    memory = MessageCache()
+    for messages in requests:
+        assert _read(memory, messages) == [read_message(message) for message in messages]
+
+
+def test_only_what_is_new_is_read() -> None:
+    memory = MessageCache()
+    first = _read(memory, [{"role": "user", "content": "a"}])
+    again = _read(memory, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    assert again[0] is first[0]
+    assert memory.new_bytes == len('{"role": "user", "content": "b"}')
+
+
+def test_a_message_that_cannot_be_read_is_named_by_its_place_every_time() -> None:
+    memory = MessageCache()
+    for _ in range(2):
+        with pytest.raises(MessageError, match=r"messages\[1\].role"):
+            _read(memory, [{"role": "user", "content": "a"}, {"role": "wizard"}])
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["messages", "model", "n", "x"]), inner)
+        ),
+        max_leaves=8,
+    )
+)
+def test_any_body_is_read_as_its_plain_reading_says(body: Any) -> None:
+    data = json.dumps(body).encode()
+    found: Any = READER.read(data)
+    if isinstance(body, dict) and isinstance(found, dict):
+        messages = found.get("messages")
+        if isinstance(messages, list):
+            messages = [
+                msgspec.json.decode(item) if isinstance(item, msgspec.Raw) else item for item in messages
+            ]
+        assert messages == body.get("messages")
+        assert [found.get(name) for name in ("model", "n")] == [body.get(name) for name in ("model", "n")]
+    else:
+        assert found == body
+
+
+def test_the_memory_is_given_back_with_the_session() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            await a.ask_text("p")
+            assert a.session.managed.message_cache._values
+            await a.session.finalize()
+            assert not a.session.managed.message_cache._values
+
+    run(test)
+
+
+def test_half_an_emoji_is_no_reason_to_refuse() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            for body in (
+                b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}',
+                b'{"user": "\\ud83d", "messages": [{"role": "user", "content": "p"}]}',
+            ):
+                key = {"authorization": f"Bearer {a.session.api_key}"}
+                url = f"{a.session.base_url}/chat/completions"
+                answer = await a.http.post(url, content=body, headers=key)
+                assert answer.status_code == 200, answer.text
+
+    run(test)

@@ -1,0 +1,477 @@
+"""Scripts for loops: what a model says, what tools do, where everything is cancelled; and a stage for them.
+
+The engine is deterministic in what stands before: asked behind half of an answer, it says the other half,
+with the same logprobs. So a run that was cancelled and resumed can be held against one that was not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from branchline.chat.base import Codec
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.toy import ToyCodec
+from branchline.core.message import Message, ToolCall
+from branchline.core.token_arrays import Ids, as_ids
+from branchline.engines.base import Chunk, SamplingParams
+from branchline.gateway.server import Gateway
+from branchline.loop.agent_loop import AgentLoop
+from branchline.loop.cancel import CancelToken
+from branchline.loop.http_model import HttpModel
+from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
+from branchline.loop.interactions.registry import InteractionConfig
+from branchline.loop.model import Model, ModelReply, SessionModel
+from branchline.loop.state import LoopLimits, LoopState, Task
+from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
+from branchline.loop.tools.registry import ToolRegistry
+from branchline.runtime.managed_session import ManagedSession, SessionOptions
+from branchline.runtime.session_store import SessionStore
+from branchline.testing.reply_encoder import TemplateReplyEncoder
+from branchline.tree.tree import Tree
+
+
+@dataclass(frozen=True)
+class ScriptedToolCall:
+    """A tool call, and what comes of it."""
+
+    tool: str = "deed"
+    result: str = "done"
+    fails: bool = False
+    invalid_arguments: bool = False
+    """Arguments that do not fit the schema."""
+    cancels: int = 0
+    """How often it is cancelled while it works."""
+
+
+@dataclass(frozen=True)
+class ScriptedTurn:
+    """A turn of the model."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ScriptedToolCall, ...] = ()
+    cancel_points: tuple[int, ...] = ()
+    """Behind so many new ids each attempt at it is cancelled."""
+
+    def message(self, place: int) -> Message:
+        calls = tuple(
+            ToolCall(
+                deed.tool, json.dumps({"turn": "x" if deed.invalid_arguments else place, "place": index})
+            )
+            for index, deed in enumerate(self.tool_calls)
+        )
+        return Message("assistant", self.text, reasoning_content=self.reasoning, tool_calls=calls)
+
+
+@dataclass(frozen=True)
+class LoopScript:
+    """A whole trajectory."""
+
+    turns: tuple[ScriptedTurn, ...]
+    user_messages: tuple[str, ...] = ()
+    """What an interaction says to turns without calls, in order; then it ends the conversation."""
+
+    @property
+    def uninterrupted(self) -> LoopScript:
+        turns = [
+            replace(turn, holds=(), deeds=tuple(replace(deed, holds=0) for deed in turn.tool_calls))
+            for turn in self.turns
+        ]
+        return LoopScript(tuple(turns), self.user_messages)
+
+
+def encode_answers(codec: Codec, script: LoopScript) -> list[Ids]:
+    """The answers as ids, for a real tokenizer in odd pieces."""
+    if isinstance(codec, ToyCodec):
+        return [codec.encode_reply(turn.message(place)) for place, turn in enumerate(script.turns)]
+    assert isinstance(codec, GenericCodec)
+    return [
+        TemplateReplyEncoder(codec, Random(place)).encode_reply(turn.message(place))
+        for place, turn in enumerate(script.turns)
+    ]
+
+
+@dataclass
+class ResumableScriptedEngine:
+    """An engine that says a script, once in each session."""
+
+    answers: Sequence[Ids]
+    cancel_points: Sequence[Sequence[int]] = ()
+    name: str = "talker"
+    version: int = 0
+    logprob_kind: Any = "processed"
+    max_context: int | None = None
+    prompts_by_session: dict[str, list[Ids]] = field(default_factory=dict)
+    """The prompts of each session, in order; replicas share one."""
+    requests: list[tuple[str, Ids]] = field(default_factory=list)
+    """Every prompt, with its session."""
+    at_cancel_point: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+    gate: asyncio.Event | None = None
+    """Where given, every answer waits for it behind its first id."""
+
+    def __post_init__(self) -> None:
+        self._cancel_points = [list(holds) for holds in self.cancel_points]
+        self._waiting: set[object] = set()
+        self._arrived = asyncio.Condition()
+
+    async def generate(
+        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        self.requests.append((session, prompt_ids))
+        if self.failure is not None:
+            raise self.failure
+        number, said = self._find_answer(prompt_ids, session)
+        ids = self.answers[number][said : said + params.max_tokens]
+        is_cut = said + len(ids) < len(self.answers[number])
+        holds = self._cancel_points[number] if number < len(self._cancel_points) else []
+        hold = holds.pop(0) if holds else None
+        for place, token in enumerate(ids.tolist()):
+            if place == hold:
+                self.at_cancel_point.set()
+                await asyncio.Event().wait()
+            if place == 1 and self.gate is not None:
+                await self._wait(self.gate)
+            prompt_ids = np.append(prompt_ids, np.int32(token))
+            logprob = -(zlib.crc32(prompt_ids.astype(np.int32).tobytes()) % 10_000) / 10_000
+            last = place == len(ids) - 1
+            finish: Any = ("length" if is_cut else "stop") if last else None
+            yield Chunk(as_ids([token]), np.array([logprob], np.float32), self.version, finish)
+            await asyncio.sleep(0)
+
+    async def _wait(self, gate: asyncio.Event) -> None:
+        me = object()
+        self._waiting.add(me)
+        async with self._arrived:
+            self._arrived.notify_all()
+        try:
+            await gate.wait()
+        finally:
+            self._waiting.discard(me)
+
+    async def wait_until_waiting(self, count: int) -> None:
+        """Returns when so many answers wait at the gate."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: len(self._waiting) >= count)
+
+    def _find_answer(self, prompt_ids: Ids, session: str) -> tuple[int, int]:
+        """Which answer this is, and how much of it stands in the prompt already."""
+        begun = self.prompts_by_session.setdefault(session, [])
+        for number, prompt in enumerate(begun):
+            said = len(prompt_ids) - len(prompt)
+            answer = self.answers[number]
+            if 0 <= said < len(answer) and np.array_equal(
+                prompt_ids, np.concatenate((prompt, answer[:said]))
+            ):
+                return number, said
+        begun.append(prompt_ids)
+        return len(begun) - 1, 0
+
+    async def pause(self) -> None: ...
+    async def resume(self, version: int | None = None) -> None: ...
+    async def close(self) -> None: ...
+
+
+class ScriptedTool(BaseTool):
+    """Does what a script says, and counts."""
+
+    name = "deed"
+    schema = function_schema(
+        "deed",
+        "Does it.",
+        {
+            "type": "object",
+            "properties": {"turn": {"type": "integer"}, "place": {"type": "integer"}},
+            "required": ["turn", "place"],
+        },
+    )
+
+    def __init__(self, script: LoopScript) -> None:
+        self._turns = script.turns
+        self._cancels = {
+            (place, index): deed.cancels
+            for place, turn in enumerate(script.turns)
+            for index, deed in enumerate(turn.tool_calls)
+        }
+        self.at_cancel_point = asyncio.Event()
+        self.created = self.released = self.max_concurrency = 0
+        self._running = 0
+        self.executed: list[tuple[int, int]] = []
+
+    async def create(self, trajectory: str, **arguments: Any) -> str:
+        self.created += 1
+        return trajectory
+
+    async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
+        turn, place = arguments["turn"], arguments["place"]
+        self._running += 1
+        self.max_concurrency = max(self.max_concurrency, self._running)
+        try:
+            return await self._execute_scripted(turn, place)
+        finally:
+            self._running -= 1
+
+    async def _execute_scripted(self, turn: int, place: int) -> ToolResult:
+        deed = self._turns[turn].tool_calls[place]
+        await asyncio.sleep(0)
+        if self._cancels[turn, place]:
+            self._cancels[turn, place] -= 1
+            self.at_cancel_point.set()
+            await asyncio.Event().wait()
+        self.executed.append((turn, place))
+        if deed.fails:
+            raise ValueError(deed.result)
+        return ToolResult(deed.result, reward=float(len(deed.result)), extras={"turn": turn})
+
+    async def calc_reward(self, instance: str) -> float | None:
+        return 0.5
+
+    async def release(self, instance: str) -> None:
+        self.released += 1
+
+
+class ScriptedUser(BaseInteraction):
+    """Says its lines, one to each turn without calls, and remembers how many it has said."""
+
+    name = "user"
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = lines
+        self.started = self.finalized = 0
+
+    async def start(self, trajectory: str, **arguments: Any) -> tuple[list[str], str | None]:
+        self.started += 1
+        return [], None
+
+    def save(self, state: list[str]) -> list[str]:
+        return list(state)
+
+    async def restore(self, trajectory: str, saved: list[str], **arguments: Any) -> list[str]:
+        self.started += 1
+        return saved
+
+    async def respond(self, state: list[str], messages: Sequence[Message]) -> InteractionResponse:
+        place = len(state)
+        state.append(messages[-1].content)
+        if place >= len(self._lines):
+            return InteractionResponse(True, score=1.0)
+        return InteractionResponse(False, self._lines[place], score=0.1 * place, extras={"place": place})
+
+    async def score(self, state: list[str]) -> float | None:
+        return float(len(state))
+
+    async def finalize(self, state: Any) -> None:
+        self.finalized += 1
+
+
+class ReplyRecorder:
+    """A model whose answers are kept."""
+
+    def __init__(self, model: Model, session_id: str) -> None:
+        self._model = model
+        self.session_id = session_id
+        self.replies: list[ModelReply] = []
+
+    @property
+    def codec(self) -> Codec | None:
+        return self._model.codec
+
+    async def ask(self, messages: Sequence[Message], **options: Any) -> ModelReply:
+        reply = await self._model.ask(messages, **options)
+        self.replies.append(reply)
+        return reply
+
+    async def count_tokens(self, messages: Sequence[Message], **options: Any) -> int:
+        return await self._model.count_tokens(messages, **options)
+
+    async def samples(self) -> Any:
+        return await self._model.samples()
+
+
+@dataclass
+class LoopHarness:
+    """A session with a script on it, in process or behind HTTP."""
+
+    script: LoopScript
+    codec: Codec
+    managed: ManagedSession
+    engine: ResumableScriptedEngine
+    model: ReplyRecorder
+    tool: ScriptedTool
+    user: ScriptedUser
+    limits: LoopLimits | None = None
+    cancel_count: int = 0
+    on_cancel: Callable[[], None] = lambda: None
+    open_another: Callable[[], Awaitable[ReplyRecorder]] = field(kw_only=True)
+    """Opens another session on the same engine."""
+
+    @property
+    def tree(self) -> Tree:
+        return self.managed.session.tree
+
+    def task(self) -> Task:
+        messages = (Message("system", "You work."), Message("user", "Begin."))
+        return Task(messages, agent_name="tool", limits=self.limits)
+
+    async def run_until_finished(self, state: LoopState | None = None) -> LoopState:
+        """Runs to the end, cancelled where the script says so; each time the state goes on elsewhere."""
+        state = state or LoopState.begin(self.task(), "t")
+        while True:
+            cancel = CancelToken()
+            run = asyncio.create_task(self.run_once(state, cancel))
+            stop = asyncio.create_task(self._cancel_at_point(cancel))
+            state = await run
+            stop.cancel()
+            await asyncio.gather(stop, return_exceptions=True)
+            if not state.is_cancel:
+                return state
+            self.cancel_count += 1
+            self.on_cancel()
+            state = LoopState.decode(state.encode("json" if self.cancel_count % 2 else "msgpack"))
+
+    async def run_once(
+        self,
+        state: LoopState | None = None,
+        cancel: CancelToken | None = None,
+        model: ReplyRecorder | None = None,
+        limits: LoopLimits | None = None,
+    ) -> LoopState:
+        """Runs to the end or to a cancel."""
+        state = state or LoopState.begin(self.task(), "t")
+        tools = ToolRegistry([self.tool]).select()
+        partner = InteractionConfig(self.user) if self.script.user_messages else None
+        async with AgentLoop(
+            model or self.model, state, tools=tools, interaction=partner, limits=limits
+        ) as loop:
+            return await loop.run(cancel)
+
+    async def _cancel_at_point(self, cancel: CancelToken) -> None:
+        """Cancels when the model or a tool is held."""
+        waits = [
+            asyncio.create_task(self.engine.at_cancel_point.wait()),
+            asyncio.create_task(self.tool.at_cancel_point.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            self.engine.at_cancel_point.clear()
+            self.tool.at_cancel_point.clear()
+            cancel.cancel()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+@asynccontextmanager
+async def loop_harness(
+    script: LoopScript,
+    codec: Codec | None = None,
+    *,
+    over_http: bool = False,
+    limits: LoopLimits | None = None,
+    engine: Any = None,
+    **options: Any,
+) -> AsyncIterator[LoopHarness]:
+    """A stage; `engine` stands before the talker."""
+    codec = codec or ToyCodec.chatml()
+    talker = ResumableScriptedEngine(
+        encode_answers(codec, script), [turn.cancel_points for turn in script.turns]
+    )
+    async with AsyncExitStack() as stack:
+        sessions = SessionStore(codec)
+        if over_http:
+            gateway = await stack.enter_async_context(Gateway(engine=engine or talker, codec=codec))
+
+        async def opened() -> tuple[ManagedSession, ReplyRecorder]:
+            model: Model
+            if over_http:
+                session = await gateway.session(**options)
+                live = session.managed
+                model = await stack.enter_async_context(
+                    HttpModel(session.base_url, session.api_key, session.control_key, codec=codec)
+                )
+            else:
+                live, _, _ = sessions.open(SessionOptions(**options))
+                model = SessionModel(live, engine or talker)
+            return live, ReplyRecorder(model, live.id)
+
+        async def another() -> ReplyRecorder:
+            return (await opened())[1]
+
+        live, model = await opened()
+        user, tool = ScriptedUser(script.user_messages), ScriptedTool(script)
+        yield LoopHarness(script, codec, live, talker, model, tool, user, limits, open_another=another)
+
+
+def tree_values(live: ManagedSession) -> list[Any]:
+    """A tree as values, without the names that are drawn anew each time."""
+    tree = live.session.tree
+    nodes = [
+        (
+            node.id,
+            node.parent and node.parent.id,
+            _message_values(node.message),
+            node.ids.tolist(),
+            node.spans,
+            None
+            if node.output is None
+            else (
+                node.output.call_index,
+                node.output.finish_reason,
+                None if node.output.logprobs is None else node.output.logprobs.tolist(),
+                node.output.versions,
+            ),
+            node.agent,
+            node.source_id,
+        )
+        for node in tree.nodes
+    ]
+    calls = [
+        (
+            (
+                call.index,
+                call.agent,
+                call.prompt_node,
+                call.outputs,
+                call.prompt_tokens,
+                call.prompt_config_digest,
+            ),
+            (
+                call.applied_equivalences,
+                call.ambiguous_match,
+                call.encoded_tokens,
+                call.rewrite_reason,
+                call.retry_count,
+            ),
+            (
+                dict(call.sampling),
+                call.reused_nodes,
+                call.trainable,
+                call.resumed_call_index,
+                tree.delivery(call),
+            ),
+        )
+        for call in tree.calls
+    ]
+    return [nodes, calls]
+
+
+def _message_values(message: Message) -> Any:
+    calls = [(call.name, call.arguments) for call in message.tool_calls]
+    return (
+        message.role,
+        message.content,
+        message.reasoning_content,
+        calls,
+        message.name,
+        message.parts,
+        message.wire_shape,
+    )

@@ -1,0 +1,137 @@
+"""Tool calls that come back with defaults written out are the calls that were sampled; nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, classify_forks
+from branchline.core.call import AppliedEquivalence
+from branchline.core.echo import Equivalence
+from branchline.tree.argument_defaults import fill_defaults
+from branchline.tree.journal import Journal
+
+CODEC = ToyCodec.chatml()
+ASK = Message("user", "Edit it.")
+EDIT = {
+    "type": "function",
+    "function": {
+        "name": "edit",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "old": {"type": "string"},
+                "all": {"type": "boolean", "default": False},
+                "at": {
+                    "type": "array",
+                    "items": {"type": "object", "properties": {"line": {}, "width": {"default": 80}}},
+                },
+            },
+        },
+    },
+}
+
+
+def edit_call(arguments: str, id: str = "c1", name: str = "edit") -> Message:
+    return Message("assistant", "", tool_calls=(ToolCall(name, arguments, id),))
+
+
+def run_session(sampled: Message, shown: Message, tools: tuple[object, ...] = (EDIT,)) -> Session:
+    """A session where a call was sampled and came back as shown."""
+    session = Session("s", CODEC)
+    turn = session.prepare(Request((ASK,), tools))  # type: ignore[arg-type]
+    session.commit(turn, Generation(CODEC.encode_reply(sampled), message=sampled))
+    turn = session.prepare(Request((ASK, shown, Message("tool", "done", tool_call_id="c1")), tools))  # type: ignore[arg-type]
+    session.commit(turn, Generation(CODEC.encode_reply(Message("assistant", "Edited."))))
+    return session
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown"),
+    [
+        ('{"old": "a"}', '{"all": false, "old": "a"}'),
+        ('{"old": "a", "all": false}', '{"old": "a"}'),
+        ('{"at": [{"line": 1}, {"line": 2}]}', '{"all":false,"at":[{"line":1,"width":80},{"line":2}]}'),
+        ("", '{"all": false}'),
+    ],
+)
+def test_defaults_written_out_or_left_out_are_the_same_call(sampled: str, shown: str) -> None:
+    session = run_session(edit_call(sampled), edit_call(shown))
+    assert not classify_forks(session.tree).forks
+    assert AppliedEquivalence(1, Equivalence.DEFAULTS_FILLED) in session.tree.calls[1].applied_equivalences
+    (node,) = [node for node in session.tree.nodes if node.is_sampled and node.message.tool_calls]
+    assert node.message.tool_calls[0].arguments == sampled
+
+
+@pytest.mark.parametrize(
+    ("sampled", "shown"),
+    [
+        ('{"old": "a"}', '{"all": true, "old": "a"}'),
+        ('{"old": "a"}', '{"all": 0, "old": "a"}'),
+        ('{"old": "a"}', '{"all": false, "old": "b"}'),
+        ('{"old": "a"}', '{"new": false, "old": "a"}'),
+        ("old a", "old a, all"),
+    ],
+)
+def test_anything_else_is_an_edit(sampled: str, shown: str) -> None:
+    session = run_session(edit_call(sampled), edit_call(shown))
+    assert len(classify_forks(session.tree).forks) == 1
+    assert not session.tree.calls[1].applied_equivalences
+
+
+def test_a_call_that_does_not_echo_its_id_is_not_guessed_at() -> None:
+    assert (
+        len(classify_forks(run_session(edit_call("{}"), edit_call('{"all": false}', "c9")).tree).forks) == 1
+    )
+
+
+def test_another_tool_or_one_nobody_offered_has_no_defaults() -> None:
+    filled = edit_call('{"all": false}', name="write")
+    assert len(classify_forks(run_session(edit_call("{}"), filled).tree).forks) == 1
+    assert len(classify_forks(run_session(edit_call("{}", name="write"), filled).tree).forks) == 1
+    assert len(classify_forks(run_session(edit_call("{}"), edit_call('{"all": false}'), ()).tree).forks) == 1
+
+
+def test_every_filled_call_of_a_long_history_is_known_again() -> None:
+    session = Session("s", CODEC)
+    history: list[Message] = [ASK]
+    for number in range(3):
+        turn = session.prepare(Request(tuple(history), (EDIT,)))
+        said = edit_call(f'{{"old": "{number}"}}', f"c{number}")
+        session.commit(turn, Generation(CODEC.encode_reply(said), message=said))
+        history += [
+            edit_call(f'{{"all": false, "old": "{number}"}}', f"c{number}"),
+            Message("tool", "done", tool_call_id=f"c{number}"),
+        ]
+    assert not classify_forks(session.tree).forks
+    assert [
+        echo.message_index
+        for echo in session.tree.calls[2].applied_equivalences
+        if echo.equivalence == "defaults_filled"
+    ] == [
+        1,
+        3,
+    ]
+
+
+def test_a_restored_session_knows_them_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    session = Session("s", CODEC, journal=journal)
+    said = edit_call('{"old": "a"}')
+    session.commit(
+        session.prepare(Request((ASK,), (EDIT,))), Generation(CODEC.encode_reply(said), message=said)
+    )
+    journal.close()
+    journal = Journal(path)
+    again = Session.reopen("s", CODEC, journal)
+    filled = edit_call('{"all": false, "old": "a"}')
+    turn = again.prepare(Request((ASK, filled, Message("tool", "done", tool_call_id="c1")), (EDIT,)))
+    assert turn.applied_equivalences == (AppliedEquivalence(1, Equivalence.DEFAULTS_FILLED),)
+    journal.close()
+
+
+@pytest.mark.parametrize("schema", [None, [], {"properties": []}, {"properties": {"a": None}}, {"items": 3}])
+def test_a_schema_that_is_none_fills_nothing(schema: object) -> None:
+    assert fill_defaults({"b": [1]}, schema) == {"b": [1]}
