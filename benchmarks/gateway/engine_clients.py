@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.gateway.mock_engine import REPLY_TOKENS, MockOptions
 from benchmarks.gateway.server_process import server_process
 from benchmarks.measure import BenchmarkTable, format_ms
-from branchline.engines.base import Engine, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
 from branchline.engines.http import STREAM_INTERVAL
 from branchline.engines.replicas import Replicas
 from branchline.engines.vllm import VllmEngine, VllmEvent
@@ -66,7 +66,7 @@ def table() -> BenchmarkTable:
 async def _measure(pause_s: float, whole: bool) -> dict[str, EngineCost]:
     ids = list(range(2000, 2000 + REPLY_TOKENS))
     options = MockOptions(ids, [f"token{one}" for one in ids], [], pause_s=pause_s)
-    params = SamplingParams(buffered=whole)
+    params = SamplingParams(flush_s=BUFFERED_FLUSH_S if whole else 0.0)
     async with server_process("mock", msgspec.to_builtins(options)) as mock, httpx.AsyncClient() as client:
         engine, other = VllmEngine(mock.url, model="mock"), VllmEngine(mock.url, model="mock")
         asks: dict[str, RequestFunction] = {

@@ -20,8 +20,9 @@ from branchline.cli.engines import (
 )
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
 from branchline.gateway.access import require_loopback
-from branchline.gateway.config import FALLBACK_MAX_TOKENS, GatewayConfig
+from branchline.gateway.config import GatewayConfig
 from branchline.gateway.process import run_server
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS
 
 if TYPE_CHECKING:
     from branchline.gateway.server import Gateway

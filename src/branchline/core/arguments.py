@@ -143,3 +143,26 @@ def _to_json_types(value: Any) -> Any:
 
 # Tool lists are walked on every request: what needs no change is not even asked twice.
 _JSON_SCALARS = frozenset((str, int, bool, type(None)))
+
+
+def freeform_arguments(text: str) -> str:
+    """The arguments that mean an input of a freeform tool.
+
+    >>> freeform_arguments("a patch")
+    '{"input":"a patch"}'
+    """
+    return msgspec.json.encode({"input": text}).decode()
+
+
+def freeform_input(arguments: str) -> str:
+    """The input of a freeform tool out of the arguments a model wrote; what is nothing of the kind stays.
+
+    >>> freeform_input('{"input": "a patch"}'), freeform_input('{"patch": 1}')
+    ('a patch', '{"patch": 1}')
+    """
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) and len(value) == 1 else None
+    return text if isinstance(text, str) else arguments

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from branchline.core.errors import InputError, MessageError
 
@@ -51,3 +54,22 @@ def replace_surrogates(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def decode_json(data: bytes | msgspec.Raw) -> Any:
+    """A JSON value. Half an emoji, which JavaScript writes where it cuts a text, is no reason to refuse; but
+    from here on every text is one that UTF-8 can carry."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        text = bytes(data)
+        if b"\\ud" not in text.lower():
+            raise
+        try:
+            return replace_surrogates_deep(json.loads(text, parse_constant=_reject_constant))
+        except ValueError:
+            raise error from None
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -7,7 +7,7 @@ last, has a finish reason.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,9 @@ from branchline.core.token_arrays import NO_IDS, Floats, Ids
 
 FinishReason = Literal["stop", "length"]
 LogprobKind = Literal["raw", "processed"]
+
+BUFFERED_FLUSH_S = 0.25
+"""`flush_s` of a call that is not streamed. From here on engines may also ask their server for larger events."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,10 @@ class SamplingParams:
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     """Ids that end a generation; the one that did is the last id of the output."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a generation; engines without a tokenizer refuse them."""
     grammar: Mapping[str, Any] | None = None
     """A `response_format`, handed to engines that can keep to it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Handed to an HTTP engine as it is."""
-    buffered: bool = False
-    """Nobody reads this as it arrives: an engine may hand out larger chunks, later. Ids stay the same."""
-
     flush_s: float = 0.0
     """The least time between two chunks, so that tokens are coalesced: the first chunk and the last are
     yielded at once, the others carry all that has arrived. 0: every chunk as it arrives."""
@@ -84,8 +82,18 @@ class Engine(Protocol):
         """Prompt and output together may have this many ids; None: not known."""
         ...
 
-    def generate(self, prompt_ids: Ids, params: SamplingParams, *, session: str = "") -> AsyncIterator[Chunk]:
+    def generate(
+        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
         """Samples behind a prompt. Closing the stream aborts. Raises EngineError or EngineInputError."""
+        ...
+
+    async def ready(self) -> None:
+        """Returns when the engine can sample. Raises EngineError if its server does not answer."""
+        ...
+
+    def release_session(self, session: str) -> None:
+        """Drops what is cached for a session that has ended."""
         ...
 
     async def pause(self) -> None:

@@ -55,8 +55,6 @@ class GenerationState:
             return self._params
         if self._params.grammar is not None:
             raise EngineError(f"cannot go on behind {self.produced} ids: the grammar would begin again")
-        if self._params.stop:
-            raise EngineError(f"cannot go on behind {self.produced} ids: a stop text may be half said")
         return self._params.for_continuation(self.produced)
 
     @property

@@ -30,8 +30,6 @@ from branchline.engines.prompt_encoder import PromptEncoder
 # How many ids a server may gather before it says them, where nobody reads along. A cut loses those it has
 # gathered: they are sampled again.
 STREAM_INTERVAL = 32
-BUFFERED_FLUSH_S = 0.25
-"""The least time between two chunks where nobody reads along."""
 
 
 class OutputReader:
@@ -155,8 +153,7 @@ class HttpEngine:
                 raise EngineError(f"{self.name}: closed")
             ask = self.build_request(progress.prompt_ids, progress.remaining_params, session)
             reply = self.client.post(ask.path, ask.body)
-            interval_s = BUFFERED_FLUSH_S if params.buffered else params.flush_s
-            run = ActiveRequest(self.name, ask, reply, self.version, interval_s)
+            run = ActiveRequest(self.name, ask, reply, self.version, params.flush_s)
             self._active_requests.add(run)
             try:
                 while (chunk := await run.next_chunk()) is not None:
@@ -175,6 +172,13 @@ class HttpEngine:
 
     async def abort_request(self, ask: EngineRequest) -> None:
         """Tells the server that a request was left, where a closed connection does not tell it enough."""
+
+    async def ready(self) -> None:
+        """Raises EngineError until the server answers."""
+        raise NotImplementedError
+
+    def release_session(self, session: str) -> None:
+        pass
 
     async def pause(self) -> None:
         """Holds every generation; when it returns, nothing of ours runs at the server."""

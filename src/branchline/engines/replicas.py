@@ -170,6 +170,9 @@ class Replicas:
         if replica is not None:
             replica.session_count -= 1
 
+    async def ready(self) -> None:
+        await asyncio.gather(*[replica.engine.ready() for replica in self._replicas.values()])
+
     async def pause(self) -> None:
         """Replicas that fail are left; if all in use do, none is, and it can be tried again."""
         async with self._update_lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,7 +71,7 @@ class ScriptedEngine:
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         if params.grammar is not None:
             raise EngineInputError("response_format: the scripted engine cannot keep to a grammar")
         number = len(self.received_prompts)
@@ -96,6 +96,12 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
         finally:
             self.aborted_count += not finished
+
+    async def ready(self) -> None:
+        pass
+
+    def release_session(self, session: str) -> None:
+        pass
 
     async def pause(self) -> None:
         self._resumed.clear()

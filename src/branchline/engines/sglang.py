@@ -18,7 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, LogprobKind, SamplingParams
 from branchline.engines.client import INVALID_REQUEST_STATUSES, ServerConfig, error_from_event
 from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader
 
@@ -163,9 +163,7 @@ class SglangEngine(HttpEngine):
             "repetition_penalty": params.repetition_penalty,
             "stop_token_ids": list(params.stop_ids),
         }
-        if params.stop:
-            sampling["stop"] = list(params.stop)
-        if params.buffered:
+        if params.flush_s >= BUFFERED_FLUSH_S:
             sampling["stream_interval"] = STREAM_INTERVAL
         if params.seed is not None:
             # Drawn from the seed and a token's position: a continuation needs no other one.

@@ -134,6 +134,12 @@ class UpstreamChat:
         if not finished:
             raise EngineError(f"{self.name}: the stream ended before its answer did")
 
+    async def ready(self) -> None:
+        pass
+
+    def release_session(self, session: str) -> None:
+        pass
+
     async def close(self) -> None:
         await self.client.close()
 

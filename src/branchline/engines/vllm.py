@@ -15,7 +15,7 @@ from msgspec import Meta, Raw, Struct
 
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, LogprobKind, SamplingParams
 from branchline.engines.client import ServerConfig, error_from_event
 from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader
 
@@ -179,7 +179,7 @@ class VllmEngine(HttpEngine):
             # Keys of old weights must not be found by requests under new ones.
             "cache_salt": f"v{self.version}",
         }
-        if params.buffered:
+        if params.flush_s >= BUFFERED_FLUSH_S:
             body["stream_interval"] = STREAM_INTERVAL  # Read since v0.27.0; before, and harmlessly, not.
         if self.model:
             body["model"] = self.model
@@ -187,8 +187,6 @@ class VllmEngine(HttpEngine):
             # A server draws anew from the seed with each request: moved by the prompt's length, a
             # continuation does not draw the noise of its beginning again, and stays reproducible.
             body["seed"] = (params.seed + length) % 2**63
-        if params.stop:
-            body["stop"] = list(params.stop)
         if params.grammar is not None:
             body["response_format"] = dict(params.grammar)
         return body

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from branchline.core.errors import MessageError
-from branchline.gateway.request_bodies import decode_json
+from branchline.core.json_fields import decode_json
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

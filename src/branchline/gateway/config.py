@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from branchline.core.errors import InputError
 
-NO_LIMIT = 2**62
-"""As a limit of an answer: nobody has said one, so it is the room that the prompt leaves."""
-FALLBACK_MAX_TOKENS = 4096
-"""How long an answer may be where nobody says, and the engine does not say how much it can hold."""
-
 
 @dataclass(frozen=True)
 class GatewayConfig:

@@ -27,7 +27,7 @@ from branchline.gateway.asgi_request import AsgiRequest, ClientDisconnectedError
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.http_errors import error_code, http_error
 from branchline.gateway.protocols import chat, messages
-from branchline.gateway.protocols.base import MAX_TOKENS_HEADER, ParsedRequest, RequestContext, WireProtocol
+from branchline.gateway.protocols.base import ParsedRequest, RequestContext, WireProtocol
 from branchline.gateway.protocols.chat import CHAT, CHAT_COUNT_TOKENS
 from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import MESSAGES, MESSAGES_COUNT_TOKENS
@@ -35,8 +35,9 @@ from branchline.gateway.protocols.responses import RESPONSES, RESPONSES_COUNT_TO
 from branchline.gateway.stream_writer import StreamWriter
 from branchline.runtime.call_lifecycle import CallEvent, CallResult, prepare_call, run_call
 from branchline.runtime.call_record import CallFailure, CallObserver, CallRecord
+from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HEADER
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import CALL_HEADER, find_earlier_attempt, next_attempt_id
+from branchline.runtime.resume import find_earlier_attempt, next_attempt_id
 from branchline.runtime.router import Router
 from branchline.runtime.upstream import run_upstream_call
 
@@ -51,7 +52,6 @@ PROTOCOLS: dict[str, WireProtocol[Any]] = {
     "messages": MESSAGES,
     "messages/count_tokens": MESSAGES_COUNT_TOKENS,
 }
-RESUME_HEADER = "x-branchline-resume"
 
 
 @dataclass(frozen=True)

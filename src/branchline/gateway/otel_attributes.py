@@ -13,10 +13,10 @@ from typing import Any
 from branchline.core.call import Request
 from branchline.core.message import Message
 from branchline.engines.base import SamplingParams
-from branchline.gateway.config import NO_LIMIT
 from branchline.runtime.call_lifecycle import CallResult
 from branchline.runtime.call_record import CallRecord
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.sampling import NO_LIMIT
 
 PROVIDER = "branchline"
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int]
@@ -52,7 +52,7 @@ def call_attributes(record: CallRecord, contents: bool = False) -> Attributes:
     if record.call_request is not None:
         told |= _request_attributes(record.call_request.params, record.call_request.n, record.streamed)
         if contents:
-            told |= _request_content(record.call_request.request, record.call_request.params)
+            told |= _request_content(record.call_request.request, record.call_request.stop)
     if record.result is not None:
         told |= _result_attributes(record.result)
         if contents:
@@ -137,13 +137,13 @@ def _drop_empty(told: Mapping[str, Any]) -> Attributes:
 # -- contents ----------------------------------------------------------------------------------------
 
 
-def _request_content(request: Request, params: SamplingParams) -> dict[str, Any]:
+def _request_content(request: Request, stop: Sequence[str]) -> dict[str, Any]:
     return {
         "gen_ai.input.messages": _to_json([_message_attribute(message) for message in request.messages]),
         "gen_ai.tool.definitions": _to_json([dict(tool) for tool in request.tools])
         if request.tools
         else None,
-        "gen_ai.request.stop_sequences": list(params.stop),
+        "gen_ai.request.stop_sequences": list(stop),
     }
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from branchline.core.arguments import freeform_arguments
 from branchline.core.errors import (
     BranchlineError,
     ContextLengthError,
@@ -25,7 +26,6 @@ from branchline.core.message import Message, ToolCall
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, as_ids
 from branchline.export.jsonl import sample_from_json
-from branchline.gateway.protocols.openai_tools import freeform_arguments
 from branchline.loop.model import ModelReply
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]

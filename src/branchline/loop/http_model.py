@@ -19,7 +19,6 @@ from branchline.core.reader import write_message
 from branchline.core.sample import Sample
 from branchline.engines.client import HttpClient, ServerConfig
 from branchline.engines.client import HttpResponse as HttpReply
-from branchline.gateway.protocols.base import MAX_TOKENS_HEADER
 from branchline.loop.gateway_responses import (
     CountedJson,
     OpenedJson,
@@ -30,7 +29,7 @@ from branchline.loop.gateway_responses import (
 )
 from branchline.loop.model import ModelReply, ToolSchemas
 from branchline.loop.retry import Retry
-from branchline.runtime.resume import CALL_HEADER
+from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER
 
 _READ_TIMEOUT_S = 24 * 3600.0
 """An answer may wait in the engine's queue for as long as it takes; whoever asks can be cancelled."""

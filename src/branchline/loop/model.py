@@ -27,18 +27,18 @@ from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, Ids
 from branchline.engines.base import Engine
 from branchline.export.samples import ExportPolicy, export_samples
-from branchline.gateway.protocols.base import (
-    RequestContext,
-    merge_sampling,
-    read_bool,
-    read_int,
-    read_sampling_params,
-)
 from branchline.gateway.protocols.chat import CHAT
 from branchline.runtime.call_lifecycle import CallRequest, CallResult, prepare_call, run_call
 from branchline.runtime.call_record import CallRecord
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import find_earlier_attempt, next_attempt_id
+from branchline.runtime.sampling import (
+    merge_sampling,
+    read_bool,
+    read_int,
+    read_sampling_params,
+    read_strings,
+)
 
 ToolSchemas = Sequence[Mapping[str, Any]]
 
@@ -191,8 +191,7 @@ class SessionModel:
         wanted = params.get("max_tokens")
         # A session's own sampling goes before the loop's, but never beyond its limits.
         most = None if wanted is None else read_int(params, "max_tokens", 1, 1, 2**31)
-        caller = RequestContext(self.managed, self.agent, max_tokens_limit=most)
-        given = merge_sampling(dict(params), caller)
+        given = merge_sampling(dict(params), self.managed.options)
         template = given.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):
             raise MessageError("chat_template_kwargs", template, "an object or null")
@@ -205,6 +204,7 @@ class SessionModel:
         )
         return CallRequest(
             request,
-            read_sampling_params(given, "max_tokens", caller),
+            read_sampling_params(given, "max_tokens", max_tokens_limit=most),
+            stop=read_strings(given, "stop"),
             single_tool_call=not read_bool(given, "parallel_tool_calls", True),
         )

@@ -15,8 +15,8 @@ from branchline.core.errors import InputError
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
 from branchline.core.reader import read_messages
-from branchline.gateway.protocols.base import SAMPLING_FIELDS
 from branchline.loop.limits import LoopLimits, is_optional
+from branchline.runtime.sampling import SAMPLING_FIELDS
 
 _MESSAGE_FIELDS = ("messages", "prompt")
 _SAMPLING_FIELDS = (*SAMPLING_FIELDS, "stop", "parallel_tool_calls", "response_format")

@@ -18,13 +18,13 @@ from typing import Any
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import ContextLengthError, JournalError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Engine, SamplingParams
-from branchline.gateway.config import FALLBACK_MAX_TOKENS, NO_LIMIT
+from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
 from branchline.runtime.call_record import CallRecord
 from branchline.runtime.limits import count_call, reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import load_partial, replay_partial
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 from branchline.tree.delta import Delivered
 from branchline.tree.tree import Turn
 
@@ -41,6 +41,8 @@ class CallRequest:
     request: Request
     params: SamplingParams
     n: int = 1
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer. Engines never see them: the runtime ends the generation."""
     single_tool_call: bool = False
     """At most one tool call an answer."""
     tool_choice: object = None
@@ -180,7 +182,7 @@ def _answer_builders(live: ManagedSession, asked: CallRequest, call_id: str) -> 
             codec.plain_parser()
             if request.is_raw_prompt
             else codec.parser(request.tools, request.chat_template_kwargs),
-            asked.params.stop,
+            asked.stop,
             asked.single_tool_call,
             codec.stop_ids,
             response_id=call_id,
@@ -209,10 +211,8 @@ def _engine_params(
     return replace(
         asked.params,
         max_tokens=allowed,
-        stop=(),
         stop_ids=tuple(sorted(live.session.codec.stop_ids)),
-        buffered=not (streamed or asked.params.stop or asked.single_tool_call),
-        flush_s=flush_s,
+        flush_s=flush_s if streamed or asked.stop or asked.single_tool_call else BUFFERED_FLUSH_S,
     )
 
 
@@ -272,7 +272,7 @@ async def _generate_one(
     engine: Engine, prompt_ids: Ids, params: SamplingParams, choices: Sequence[AnswerBuilder], session: str
 ) -> AsyncGenerator[AnswerDelta, None]:
     (choice,) = choices
-    async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:  # type: ignore[type-var]
+    async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:
         async for chunk in chunks:
             yield choice.add_chunk(chunk)
             if choice.is_stopped:

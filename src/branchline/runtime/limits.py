@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from branchline.core.errors import SessionError
 from branchline.engines.base import Chunk
-from branchline.gateway.config import FALLBACK_MAX_TOKENS, NO_LIMIT
 from branchline.runtime.call_record import CallRecord
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 
 if TYPE_CHECKING:
     from branchline.runtime.call_lifecycle import CallRequest

@@ -19,7 +19,7 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.engines.base import SamplingParams
-from branchline.gateway.request_bodies import MessageCache
+from branchline.runtime.message_cache import MessageCache
 from branchline.runtime.rewards import validate_reward
 from branchline.tree.delta import Delivered, TreeDelta, decode_array, encode_record
 from branchline.tree.journal import Journal
@@ -28,8 +28,8 @@ from branchline.tree.session import Session
 log = logging.getLogger("branchline.sessions")
 
 SESSION_SAMPLING_FIELDS = frozenset(
-    {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "buffered", "flush_s"}
-    | {"n", "response_format"}
+    {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "flush_s"}
+    | {"n", "response_format", "stop"}
 )
 """What a session may say about how it is sampled."""
 SessionState = Literal["open", "completed", "finalized", "aborted"]

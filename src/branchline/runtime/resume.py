@@ -21,10 +21,10 @@ from branchline.core.errors import MessageError, SessionError
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.runtime.answer import AnswerBuilder, AnswerDelta
+from branchline.runtime.headers import CALL_HEADER
 from branchline.runtime.managed_session import ManagedSession
 from branchline.tree.tree import Turn
 
-CALL_HEADER = "x-branchline-call"
 _CALL_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 _ATTEMPT_SEPARATOR = "~"
 """Not in a name: behind it stands the number of an attempt."""

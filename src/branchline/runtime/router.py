@@ -112,20 +112,11 @@ class Router:
     def forget_session(self, session: str) -> None:
         """Lets go of what is kept for a session that has ended."""
         for engine in (self.default_engine, *self._named_engines.values()):
-            if isinstance(engine, Replicas):
-                engine.release_session(session)
+            engine.release_session(session)
 
     async def check_ready(self) -> None:
         """Raises EngineError where a server does not answer."""
-        engines = (
-            self.default_engine.engines
-            if isinstance(self.default_engine, Replicas)
-            else (self.default_engine,)
-        )
-        for engine in engines:
-            ready = getattr(engine, "ready", None)
-            if ready is not None:
-                await ready()
+        await self.default_engine.ready()
 
     async def pause(self) -> None:
         """Holds the policy for a change of its weights; engines that rules name go on."""
@@ -176,9 +167,7 @@ class Router:
             raise InputError(f"engines: {self.default_engine.name} takes no replicas; those behind HTTP do")
         engine = self._create_replica(url)
         try:
-            ready = getattr(engine, "ready", None)
-            if ready is not None:
-                await ready()
+            await engine.ready()
             if version is not None:
                 await engine.resume(version)
             await self.default_engine.add(engine)

@@ -16,12 +16,11 @@ import msgspec
 from branchline.chat.parsing.base import MessageDelta
 from branchline.core.call import Generation
 from branchline.core.errors import EngineInputError, MessageError
+from branchline.core.json_fields import decode_json
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import write_message
 from branchline.engines.upstream_chat import ChatDelta, TokenUsage, ToolCallDelta, UpstreamChat
-from branchline.gateway.config import FALLBACK_MAX_TOKENS, NO_LIMIT
 from branchline.gateway.protocols.openai_tools import is_client_tool, translate_tool_choice
-from branchline.gateway.request_bodies import decode_json
 from branchline.runtime.answer import Answer, AnswerDelta, new_tool_call_id
 from branchline.runtime.call_lifecycle import (
     CallEvent,
@@ -34,6 +33,7 @@ from branchline.runtime.call_lifecycle import (
 from branchline.runtime.call_record import CallRecord
 from branchline.runtime.limits import count_call, reserve_tokens
 from branchline.runtime.managed_session import ManagedSession, SessionOptions
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 
 _OVERRIDDEN_FIELDS = frozenset(
     {
@@ -207,8 +207,8 @@ def _options_from_params(asked: CallRequest) -> dict[str, Any]:
     """The wishes of a client that speaks another protocol; what was left open stays open."""
     params, given = asked.params, asked.request.sampling
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if params.stop:
-        options["stop"] = list(params.stop)
+    if asked.stop:
+        options["stop"] = list(asked.stop)
     if params.grammar is not None:
         options["response_format"] = dict(params.grammar)
     if asked.tool_choice is not None:

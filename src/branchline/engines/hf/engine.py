@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -129,7 +129,7 @@ class HfEngine:
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         check_request(prompt_ids, params, self._limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         job, stream = Job(prompt_ids, params, seed), _ChunkQueue()
@@ -147,6 +147,12 @@ class HfEngine:
             if is_open:
                 with suppress(EngineError):  # closed meanwhile
                     self._submit(partial(self._remove, job))
+
+    async def ready(self) -> None:
+        pass
+
+    def release_session(self, session: str) -> None:
+        pass
 
     async def pause(self) -> None:
         """Returns when the step that was running is done."""

@@ -295,15 +295,6 @@ class Scheduler:
 
     def _finish_reason(self, job: Job, token: int) -> FinishReason | None:
         params = job.params
-        if token in params.stop_ids or (params.stop and self._says_stop(job)):
+        if token in params.stop_ids:
             return "stop"
         return "length" if job.length == len(job.prompt_ids) + params.max_tokens else None
-
-    def _says_stop(self, job: Job) -> bool:
-        """Whether the output ends in, or just went over, a stop text."""
-        assert self._decode is not None
-        # An id stands for at least a byte, so a text of n bytes lies within the last n ids; a few more
-        # because ids that are not shown stand for none.
-        size = max(len(text.encode()) for text in job.params.stop) + 8
-        tail = self._decode(job.output_ids[-size:].tolist())
-        return any(text in tail for text in job.params.stop)

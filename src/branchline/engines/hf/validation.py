@@ -42,8 +42,6 @@ def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits)
         ("presence_penalty", isfinite(params.presence_penalty), "a number"),
         ("frequency_penalty", isfinite(params.frequency_penalty), "a number"),
         ("repetition_penalty", 0 < params.repetition_penalty < inf, "a number above 0"),
-        ("stop", not params.stop or limits.has_text, "none: this engine has no tokenizer"),
-        ("stop", all(params.stop), "texts that are not empty"),
         ("grammar", params.grammar is None, "none: this engine cannot keep to one"),
     ):
         if not is_valid:

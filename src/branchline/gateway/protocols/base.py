@@ -10,7 +10,7 @@ The final event of a stream is made from `Done`, so it cannot leave before the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,30 +18,15 @@ import msgspec
 
 from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import prefix_error, replace_surrogates
-from branchline.engines.base import SamplingParams
-from branchline.gateway.config import NO_LIMIT
-from branchline.gateway.request_bodies import decode_json
+from branchline.core.json_fields import decode_json, prefix_error, replace_surrogates
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_lifecycle import CallRequest, CallResult
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.sampling import JsonObject, read_bool
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-)
 MAX_CHOICES = 128
-MAX_TOKENS_HEADER = "x-branchline-max-tokens"
-"""A client's `max_tokens` once more, where it is a limit that a session's own sampling must not lift."""
 _UNICODE_LINE_SEPARATORS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 """No ends of lines to an event stream, but to many a client that reads one; JSON can do without them."""
-JsonObject = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,76 +127,6 @@ def encode_single_line(data: object) -> bytes:
     return written
 
 
-# -- reading fields ----------------------------------------------------------------------------------
-
-
-def merge_sampling(body: object, caller: RequestContext) -> dict[str, Any]:
-    """A body's fields: the session's sampling goes before the client's, its defaults behind."""
-    if not isinstance(body, dict):
-        raise MessageError("body", body, "a JSON object")
-    options = caller.managed.options
-    given = {name: value for name, value in body.items() if value is not None}
-    return {**options.sampling_defaults, **given, **options.sampling}
-
-
-def read_sampling_params(
-    given: JsonObject, max_tokens_name: str, caller: RequestContext, *, stop_field: str = "stop"
-) -> SamplingParams:
-    """How to sample; every protocol calls these fields the same, but for two."""
-    plain = SamplingParams()
-    wanted = given.get("response_format")
-    grammar = None if not wanted or wanted == {"type": "text"} else wanted
-    if grammar is not None and not isinstance(grammar, dict):
-        raise MessageError("response_format", grammar, "an object")
-    return SamplingParams(
-        max_tokens=_read_max_tokens(given, max_tokens_name, caller),
-        temperature=read_number(given, "temperature", plain.temperature, 0, 100),
-        top_p=read_number(given, "top_p", plain.top_p, 0, 1),
-        top_k=max(0, read_int(given, "top_k", plain.top_k, -1, 2**31)),
-        min_p=read_number(given, "min_p", plain.min_p, 0, 1),
-        presence_penalty=read_number(given, "presence_penalty", plain.presence_penalty, -2, 2),
-        frequency_penalty=read_number(given, "frequency_penalty", plain.frequency_penalty, -2, 2),
-        repetition_penalty=read_number(given, "repetition_penalty", plain.repetition_penalty, 0.01, 100),
-        seed=read_int(given, "seed", 0, -(2**63), 2**63) if "seed" in given else None,
-        stop=read_strings(given, stop_field),
-        grammar=grammar,
-    )
-
-
-def _read_max_tokens(given: JsonObject, name: str, caller: RequestContext) -> int:
-    most = NO_LIMIT if caller.default_max_tokens is None else caller.default_max_tokens
-    if name in given:
-        most = read_int(given, name, 0, 1, 2**31)
-    return most if caller.max_tokens_limit is None else min(most, caller.max_tokens_limit)
-
-
-def explicit_sampling(given: JsonObject, max_tokens_name: str) -> dict[str, Any]:
-    """What was asked for in so many words, for an upstream that has its own defaults."""
-    named = {name: given[name] for name in SAMPLING_FIELDS if name in given}
-    return {**named, "max_tokens": given[max_tokens_name]} if max_tokens_name in given else named
-
-
-def read_number(given: JsonObject, name: str, default: float, least: float, most: float) -> float:
-    value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise MessageError(name, value, f"a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def read_int(given: JsonObject, name: str, default: int, least: int, most: int) -> int:
-    value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise MessageError(name, value, f"a whole number from {least} to {most}")
-    return value
-
-
-def read_bool(given: JsonObject, name: str, default: bool = False) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        raise MessageError(name, value, "true or false")
-    return value
-
-
 def read_include_usage(given: JsonObject) -> bool:
     """Whether a stream is to end with its usage."""
     options = given.get("stream_options") or {}
@@ -222,14 +137,6 @@ def read_include_usage(given: JsonObject) -> bool:
         return read_bool(given, "include_usage")
     except MessageError as error:
         raise prefix_error("stream_options", error) from None
-
-
-def read_strings(given: JsonObject, name: str) -> tuple[str, ...]:
-    value = given.get(name) or []
-    value = [value] if isinstance(value, str) else value
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise MessageError(name, value, "a string or a list of strings")
-    return tuple(text for text in value if text)
 
 
 def read_model_name(given: JsonObject) -> str:

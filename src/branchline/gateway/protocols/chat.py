@@ -19,18 +19,12 @@ from branchline.core.reader import read_messages
 from branchline.core.token_arrays import Floats, Ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,
-    SAMPLING_FIELDS,
     CompletionRequest,
     RequestContext,
     WireProtocol,
     encode_single_line,
-    explicit_sampling,
-    merge_sampling,
-    read_bool,
     read_include_usage,
-    read_int,
     read_model_name,
-    read_sampling_params,
     sse_event,
 )
 from branchline.gateway.protocols.chat_tools import (
@@ -43,6 +37,15 @@ from branchline.gateway.protocols.logprobs import logprob_entries
 from branchline.gateway.request_bodies import BodyReader
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.sampling import (
+    SAMPLING_FIELDS,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_int,
+    read_sampling_params,
+    read_strings,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class ChatRequest(CompletionRequest):
 
 def read_request(body: object, caller: RequestContext) -> ChatRequest:
     """A request's body; the session's own sampling goes before the client's."""
-    given = merge_sampling(body, caller)
+    given = merge_sampling(body, caller.managed.options)
     assert isinstance(body, dict)
     # The session's own limit goes before the client's, whichever of the two names the client uses.
     is_newer = "max_completion_tokens" in given and "max_tokens" not in caller.managed.options.sampling
@@ -72,8 +75,14 @@ def read_request(body: object, caller: RequestContext) -> ChatRequest:
     return ChatRequest(
         CallRequest(
             request,
-            read_sampling_params(given, max_tokens, caller),
-            read_int(given, "n", 1, 1, MAX_CHOICES),
+            read_sampling_params(
+                given,
+                max_tokens,
+                default_max_tokens=caller.default_max_tokens,
+                max_tokens_limit=caller.max_tokens_limit,
+            ),
+            stop=read_strings(given, "stop"),
+            n=read_int(given, "n", 1, 1, MAX_CHOICES),
             single_tool_call=offer.is_legacy or not read_bool(given, "parallel_tool_calls", True),
             new_bytes=caller.managed.message_cache.new_bytes,
         ),

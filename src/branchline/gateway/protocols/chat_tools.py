@@ -13,18 +13,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from branchline.core.arguments import freeform_arguments, freeform_input
 from branchline.core.errors import MessageError
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import ToolList, read_message
 from branchline.core.reader import read_tools as read_objects
-from branchline.gateway.protocols.base import JsonObject
 from branchline.gateway.protocols.openai_tools import (
     ToolAlias,
-    freeform_arguments,
-    freeform_input,
     read_openai_tools,
 )
-from branchline.gateway.request_bodies import MessageCache
+from branchline.runtime.message_cache import MessageCache
+from branchline.runtime.sampling import JsonObject
 from branchline.tree.tree import Tree
 
 _CUSTOM = "custom"

@@ -16,28 +16,31 @@ from branchline.core.token_arrays import Ids, as_ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,
     CompletionRequest,
-    JsonObject,
     RequestContext,
     WireProtocol,
-    explicit_sampling,
-    merge_sampling,
-    read_bool,
     read_include_usage,
-    read_int,
     read_model_name,
-    read_sampling_params,
     sse_event,
 )
 from branchline.gateway.protocols.chat import error_body, usage
 from branchline.gateway.protocols.logprobs import TextOffsets, logprob_entries
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.sampling import (
+    JsonObject,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_int,
+    read_sampling_params,
+    read_strings,
+)
 
 _MAX_LOGPROBS = 20
 
 
 def read_request(body: object, caller: RequestContext) -> CompletionRequest:
-    given = merge_sampling(body, caller)
+    given = merge_sampling(body, caller.managed.options)
     for name, plain in (("echo", False), ("suffix", ""), ("best_of", given.get("n", 1))):
         if given.get(name, plain) != plain:
             raise MessageError(name, given[name], f"{plain!r}: nothing else is done here")
@@ -55,8 +58,14 @@ def read_request(body: object, caller: RequestContext) -> CompletionRequest:
     return CompletionRequest(
         CallRequest(
             request,
-            read_sampling_params(given, "max_tokens", caller),
-            read_int(given, "n", 1, 1, MAX_CHOICES),
+            read_sampling_params(
+                given,
+                "max_tokens",
+                default_max_tokens=caller.default_max_tokens,
+                max_tokens_limit=caller.max_tokens_limit,
+            ),
+            stop=read_strings(given, "stop"),
+            n=read_int(given, "n", 1, 1, MAX_CHOICES),
             raw_prompt=prompt,
         ),
         read_model_name(given),

@@ -20,15 +20,10 @@ from branchline.core.json_fields import prefix_error, read_text_field
 from branchline.core.message import ToolCall
 from branchline.core.reader import read_tools
 from branchline.gateway.protocols.base import (
-    JsonObject,
     ParsedRequest,
     RequestContext,
     WireProtocol,
-    explicit_sampling,
-    merge_sampling,
-    read_bool,
     read_model_name,
-    read_sampling_params,
     sse_event,
 )
 from branchline.gateway.protocols.messages_blocks import (
@@ -43,6 +38,14 @@ from branchline.gateway.protocols.messages_blocks import (
 from branchline.gateway.protocols.vendor_tools import anthropic_tool, warn_unsupported_tool
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.sampling import (
+    JsonObject,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_sampling_params,
+    read_strings,
+)
 
 _TOOL_CHOICE_TYPES = ("auto", "any", "tool", "none")
 _THREAD_FIELD = "thread.previous_message_id"
@@ -50,7 +53,7 @@ _THREAD_FIELD = "thread.previous_message_id"
 
 def read_request(body: object, caller: RequestContext) -> ParsedRequest:
     """A request's body; the session's own sampling goes before the client's."""
-    given = merge_sampling(body, caller)
+    given = merge_sampling(body, caller.managed.options)
     _reject_thread(given.get("thread"))
     choice, single_call = _read_tool_choice(given)
     request = Request.read(
@@ -66,10 +69,18 @@ def read_request(body: object, caller: RequestContext) -> ParsedRequest:
     )
     # A session says `stop`, whatever the protocol.
     says_stop = "stop" in caller.managed.options.sampling or "stop_sequences" not in given
-    params = read_sampling_params(
-        given, "max_tokens", caller, stop_field="stop" if says_stop else "stop_sequences"
+    asked = CallRequest(
+        request,
+        read_sampling_params(
+            given,
+            "max_tokens",
+            default_max_tokens=caller.default_max_tokens,
+            max_tokens_limit=caller.max_tokens_limit,
+        ),
+        stop=read_strings(given, "stop" if says_stop else "stop_sequences"),
+        single_tool_call=single_call,
+        tool_choice=choice,
     )
-    asked = CallRequest(request, params, single_tool_call=single_call, tool_choice=choice)
     return ParsedRequest(asked, read_model_name(given), stream=read_bool(given, "stream"))
 
 

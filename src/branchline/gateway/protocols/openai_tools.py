@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import replace_surrogates
-from branchline.gateway.protocols.base import JsonObject
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, VendorTool, warn_unsupported_tool
+from branchline.runtime.sampling import JsonObject
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _CLIENT_KINDS = ("function", "custom", "namespace")
@@ -158,26 +156,3 @@ def _freeform_schema(tool: JsonObject) -> dict[str, Any]:
         shape["description"] = tool["description"]
     shape["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     return shape
-
-
-def freeform_arguments(text: str) -> str:
-    """The arguments that mean an input of a freeform tool.
-
-    >>> freeform_arguments("a patch")
-    '{"input":"a patch"}'
-    """
-    return msgspec.json.encode({"input": text}).decode()
-
-
-def freeform_input(arguments: str) -> str:
-    """The input of a freeform tool out of the arguments a model wrote; what is nothing of the kind stays.
-
-    >>> freeform_input('{"input": "a patch"}'), freeform_input('{"patch": 1}')
-    ('a patch', '{"patch": 1}')
-    """
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = value.get("input") if isinstance(value, dict) and len(value) == 1 else None
-    return text if isinstance(text, str) else arguments

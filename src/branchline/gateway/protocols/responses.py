@@ -19,17 +19,7 @@ from branchline.core.errors import MessageError
 from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
 from branchline.gateway.http_errors import CONTEXT_LENGTH_EXCEEDED
-from branchline.gateway.protocols.base import (
-    JsonObject,
-    RequestContext,
-    WireProtocol,
-    explicit_sampling,
-    merge_sampling,
-    read_bool,
-    read_int,
-    read_model_name,
-    read_sampling_params,
-)
+from branchline.gateway.protocols.base import RequestContext, WireProtocol, read_model_name
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.protocols.openai_tools import read_openai_tools
 from branchline.gateway.protocols.responses_history import RESPONSE_ID_PREFIX, ResponseHistory
@@ -37,6 +27,15 @@ from branchline.gateway.protocols.responses_items import ItemReader
 from branchline.gateway.protocols.responses_output import ResponsesRequest, build_response
 from branchline.gateway.protocols.responses_stream import ResponsesStream
 from branchline.runtime.call_lifecycle import CallRequest
+from branchline.runtime.sampling import (
+    JsonObject,
+    explicit_sampling,
+    merge_sampling,
+    read_bool,
+    read_int,
+    read_sampling_params,
+    read_strings,
+)
 
 _ECHOED_DEFAULTS: dict[str, Any] = {
     "background": False,
@@ -71,7 +70,7 @@ def read_request(body: object, caller: RequestContext) -> ResponsesRequest:
         raise MessageError("body", body, "a JSON object")
     own = {name: value for name, value in body.items() if value is not None}
     _reject_unsupported(own)
-    given = merge_sampling({**own, **_chat_sampling_fields(own)}, caller)
+    given = merge_sampling({**own, **_chat_sampling_fields(own)}, caller.managed.options)
     past = ResponseHistory(caller.managed.session.tree)
     reader = ItemReader(past)
     messages = _read_messages(own, past, reader)
@@ -94,7 +93,13 @@ def read_request(body: object, caller: RequestContext) -> ResponsesRequest:
     return ResponsesRequest(
         CallRequest(
             request,
-            read_sampling_params(given, "max_tokens", caller),
+            read_sampling_params(
+                given,
+                "max_tokens",
+                default_max_tokens=caller.default_max_tokens,
+                max_tokens_limit=caller.max_tokens_limit,
+            ),
+            stop=read_strings(given, "stop"),
             single_tool_call=not read_bool(given, "parallel_tool_calls", True),
             tool_choice=_read_tool_choice(given),
         ),

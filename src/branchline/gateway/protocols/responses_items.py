@@ -15,20 +15,19 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from branchline.core.arguments import freeform_arguments, freeform_input
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
 from branchline.core.message import Media, Message, ToolCall, WireShape
 from branchline.core.reader import read_message
-from branchline.gateway.protocols.base import JsonObject
 from branchline.gateway.protocols.openai_tools import (
     ToolAlias,
-    freeform_arguments,
-    freeform_input,
     model_tool_name,
     read_openai_tools,
 )
 from branchline.gateway.protocols.responses_history import ResponseHistory
 from branchline.gateway.protocols.vendor_tools import TOOLS_BY_ITEM_TYPE, drop_empty
+from branchline.runtime.sampling import JsonObject
 
 _REASONING_PREFIX = "branchline:"
 _ROLES = ("user", "assistant", "system", "developer")

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.chat.base import Codec
+from branchline.core.arguments import freeform_input
 from branchline.core.message import ToolCall
-from branchline.gateway.protocols.base import JsonObject, ParsedRequest
+from branchline.gateway.protocols.base import ParsedRequest
 from branchline.gateway.protocols.logprobs import LogprobAligner, LogprobEntry
-from branchline.gateway.protocols.openai_tools import ToolAlias, freeform_input
+from branchline.gateway.protocols.openai_tools import ToolAlias
 from branchline.gateway.protocols.responses_history import item_id
 from branchline.gateway.protocols.responses_items import encode_reasoning
 from branchline.runtime.answer import Answer
 from branchline.runtime.call_lifecycle import CallResult
+from branchline.runtime.sampling import JsonObject
 
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The finish reasons that are no completion, by the names they have here."""
