@@ -67,7 +67,7 @@ async def _measure(pause_s: float, whole: bool) -> dict[str, EngineCost]:
     ids = list(range(2000, 2000 + REPLY_TOKENS))
     options = MockOptions(ids, [f"token{one}" for one in ids], [], pause_s=pause_s)
     params = SamplingParams(flush_s=BUFFERED_FLUSH_S if whole else 0.0)
-    async with server_process("mock", msgspec.to_builtins(options)) as mock, httpx.AsyncClient() as client:
+    async with server_process("mock_vllm", msgspec.to_builtins(options)) as mock, httpx.AsyncClient() as client:
         engine, other = VllmEngine(mock.url, model="mock"), VllmEngine(mock.url, model="mock")
         asks: dict[str, RequestFunction] = {
             "httpx": lambda: _by_httpx(client, mock.url, STREAM_INTERVAL if whole else 1),
