@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import ContextLengthError, EngineBusyError, EngineError, EngineInputError
-from branchline.engines.http import ServerConfig
+from branchline.engines.client import ServerConfig
 from branchline.engines.upstream_chat import ChatDelta, TokenUsage, ToolCallDelta, UpstreamChat
 from tests.engines.fake_model import run
 from tests.engines.fake_servers import FakeChat

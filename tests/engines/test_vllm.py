@@ -10,7 +10,7 @@ from msgspec import Raw
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Engine, SamplingParams
-from branchline.engines.http import ServerConfig
+from branchline.engines.client import ServerConfig
 from branchline.engines.vllm import VllmEngine, VllmReader
 from tests.engines.fake_model import (
     EOS,

@@ -117,9 +117,8 @@ class HttpConnection(asyncio.Protocol):
         """Closes the connection. The buffer of a running request keeps its data and ends with an error."""
         self._fail("closed by the client")
 
-    async def close(self) -> None:
-        """Aborts, and returns when the socket is closed."""
-        self.abort()
+    async def wait_closed(self) -> None:
+        """Returns when the socket is closed."""
         await asyncio.wait([self._connection_lost])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
