@@ -1,8 +1,7 @@
-"""The parts of the embedded engine by themselves: sampling, kept prefixes, who computes next, attention."""
+"""The parts of the embedded engine: sampling, prefix cache, scheduler, attention."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from hypothesis import strategies as st
 
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
-from branchline.engines.hf import prefix_cache
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
 
-from branchline.engines.hf import attention, linear, sampling, scheduler
+from branchline.engines.hf import attention, prefix_cache, sampling, scheduler
 from branchline.engines.hf.job import Job
 from tests.engines.tiny_model import greedy, hf, prompt, reference_ids, tiny_model, torch, transformers
 
@@ -38,7 +36,7 @@ def make_job(seed: int = 0, ids: Any = (1, 2), **params: Any) -> Any:
     st.floats(0.05, 0.999),
     st.floats(0.001, 0.9),
 )
-def test_truncation_is_that_of_transformers(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation_equals_that_of_transformers(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     torch.manual_seed(seed)
     scores = torch.randn(4, 50) * 3
     params = [
@@ -60,7 +58,7 @@ def test_truncation_is_that_of_transformers(seed: int, top_k: int, top_p: float,
     assert torch.equal(sampling.truncate_scores(scores, params), torch.cat(expected))
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_samples_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     jobs = [make_job(seed, temperature=1.5) for seed in range(20_000)]
     draws = sampling.sample(logits.expand(len(jobs), -1), jobs, "processed")
@@ -78,17 +76,17 @@ def test_random_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
     assert sampling.uniform(-1, 0) == sampling.uniform(2**64 - 1, 0)
 
 
-def test_an_id_of_probability_zero_is_never_drawn_even_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_id_of_probability_zero_is_never_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]])
     for number, expected in ((0.0, 1), (1.0, 2)):
         monkeypatch.setattr(sampling, "uniform", lambda seed, position, number=number: number)
         assert sampling.sample(logits, [make_job()], "raw").ids == [expected]
 
 
-def test_penalties_count_what_they_should() -> None:
+def test_penalties_count_prompt_and_output_ids() -> None:
     logits = torch.tensor([[3.0, 2.9, -1.0, 2.8, 0.0]])
-    # Prompt ids 0 and 2, output ids 1, 1: repetition touches 0, 1, 2; presence and frequency touch 1.
-    one = make_job(
+    # Prompt ids 0 and 2, output ids 1, 1: repetition applies to 0, 1, 2; presence and frequency to 1.
+    job = make_job(
         ids=(0, 2),
         temperature=1.0,
         repetition_penalty=2.0,
@@ -96,27 +94,27 @@ def test_penalties_count_what_they_should() -> None:
         frequency_penalty=0.25,
         top_k=1,
     )
-    one.append(1)
-    one.append(1)
+    job.append(1)
+    job.append(1)
     expected = torch.tensor([[1.5, 2.9 / 2 - 0.5 - 2 * 0.25, -2.0, 2.8, 0.0]])
-    draws = sampling.sample(logits, [one], "raw")
-    assert torch.allclose(sampling._apply_penalties(logits, [copy_job(one)]), expected)
+    draws = sampling.sample(logits, [job], "raw")
+    assert torch.allclose(sampling._apply_penalties(logits, [copy_job(job)]), expected)
     assert draws.ids == [3]
     assert draws.logprobs == pytest.approx([logits.log_softmax(-1)[0, 3].item()])
-    # The id just drawn counts from now on, once.
-    again = sampling._apply_penalties(logits, [one])[0, 3].item()
+    # The sampled id is counted from now on.
+    again = sampling._apply_penalties(logits, [job])[0, 3].item()
     assert again == pytest.approx(2.8 / 2 - 0.5 - 0.25)
 
 
-def copy_job(one: Any) -> Any:
-    """The same job, counting from nothing."""
-    other = Job(one.prompt_ids, one.params, one.seed)
-    for token in one.output_ids:
-        other.append(token)
-    return other
+def copy_job(job: Any) -> Any:
+    """The same job without penalty counts."""
+    copy = Job(job.prompt_ids, job.params, job.seed)
+    for token in job.output_ids:
+        copy.append(token)
+    return copy
 
 
-def test_rows_of_every_kind_share_a_batch() -> None:
+def test_rows_with_different_parameters_share_a_batch() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 40)
     jobs = [
@@ -127,46 +125,46 @@ def test_rows_of_every_kind_share_a_batch() -> None:
         make_job(5, temperature=1e-30),
     ]
     together = sampling.sample(logits, jobs, "processed")
-    apart = [sampling.sample(logits[n : n + 1], [copy_job(one)], "processed") for n, one in enumerate(jobs)]
+    apart = [sampling.sample(logits[n : n + 1], [copy_job(job)], "processed") for n, job in enumerate(jobs)]
     assert together.ids == [draws.ids[0] for draws in apart]
     assert together.logprobs == pytest.approx([draws.logprobs[0] for draws in apart])
-    assert together.ids[4] == logits[4].argmax().item(), "too cold to divide by is greedy"
+    assert together.ids[4] == logits[4].argmax().item(), "a temperature near 0 is greedy"
 
 
-# Kept prefixes
+# Prefix cache
 
 
 @properties
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20), st.integers(1, 20))
-def test_kept_prefixes_stay_within_the_limit_and_answer_the_longest(
+def test_prefix_cache_stays_within_its_limit_and_finds_the_longest_prefix(
     added: list[list[int]], limit: int
 ) -> None:
-    kept = prefix_cache.PrefixCache(limit, 1)
+    cache = prefix_cache.PrefixCache(limit, 1)
     for ids in added:
-        kept.add(as_ids(ids), list)
-        assert kept.token_count <= limit
+        cache.add(as_ids(ids), list)
+        assert cache.token_count <= limit
         if len(ids) <= limit:
-            assert kept.find_longest(as_ids([*ids, 9]))[0] == len(ids), "what was just added is there"
-        entries = [entry.ids.tolist() for entry in kept._entries]
+            assert cache.find_longest(as_ids([*ids, 9]))[0] == len(ids), "the sequence just added is found"
+        entries = [entry.ids.tolist() for entry in cache._entries]
         assert not any(a == b[: len(a)] for a in entries for b in entries if a is not b)
         for probe in added:
             best = max(
                 (prefix_cache.common_prefix_length(as_ids(probe), as_ids(entry)) for entry in entries),
                 default=0,
             )
-            assert kept.find_longest(as_ids(probe))[0] == best
+            assert cache.find_longest(as_ids(probe))[0] == best
 
 
-def test_keys_and_values_are_not_copied_for_what_is_kept_already() -> None:
-    kept = prefix_cache.PrefixCache(10, 1)
-    kept.add(as_ids([1, 2, 3]), list)
+def test_keys_and_values_of_a_cached_prefix_are_not_copied() -> None:
+    cache = prefix_cache.PrefixCache(10, 1)
+    cache.add(as_ids([1, 2, 3]), list)
     for ids in ([1, 2], [1, 2, 3], list(range(11))):
-        kept.add(as_ids(ids), lambda: pytest.fail("copied"))
+        cache.add(as_ids(ids), lambda: pytest.fail("copied"))
 
 
-def test_kept_keys_and_values_take_the_bytes_that_are_counted() -> None:
+def test_cached_keys_and_values_use_the_counted_bytes() -> None:
     token_bytes = 3 * 2 * 2 * 16 * 4
-    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(cache_bytes=400 * token_bytes), None)
+    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(cache_bytes=400 * token_bytes))
     with torch.inference_mode():
         for n in range(8):
             work.add(Job(prompt(n, 90), greedy(4 + n), 0))
@@ -182,11 +180,11 @@ def test_kept_keys_and_values_take_the_bytes_that_are_counted() -> None:
     assert work.stats.evictions == 4, "four of eight fit"
 
 
-# Who computes next
+# Scheduler
 
 
-def test_a_long_prompt_does_not_hold_up_those_that_are_decoding() -> None:
-    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(prefill_tokens=32), None)
+def test_long_prompt_does_not_delay_decoding_rows() -> None:
+    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(prefill_tokens=32))
     short, long = Job(prompt(1, 10), greedy(40), 0), Job(prompt(2, 320), greedy(3), 0)
     with torch.inference_mode():
         work.add(short)
@@ -204,8 +202,8 @@ def test_a_long_prompt_does_not_hold_up_those_that_are_decoding() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_a_long_prompt_does_not_hold_up_short_ones_nor_they_it(at_once: int) -> None:
-    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(prefill_tokens=32), None)
+def test_long_and_short_prompts_do_not_delay_each_other(at_once: int) -> None:
+    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(prefill_tokens=32))
     long = Job(prompt(2, 320), greedy(3), 0)
     with torch.inference_mode():
         work.add(long)
@@ -217,15 +215,15 @@ def test_a_long_prompt_does_not_hold_up_short_ones_nor_they_it(at_once: int) -> 
             work.step()
             work.step()
             if at_once == 1:
-                assert shorts[0].output_ids.size, "a short one is answered within two steps"
+                assert shorts[0].output_ids.size, "a short prompt is computed within two steps"
             assert long.num_computed_tokens >= min(32 * (turn + 2), 320), (
-                "and the long one computes in every other"
+                "the long prompt is computed in every second step"
             )
     assert long.output_ids.tolist() == reference_ids(tiny_model(), prompt(2, 320), 3)
 
 
-def test_memory_of_the_batch_is_given_back_when_nothing_runs() -> None:
-    work = scheduler.Scheduler(tiny_model(), hf.HfConfig(), None)
+def test_batch_memory_is_freed_when_nothing_runs() -> None:
+    work = scheduler.Scheduler(tiny_model(), hf.HfConfig())
     with torch.inference_mode():
         work.add(Job(prompt(1, 10), greedy(2), 0))
         work.step()
@@ -234,15 +232,15 @@ def test_memory_of_the_batch_is_given_back_when_nothing_runs() -> None:
     assert work._kv_cache.capacity == (0, 0)
 
 
-def test_a_prompt_dropped_half_way_leaves_nothing_behind_that_is_no_number() -> None:
+def test_prompt_removed_half_way_leaves_no_nan_in_its_row() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[999] = float("nan")
-    work = scheduler.Scheduler(model, hf.HfConfig(prefill_tokens=16), None)
-    staying, poisoned = Job(prompt(1, 10), greedy(30), 0), Job(as_ids([999] * 100), greedy(5), 0)
+    work = scheduler.Scheduler(model, hf.HfConfig(prefill_tokens=16))
+    kept, poisoned = Job(prompt(1, 10), greedy(30), 0), Job(as_ids([999] * 100), greedy(5), 0)
     next_in_row = Job(prompt(2, 12), greedy(30), 0)
     with torch.inference_mode():
-        work.add(staying)
+        work.add(kept)
         work.add(poisoned)
         for _ in range(4):
             work.step()
@@ -251,13 +249,13 @@ def test_a_prompt_dropped_half_way_leaves_nothing_behind_that_is_no_number() -> 
         work.add(next_in_row)
         while work.is_busy:
             work.step()
-    assert staying.output_ids.tolist() == reference_ids(tiny_model(), prompt(1, 10), 30)
+    assert kept.output_ids.tolist() == reference_ids(tiny_model(), prompt(1, 10), 30)
     assert next_in_row.output_ids.tolist() == reference_ids(tiny_model(), prompt(2, 12), 30)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: int) -> None:
-    """Small limits, shared prefixes, removals and forgetting at random: the ids are what `generate` gives."""
+def test_any_order_of_adding_removing_and_invalidating_gives_the_same_ids(seed: int) -> None:
+    """Small limits, shared prefixes, random removals and invalidations: the ids are those of `generate`."""
     random = np.random.default_rng(seed)
     token_bytes = 3 * 2 * 2 * 16 * 4
     config = hf.HfConfig(
@@ -266,9 +264,9 @@ def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: in
         cache_bytes=int(random.integers(0, 800)) * token_bytes,
         prefill_tokens=int(random.integers(8, 200)),
     )
-    work = scheduler.Scheduler(tiny_model(), config, None)
+    work = scheduler.Scheduler(tiny_model(), config)
     trunk, model = prompt(99, 240).tolist(), tiny_model()
-    jobs, dropped = [], set()
+    jobs, removed = [], set()
     with torch.inference_mode():
         for n in range(14):
             ids = as_ids(
@@ -280,9 +278,9 @@ def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: in
                 if work.is_busy:
                     work.step()
             if random.random() < 0.2:
-                gone = jobs[random.integers(0, len(jobs))]
-                work.remove(gone)
-                dropped.add(gone)
+                job = jobs[random.integers(0, len(jobs))]
+                work.remove(job)
+                removed.add(job)
             if random.random() < 0.15:
                 work.invalidate()
             stats = work.stats
@@ -292,63 +290,10 @@ def test_any_order_of_joining_leaving_and_forgetting_gives_the_same_ids(seed: in
             assert rows <= 1 or rows * length * token_bytes <= config.batch_bytes
         while work.is_busy:
             work.step()
-    for one in jobs:
-        size = len(one.output_ids)
-        assert one in dropped or size == one.params.max_tokens
-        assert one.output_ids.tolist() == (reference_ids(model, one.prompt_ids, size) if size else [])
-
-
-# Linear layers
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 64])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_few_rows_give_what_a_linear_layer_gives(rows: int, has_bias: bool) -> None:
-    torch.manual_seed(0)
-    plain_layer = torch.nn.Linear(512, 300, bias=has_bias)
-    layer = copy.deepcopy(plain_layer)
-    linear.install(layer)
-    assert type(layer) is linear.SmallBatchLinear
-    for shape in ((rows, 1, 512), (rows, 512), (1, rows, 512)):
-        states = torch.randn(shape)
-        with torch.inference_mode():
-            output, expected = layer(states), plain_layer(states)
-        assert output.stride() == expected.stride()
-        assert torch.allclose(output, expected, atol=1e-5)
-
-
-def test_few_rows_are_turned_round_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    turned = []
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda left, right: turned.append(right.shape[1]) or mm(left, right))
-    layer = torch.nn.Linear(512, 300)
-    linear.install(layer)
-    with torch.inference_mode():
-        for rows in (1, 2, 8, 9, 64):
-            layer(torch.randn(rows, 1, 512))
-    assert turned == [2, 8], "as long as the rows fit the nearest cache"
-    layer(torch.randn(2, 512)).sum().backward()
-    assert turned == [2, 8], "who learns beside the engine computes as ever"
-
-
-def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
-    layer = torch.nn.Linear(512, 300)
-    linear.install(layer)
-    other = copy.deepcopy(layer)
-    with torch.inference_mode():
-        other.weight.zero_()
-        other.bias.zero_()
-        assert not other(torch.randn(2, 512)).any()
-        assert layer(torch.randn(2, 512)).any()
-
-
-def test_layers_that_are_not_plain_are_left_alone() -> None:
-    class Other(torch.nn.Linear):
-        pass
-
-    model = torch.nn.Sequential(Other(4, 4), torch.nn.Linear(4, 4, dtype=torch.bfloat16))
-    linear.install(model)
-    assert [type(layer) for layer in model] == [Other, torch.nn.Linear]
+    for job in jobs:
+        size = len(job.output_ids)
+        assert job in removed or size == job.params.max_tokens
+        assert job.output_ids.tolist() == (reference_ids(model, job.prompt_ids, size) if size else [])
 
 
 # Attention
@@ -356,7 +301,7 @@ def test_layers_that_are_not_plain_are_left_alone() -> None:
 
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("has_mask", [True, False])
-def test_grouped_attention_is_that_of_transformers(width: int, has_mask: bool) -> None:
+def test_grouped_attention_equals_that_of_transformers(width: int, has_mask: bool) -> None:
     torch.manual_seed(0)
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 3, True
@@ -370,11 +315,10 @@ def test_grouped_attention_is_that_of_transformers(width: int, has_mask: bool) -
     assert torch.allclose(output, expected, atol=1e-6)
 
 
-def test_a_model_beside_the_engine_computes_and_learns_as_before() -> None:
+def test_model_with_grouped_attention_computes_and_trains_as_before() -> None:
     ids = torch.from_numpy(prompt(1, 40).astype(np.int64))[None]
     models = [tiny_model(), tiny_model()]
     attention.install(models[0])
-    linear.install(models[0])
     assert models[0].config._attn_implementation == attention.ATTENTION_NAME
     losses = [model(ids, labels=ids).loss for model in models]
     for loss in losses:
