@@ -336,6 +336,20 @@ def test_credentials_are_sent_as_authorization_header(user: str, key: str, heade
     run(main())
 
 
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://[::1"]
+)
+def test_invalid_url_is_refused(url: str) -> None:
+    with pytest.raises(InputError, match="url: got"):
+        ServerConfig(url)
+
+
+def test_name_and_repr_contain_no_secrets() -> None:
+    server = ServerConfig("http://user:hidden@host:8000/v1", api_key="secret")
+    assert server.host_port == "host:8000"
+    assert "secret" not in repr(server)
+
+
 @pytest.mark.parametrize("key", ["two\nlines", "sch\xf6n", "tab\t"])
 def test_api_key_that_no_header_can_carry_is_refused(key: str) -> None:
     with pytest.raises(InputError, match="api_key") as raised:

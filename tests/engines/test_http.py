@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import BUFFERED_FLUSH_S
-from branchline.engines.client import ServerConfig
 from branchline.engines.http import STREAM_INTERVAL
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake_model import (
@@ -392,17 +391,3 @@ def test_close_ends_running_generations() -> None:
                 await task
 
     run(main())
-
-
-@pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://[::1"]
-)
-def test_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(InputError, match="url: got"):
-        ServerConfig(url)
-
-
-def test_name_and_repr_contain_no_secrets() -> None:
-    server = ServerConfig("http://user:hidden@host:8000/v1", api_key="secret")
-    assert server.host_port == "host:8000"
-    assert "secret" not in repr(server)

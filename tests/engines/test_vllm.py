@@ -214,35 +214,6 @@ def test_prompt_that_differs_in_any_id_is_an_error(prompt: str, before: int) -> 
     assert reader.ids == [1] * before
 
 
-@pytest.mark.parametrize("seen", [[5, 6, 7], [5, 6, 8]])
-@pytest.mark.parametrize("spaces", [False, True])
-def test_text_that_looks_like_the_prompt_is_not_taken_for_it(seen: list[int], spaces: bool) -> None:
-    text = '"prompt_token_ids":[5,6,7],\\"prompt_token_ids\\":[5,6,7]'
-    event = completion_event(str(seen) if spaces else str(seen).replace(" ", ""), text, stop_reason=text)
-    assert b'\\"prompt_token_ids' in event
-    reader = VllmReader("e", b"[5,6,7]")
-    if seen == [5, 6, 7]:
-        is_stripped = reader._strip_prompt(event) != event
-        assert is_stripped != spaces
-        reader.read([event])
-        assert reader.ids == [1]
-    else:
-        with pytest.raises(EngineError, match="another prompt"):
-            reader.read([event])
-
-
-@pytest.mark.parametrize("seen", ["[5,6,7]", "[5,6,8]"])
-def test_prompt_in_another_field_is_not_taken_for_the_one_seen(seen: str) -> None:
-    reader = VllmReader("e", b"[5,6,7]")
-    event = completion_event(seen, other={"prompt_token_ids": [5, 6, 7]})
-    if seen == "[5,6,7]":
-        reader.read([event])
-        assert reader.ids == [1]
-    else:
-        with pytest.raises(EngineError, match="another prompt"):
-            reader.read([event])
-
-
 def test_prompt_may_come_after_the_first_event() -> None:
     reader = VllmReader("e", b"[5,6,7]")
     reader.read([b'{"choices":[]}'])

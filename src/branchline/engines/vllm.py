@@ -37,7 +37,6 @@ class VllmEvent(Struct):
     choices: list[VllmChoice] | None = None
 
 
-_PROMPT_KEY = b'"prompt_token_ids":'
 _decode_event = msgspec.json.Decoder(VllmEvent).decode
 
 
@@ -48,13 +47,9 @@ class VllmReader(OutputReader):
         super().__init__()
         self._engine = engine
         self._prompt = prompt
-        self._is_first = True
 
     def read(self, events: Sequence[bytes]) -> None:
         for data in events:
-            if self._is_first:
-                self._is_first = False
-                data = self._strip_prompt(data)
             try:
                 choices = _decode_event(data).choices
             except msgspec.DecodeError as error:
@@ -81,17 +76,6 @@ class VllmReader(OutputReader):
         self.finish_reason = FINISH_REASONS.get(reason)
         if self.finish_reason is None:
             raise EngineError(f"{self._engine}: the server ended a generation with {reason!r}")
-
-    def _strip_prompt(self, data: bytes) -> bytes:
-        """Removes the prompt from the first event, which repeats it, unless it differs from ours: a prompt
-        that is equal byte for byte need not be parsed.
-
-        Inside a JSON string the key's quotes would be escaped, so a match is the key.
-        """
-        before, key, after = data.partition(_PROMPT_KEY)
-        if not after.startswith(self._prompt):
-            return data
-        return b"".join((before, key, b"null", after[len(self._prompt) :]))
 
     def _check_prompt(self, seen: bytes) -> None:
         if seen in (self._prompt, b"null"):
