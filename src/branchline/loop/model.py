@@ -22,9 +22,9 @@ from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import MessageError, SessionError
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
-from branchline.core.reader import ToolList
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, Ids
+from branchline.core.tools import ToolList
 from branchline.engines.base import Engine
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.gateway.protocols.chat import CHAT
@@ -161,11 +161,11 @@ class SessionModel:
 
     def _export_samples(self) -> list[Sample]:
         live = self.managed
-        with live.session.snapshot() as tree:
-            if live.options.eval or not tree.calls:
-                return []
-            policy = ExportPolicy(include_missing_logprobs=True)
-            return export_samples(tree, policy, session=live.id, reward=live.reward).samples
+        tree = live.session.snapshot()
+        if live.options.eval or not tree.calls:
+            return []
+        policy = ExportPolicy(include_missing_logprobs=True)
+        return export_samples(tree, policy, session=live.id, reward=live.reward).samples
 
     def _call_record(self, call_id: str) -> CallRecord:
         live = self.managed
