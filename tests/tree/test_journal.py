@@ -1,4 +1,4 @@
-"""The journal keeps acknowledged records in order after kills, truncated files, full disks and second openers."""
+"""The journal keeps acknowledged records in order after kills, truncation, full disks and second openers."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def test_everything_acknowledged_survives_kill_9(path: Path, durability: Durabil
 
 
 def crashed_copy(path: Path, records: list[bytes], sizes: list[int]) -> Path:
-    """Returns a copy of a journal and its WAL as after a crash; appends the WAL's size per commit to `sizes`."""
+    """Copies a journal and its WAL as after a crash; appends the WAL's size per commit to `sizes`."""
     crashed = path.with_name("crashed.journal")
     wal = Path(f"{path}-wal")
     with Journal(path) as journal:
