@@ -366,7 +366,7 @@ def test_13_an_empty_generation_is_recorded_and_continued() -> None:
     assert turn.parent is node
     session.commit(turn, Generation(codec.encode_reply(A("yes")), np.zeros(4, np.float32)))
     (line,) = timelines_of(session.tree)
-    assert [span.end - span.start for span in line.assistant_spans] == [0, 4]
+    assert [node.end - node.sampled_start for node in line.sampled_nodes] == [0, 4]
     assert export_samples(session.tree).report.is_balanced
     assert len(timelines_of(merge([logged([U("u")], "", [1], [], finish_reason="length")]).tree)) == 1
 

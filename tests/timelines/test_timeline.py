@@ -40,14 +40,14 @@ def test_origins_distinguish_template_context_and_sampled() -> None:
     assert Origin.SAMPLED == 2
 
 
-def test_spans_give_the_exact_prompt_and_output_of_every_turn() -> None:
+def test_nodes_give_the_exact_prompt_and_output_of_every_turn() -> None:
     session = conversation()
     (line,) = timelines_of(session.tree)
-    prompts = [ToyCodec().decode(line.ids[: span.start]) for span in line.assistant_spans]
+    prompts = [ToyCodec().decode(line.ids[: node.sampled_start]) for node in line.sampled_nodes]
     assert prompts == ["user:p\nassistant:", "user:p\nassistant:A1user:x\nassistant:"]
-    outputs = [ToyCodec().decode(line.ids[span.start : span.end]) for span in line.assistant_spans]
+    outputs = [ToyCodec().decode(line.ids[node.sampled_start : node.end]) for node in line.sampled_nodes]
     assert outputs == ["A1", "A2"]
-    assert [span.call.prompt_tokens for span in line.assistant_spans] == [len(prompt) for prompt in prompts]
+    assert [call.prompt_tokens for call in line.calls] == [len(prompt) for prompt in prompts]
 
 
 def test_versions_are_known_per_token() -> None:

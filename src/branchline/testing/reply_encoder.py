@@ -1,8 +1,7 @@
-"""Encodes replies as a real model samples them: in the template's format, with non-canonical tokenization.
+"""Says messages as a real model would: in its template's format, and not always in its tokenizer's words.
 
-Sampled ids need not be the ids that the tokenizer gives for their text. With `vary_tokenization`, texts are
-split at random positions and JSON is sometimes compact, so that code which re-encodes sampled text fails
-tests.
+Sampled ids need not be what the tokenizer would make of their text. An odd speaker cuts words anywhere and
+writes compact JSON, so that whatever encodes a sampled text again is found out.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from branchline.core.token_arrays import Ids, as_ids
 
 
 class TemplateReplyEncoder:
-    """Encodes replies as the chat template renders them."""
+    """A model that writes as its chat template shows its own replies."""
 
     def __init__(self, codec: GenericCodec, rng: Random, *, vary_tokenization: bool = True) -> None:
         self._codec = codec
         self._rng = rng
         self._vary_tokenization = vary_tokenization
         self._template = codec.tokenizer.chat_template(tools=True)
-        self._traits = codec.template_traits(self._template)
+        self._dialect = codec.template_traits(self._template)
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
         text = self._render(message)
@@ -38,43 +37,43 @@ class TemplateReplyEncoder:
         return as_ids(ids)
 
     def _render(self, message: Message) -> str:
-        """Returns the reply as the template renders it as the last message."""
-        user = Message("user", ".")
-        prompt = self._template.render(self._traits.to_template_messages([user]), now=self._codec.now)
-        conversation = self._template.render(
-            self._traits.to_template_messages([user, message]),
+        """The reply as the template shows it when it is the last thing said."""
+        ask = Message("user", ".")
+        prompt = self._template.render(self._dialect.to_template_messages([ask]), now=self._codec.now)
+        whole = self._template.render(
+            self._dialect.to_template_messages([ask, message]),
             now=self._codec.now,
             add_generation_prompt=False,
         )
-        assert conversation.startswith(prompt), (prompt, conversation)
-        reply = conversation[len(prompt) :]
+        assert whole.startswith(prompt), (prompt, whole)
+        said = whole[len(prompt) :]
         ends = [
             start
-            for start, _, token in self._codec.segment_encoder.find_added_tokens(reply)
+            for start, _, token in self._codec.segment_encoder.find_added_tokens(said)
             if token in self._codec.stop_ids
         ]
-        reply = reply[: ends[-1]] if ends else reply
+        said = said[: ends[-1]] if ends else said
         if not message.reasoning_content:
-            reply = reply.removeprefix(EMPTY_THINK)
+            said = said.removeprefix(EMPTY_THINK)
         if self._vary_tokenization and self._rng.random() < 0.5:
             for call in message.tool_calls:
                 compact = json.dumps(json.loads(call.arguments), separators=(",", ":"))
-                reply = reply.replace(json.dumps(json.loads(call.arguments)), compact)
-        return reply
+                said = said.replace(json.dumps(json.loads(call.arguments)), compact)
+        return said
 
     def _encode(self, text: str) -> Ids:
         if not self._vary_tokenization:
             return self._codec.tokenizer.encode(text)
         parts: list[Ids] = []
-        position = 0
+        place = 0
         for start, end, token in [
             *self._codec.segment_encoder.find_added_tokens(text),
             (len(text), len(text), -1),
         ]:
-            parts += self._encode_split(text[position:start])
+            parts += self._encode_split(text[place:start])
             if token >= 0:
                 parts.append(as_ids([token]))
-            position = end
+            place = end
         return np.concatenate(parts) if parts else as_ids([])
 
     def _encode_split(self, text: str) -> list[Ids]:

@@ -6,7 +6,6 @@ are computed from the nodes on first use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -21,17 +20,6 @@ from branchline.tree.tree import Tree
 
 Author = Literal["llm", "env"]
 NO_VERSION = -1
-
-
-@dataclass(frozen=True)
-class AssistantSpan:
-    """One assistant turn of a timeline: its prompt is `ids[:start]`, its output `ids[start:end]`."""
-
-    call: Call
-    node: Node
-    start: int
-    end: int
-    finish_reason: str
 
 
 class Timeline:
@@ -66,21 +54,6 @@ class Timeline:
     @property
     def calls(self) -> list[Call]:
         return [self.tree.call_of(node) for node in self.sampled_nodes]
-
-    @property
-    def assistant_spans(self) -> list[AssistantSpan]:
-        """The assistant turns in order."""
-        return [
-            AssistantSpan(
-                self.tree.calls[node.output.call_index],
-                node,
-                node.sampled_start,
-                node.end,
-                node.output.finish_reason,
-            )
-            for node in self.nodes
-            if node.output is not None
-        ]
 
     @property
     def exact(self) -> bool:

@@ -21,43 +21,32 @@ from branchline.core.message import Message, ToolCall
 Tools = Sequence[Mapping[str, Any]]
 
 
-class SampledToolCalls:
-    """The sampled tool calls by their wire ids."""
+def restore_sampled_arguments(
+    messages: Sequence[Message], start: int, tools: Tools, sampled: Mapping[str, ToolCall]
+) -> tuple[tuple[Message, ...], tuple[AppliedEquivalence, ...]]:
+    """Returns the messages with sampled arguments from `start` on, where only defaults differ.
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, ToolCall] = {}
+    `sampled` holds the sampled tool calls by their wire ids.
+    """
+    restored = list(messages)
+    applied: list[AppliedEquivalence] = []
+    for index in range(start, len(restored)):
+        message = restored[index]
+        calls = tuple([_restore_call(call, tools, sampled.get(call.id)) for call in message.tool_calls])
+        if calls != message.tool_calls:
+            restored[index] = structs.replace(message, tool_calls=calls)
+            applied.append(AppliedEquivalence(index, Equivalence.DEFAULTS_FILLED))
+    return tuple(restored), tuple(applied)
 
-    def add(self, message: Message) -> None:
-        for call in message.tool_calls:
-            if call.id:
-                self._by_id[call.id] = call
 
-    def find(self, call_id: str) -> ToolCall | None:
-        return self._by_id.get(call_id)
-
-    def restore_sampled_arguments(
-        self, messages: Sequence[Message], start: int, tools: Tools
-    ) -> tuple[tuple[Message, ...], tuple[AppliedEquivalence, ...]]:
-        """Returns the messages with sampled arguments from `start` on, where only defaults differ."""
-        restored = list(messages)
-        applied: list[AppliedEquivalence] = []
-        for index in range(start, len(restored)):
-            message = restored[index]
-            calls = tuple([self._restore_call(call, tools) for call in message.tool_calls])
-            if calls != message.tool_calls:
-                restored[index] = structs.replace(message, tool_calls=calls)
-                applied.append(AppliedEquivalence(index, Equivalence.DEFAULTS_FILLED))
-        return tuple(restored), tuple(applied)
-
-    def _restore_call(self, call: ToolCall, tools: Tools) -> ToolCall:
-        sampled = self._by_id.get(call.id)
-        if (
-            sampled is None
-            or sampled.canonical_arguments == call.canonical_arguments
-            or not differ_only_by_defaults(sampled, call, tools)
-        ):
-            return call
-        return structs.replace(call, arguments=sampled.arguments)
+def _restore_call(call: ToolCall, tools: Tools, sampled: ToolCall | None) -> ToolCall:
+    if (
+        sampled is None
+        or sampled.canonical_arguments == call.canonical_arguments
+        or not differ_only_by_defaults(sampled, call, tools)
+    ):
+        return call
+    return structs.replace(call, arguments=sampled.arguments)
 
 
 def differ_only_by_defaults(sampled: ToolCall, shown: ToolCall, tools: Tools) -> bool:

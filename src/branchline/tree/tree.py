@@ -23,7 +23,7 @@ from branchline.core.echo import Equivalence, match_echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import NO_IDS, Ids, Origin, Runs, as_ids, encode_runs, normalize_runs
-from branchline.tree.argument_defaults import SampledToolCalls
+from branchline.tree.argument_defaults import restore_sampled_arguments
 from branchline.tree.delta import Delivered, NewNode, TreeDelta, TreeRecord
 from branchline.tree.match import UNDELIVERED, PathMatcher, longest_raw_path, reorder_tool_results
 from branchline.tree.node import NO_NODE, Node, root_node
@@ -60,7 +60,7 @@ class Tree:
         self._deliveries: dict[int, Delivery] = {}
         self._resumed_calls: set[int] = set()
         self._sampled_by_key: dict[bytes, list[Node]] = {}
-        self._sampled_tool_calls = SampledToolCalls()
+        self._sampled_tool_calls: dict[str, ToolCall] = {}
         self._restore_reasoning = restore_reasoning
         self._matcher = PathMatcher(self.root, self._delivery_of, restore_reasoning=restore_reasoning)
 
@@ -94,8 +94,8 @@ class Tree:
         filled: tuple[AppliedEquivalence, ...] = ()
         if len(match.path) < len(request.messages) and request.messages[len(match.path)].tool_calls:
             # The mismatch may only be defaults of the tool's schema that the client filled in.
-            restored, filled = self._sampled_tool_calls.restore_sampled_arguments(
-                request.messages, len(match.path), request.tools
+            restored, filled = restore_sampled_arguments(
+                request.messages, len(match.path), request.tools, self._sampled_tool_calls
             )
             match = self._matcher.find(replace(request, messages=restored), first_key) if filled else match
         path = match.path
@@ -279,7 +279,7 @@ class Tree:
 
     def find_sampled_tool_call(self, call_id: str) -> ToolCall | None:
         """Returns the sampled tool call with this wire id, or None."""
-        return self._sampled_tool_calls.find(call_id)
+        return self._sampled_tool_calls.get(call_id)
 
     def is_resumed(self, call: Call) -> bool:
         """Whether another call resumed this call, so that its tokens are counted there."""
@@ -346,7 +346,9 @@ class Tree:
             node.parent.children.setdefault(node.key, []).append(node)
         if node.output is not None:
             self._sampled_by_key.setdefault(node.message.key, []).append(node)
-            self._sampled_tool_calls.add(node.message)
+            for call in node.message.tool_calls:
+                if call.id:
+                    self._sampled_tool_calls[call.id] = call
 
     def find_context_child(
         self, parent: Node, message: Message, ids: Ids, prompt_config_digest: bytes
