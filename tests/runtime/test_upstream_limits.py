@@ -26,7 +26,9 @@ TOKENS = len(ToyCodec.chatml().encode(ANSWER)) + 1
 async def _upstream_session(**options: Any) -> AsyncIterator[tuple[Agent, FakeChat]]:
     async with FakeChat() as server:
         server.scripted_events = (chat_event(content=ANSWER), chat_event("stop"))
-        async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml(), **options) as a:
+        async with agent(
+            gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml(), **options
+        ) as a:
             yield a, server
 
 

@@ -24,7 +24,7 @@ def test_what_the_upstream_says_reaches_the_client_and_the_tree(stream: bool) ->
         async with FakeChat() as server:
             server.scripted_events = SCRIPT
             upstream = UpstreamChat(server.url + "/v1")
-            async with agent(fleet=upstream, codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=upstream, codec=ToyCodec.chatml()) as a:
                 if stream:
                     events = await a.stream("p", model="large", stream_options={"include_usage": True})
                     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
@@ -50,7 +50,7 @@ def test_a_captured_conversation_is_one_timeline_that_is_trained_only_when_asked
     async def test() -> None:
         async with FakeChat() as server:
             server.scripted_events = TEXT
-            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
                 await a.ask_text("p")
                 await a.ask_text("p", "fine", "q", temperature=0.5)
                 assert len(await a.timelines()) == 1
@@ -73,7 +73,7 @@ def test_what_an_upstream_cannot_do_is_refused(body: dict[str, Any]) -> None:
     async def test() -> None:
         async with (
             FakeChat() as server,
-            agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a,
+            agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a,
         ):
             assert (await a.ask("p", **body)).status_code == 400
             server.refusal = (500, b"down")
@@ -94,7 +94,7 @@ def _chat_body(options: dict[str, Any], **body: Any) -> dict[str, Any]:
         async with FakeChat() as server:
             server.scripted_events = TEXT
             upstream = UpstreamChat(server.url + "/v1")
-            async with agent(fleet=upstream, codec=ToyCodec.chatml(), **options) as a:
+            async with agent(gateway_engine=upstream, codec=ToyCodec.chatml(), **options) as a:
                 assert (await a.ask("p", **body)).status_code == 200
                 asked.extend(server.bodies)
 
@@ -163,7 +163,7 @@ def _said(test: Callable[[Agent], Awaitable[None]], *script: dict[str, Any]) -> 
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events = script
-            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
                 await test(a)
 
     run(main)
@@ -311,7 +311,7 @@ def test_an_upstream_that_has_too_much_to_do_says_when_to_come_again(protocol: s
     async def main() -> None:
         async with FakeChat() as server:
             server.refusal, server.retry_after = (429, b'{"error": {"message": "slowly"}}'), "7"
-            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
                 response = await post(a, protocol, "q")
                 assert (response.status_code, response.headers["retry-after"]) == (429, "7")
                 assert "slowly" in response.json()["error"]["message"]
@@ -324,7 +324,7 @@ def test_an_upstreams_word_for_a_prompt_that_is_too_long_is_ours() -> None:
         async with FakeChat() as server:
             problem = {"message": "too much", "code": "context_length_exceeded"}
             server.refusal = (400, json.dumps({"error": problem}).encode())
-            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
                 response = await post(a, "chat/completions", "q")
                 assert (response.status_code, response.json()["error"]["code"]) == (
                     400,
@@ -344,7 +344,7 @@ def _upstream_tool_fields(**body: Any) -> dict[str, Any]:
     async def test() -> None:
         async with FakeChat() as server:
             server.scripted_events = TEXT
-            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
                 assert (await a.ask("p", **body)).status_code == 200
                 asked.extend(server.bodies)
 
@@ -451,7 +451,7 @@ def test_a_choice_of_another_protocol_reaches_an_upstream_as_chat_completions_sa
     async def test() -> None:
         async with FakeChat() as server:
             server.scripted_events = TEXT
-            async with agent(fleet=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
+            async with agent(gateway_engine=UpstreamChat(server.url + "/v1"), codec=ToyCodec.chatml()) as a:
                 hidden = "none" if protocol == "responses" else {"type": "none"}
                 for wanted in (choice, hidden):
                     answer = await post(a, protocol, "p", tools=[tool], tool_choice=wanted)

@@ -60,7 +60,7 @@ def test_calls_that_do_not_train_stand_in_the_report() -> None:
         fleet = Router(
             engine, named_engines={"side": title}, rules=[RoutingRule("mini*", engine="side", train=False)]
         )
-        async with agent(engine=engine, fleet=fleet) as a:
+        async with agent(engine=engine, gateway_engine=fleet) as a:
             assert await a.ask_text("p") == "answer"
             assert await a.ask_text("name this", model="mini-1") == "a title"
             told = await a.get("/samples")
@@ -80,7 +80,7 @@ def test_replicas_come_and_go_while_a_session_goes_on() -> None:
                 server.json_by_path = MODELS
             replicas = Replicas([VllmEngine(one.url)])
             fleet = Router(replicas, create_replica=VllmEngine)
-            async with agent(fleet=fleet, sampling={"max_tokens": 6}) as a:
+            async with agent(gateway_engine=fleet, sampling={"max_tokens": 6}) as a:
                 engines = f"{a.gateway.url}/engines"
                 admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
                 await a.ask_text("p")
@@ -111,7 +111,7 @@ def test_a_replica_is_used_once_its_weights_are_the_policys() -> None:
             for server in (one, same, untold):
                 server.json_by_path = MODELS
             fleet = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
-            async with agent(fleet=fleet, sampling={"max_tokens": 3}) as a:
+            async with agent(gateway_engine=fleet, sampling={"max_tokens": 3}) as a:
                 engines = f"{a.gateway.url}/engines"
                 admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
                 await fleet.pause()
@@ -157,7 +157,7 @@ def test_a_replica_that_is_not_well_described_is_not_added(body: Any, words: str
     async def test() -> None:
         async with FakeVllm() as one:
             fleet = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
-            async with agent(fleet=fleet) as a:
+            async with agent(gateway_engine=fleet) as a:
                 admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
                 refused = await a.http.post(f"{a.gateway.url}/engines", json=body, headers=admin)
                 assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
