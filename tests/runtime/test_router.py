@@ -1,26 +1,28 @@
-"""Rules decide where a call goes and whether it trains."""
+"""Rules decide which engine a call goes to and whether it is trained; replicas are added and removed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from branchline.core.errors import InputError
+from branchline.chat.toy import ToyCodec
+from branchline.core.errors import InputError, MessageError
 from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.engines.upstream_chat import UpstreamChat
 from branchline.engines.vllm import VllmEngine
 from branchline.runtime.router import Router, RoutingRule
 from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import agent, run
+from tests.runtime.harness import complete_call, open_session
 
-MODELS = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
+SERVER_INFO = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
 
 
-def test_the_first_rule_that_fits_decides() -> None:
+def test_the_first_rule_that_matches_decides() -> None:
     main, small = ScriptedEngine(name="main"), ScriptedEngine(name="small")
-    fleet = Router(
+    router = Router(
         main,
         named_engines={"small": small},
         rules=[
@@ -29,10 +31,11 @@ def test_the_first_rule_that_fits_decides() -> None:
             RoutingRule("*"),
         ],
     )
-    assert fleet.route("claude-haiku-4", "main").engine is small
-    assert fleet.route("claude-haiku-4", "judge").engine is main
-    assert not fleet.route("claude-haiku-4", "judge").train
-    assert fleet.route("gpt-5", "").train
+    assert router.engine_names == ["main", "small"]
+    assert router.route("claude-haiku-4", "main").engine is small
+    assert router.route("claude-haiku-4", "judge").engine is main
+    assert not router.route("claude-haiku-4", "judge").train
+    assert router.route("gpt-5", "").train
 
 
 @pytest.mark.parametrize(
@@ -43,29 +46,28 @@ def test_the_first_rule_that_fits_decides() -> None:
         ("train=perhaps", "expected yes or no"),
     ],
 )
-def test_a_rule_that_cannot_be_read_says_what_is_expected(text: str, problem: str) -> None:
+def test_an_invalid_rule_is_refused_with_what_is_expected(text: str, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         RoutingRule.parse(text)
 
 
-def test_a_rule_for_an_engine_that_is_not_there_is_refused_at_once() -> None:
+def test_a_rule_for_an_unknown_engine_is_refused() -> None:
     with pytest.raises(InputError, match="engine=big, expected one of the named ones: small"):
         Router(ScriptedEngine(), named_engines={"small": ScriptedEngine()}, rules=[RoutingRule(engine="big")])
 
 
-def test_calls_that_do_not_train_stand_in_the_report() -> None:
+def test_calls_that_are_not_trained_are_in_the_report() -> None:
     async def test() -> None:
         engine = ScriptedEngine(rule=replies("answer"))
         title = ScriptedEngine(engine.codec, replies("a title"), name="side")
-        fleet = Router(
-            engine, named_engines={"side": title}, rules=[RoutingRule("mini*", engine="side", train=False)]
-        )
-        async with agent(engine=engine, gateway_engine=fleet) as a:
+        rules = [RoutingRule("mini*", engine="side", train=False)]
+        router = Router(engine, named_engines={"side": title}, rules=rules)
+        async with agent(engine=engine, gateway_engine=router) as a:
             assert await a.ask_text("p") == "answer"
             assert await a.ask_text("name this", model="mini-1") == "a title"
-            told = await a.get("/samples")
-            assert len(told["samples"]) == 1
-            assert [(drop["reason"], drop["tokens"]) for drop in told["report"]["dropped"]] == [
+            exported = await a.get("/samples")
+            assert len(exported["samples"]) == 1
+            assert [(drop["reason"], drop["tokens"]) for drop in exported["report"]["dropped"]] == [
                 ("untrained", len("a title") + 1)
             ]
             assert len(title.received_prompts) == 1
@@ -73,105 +75,102 @@ def test_calls_that_do_not_train_stand_in_the_report() -> None:
     run(test)
 
 
-def test_replicas_come_and_go_while_a_session_goes_on() -> None:
+def test_the_default_engine_is_paused_and_its_version_only_grows() -> None:
+    async def test() -> None:
+        router = Router(ScriptedEngine(version=3))
+        await router.pause()
+        assert router.paused
+        with pytest.raises(MessageError, match="version: got 2, expected 3"):
+            await router.resume(2)
+        assert router.paused
+        await router.resume(4)
+        assert (router.paused, router.version) == (False, 4)
+
+    run(test)
+
+
+def test_an_upstream_has_no_weights_to_update() -> None:
+    async def test() -> None:
+        router = Router(UpstreamChat("http://127.0.0.1:1"))
+        assert router.route("m", "").is_upstream
+        await router.pause()
+        await router.resume(2)
+        assert (router.paused, router.version) == (False, 0)
+        await router.close()
+
+    run(test)
+
+
+# -- replicas ----------------------------------------------------------------------------------------
+
+
+def test_replicas_are_added_and_removed_while_a_session_continues() -> None:
     async def test() -> None:
         async with FakeVllm() as one, FakeVllm() as two:
             for server in (one, two):
-                server.json_by_path = MODELS
-            replicas = Replicas([VllmEngine(one.url)])
-            fleet = Router(replicas, create_replica=VllmEngine)
-            async with agent(gateway_engine=fleet, sampling={"max_tokens": 6}) as a:
-                engines = f"{a.gateway.url}/engines"
-                admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
-                await a.ask_text("p")
-                last = await a.http.request(
-                    "DELETE", engines, json={"name": replicas.engines[0].name}, headers=admin
-                )
-                assert last.status_code == 400
-                assert "is the last one" in last.text
-                added = await a.http.post(engines, json={"url": two.url}, headers=admin)
-                assert added.status_code == 201
-                assert [engine["in_flight"] for engine in added.json()["engines"]] == [0, 0]
-                gone = await a.http.request(
-                    "DELETE", engines, json={"name": replicas.engines[0].name}, headers=admin
-                )
-                assert len(gone.json()["engines"]) == 1
-                await a.ask_text("p", "x", "go on")
-                assert [len(server.bodies) for server in (one, two)] == [1, 1]
-                refused = await a.http.post(engines, json={"url": "nowhere"}, headers=admin)
-                assert refused.status_code == 400
-                assert (await a.http.get(engines)).status_code == 401
+                server.json_by_path = SERVER_INFO
+            router = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
+            managed = open_session(ToyCodec())
+            engine = router.default_engine
+            assert isinstance(engine, Replicas)
+            await complete_call(managed, engine)
+            first = engine.engines[0].name
+            with pytest.raises(InputError, match="is the last one in use"):
+                await router.remove_replica(first)
+            await router.add_replica(two.url)
+            assert [replica["in_flight"] for replica in router.describe_replicas()] == [0, 0]
+            await router.remove_replica(first)
+            assert len(router.describe_replicas()) == 1
+            await complete_call(managed, engine)
+            assert [len(server.bodies) for server in (one, two)] == [1, 1]
+            with pytest.raises(InputError, match="nowhere"):
+                await router.add_replica("nowhere")
+            await router.close()
 
     run(test)
 
 
-def test_a_replica_is_used_once_its_weights_are_the_policys() -> None:
+def test_a_replica_is_used_when_it_has_the_weights_of_the_policy() -> None:
     async def test() -> None:
-        async with FakeVllm() as one, FakeVllm() as same, FakeVllm() as untold:
-            for server in (one, same, untold):
-                server.json_by_path = MODELS
-            fleet = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
-            async with agent(gateway_engine=fleet, sampling={"max_tokens": 3}) as a:
-                engines = f"{a.gateway.url}/engines"
-                admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
-                await fleet.pause()
-                await fleet.resume(5)
-                added = await a.http.post(engines, json={"url": untold.url}, headers=admin)
-                assert [(e["version"], e["behind"]) for e in added.json()["engines"]] == [
-                    (5, False),
-                    (0, True),
-                ]
-                names = [engine["name"] for engine in added.json()["engines"]]
-                last = await a.http.request("DELETE", engines, json={"name": names[0]}, headers=admin)
-                assert (last.status_code, "is the last one in use" in last.text) == (400, True)
-                added = await a.http.post(engines, json={"url": same.url, "version": 5}, headers=admin)
-                assert [(e["version"], e["behind"]) for e in added.json()["engines"]] == [
-                    (5, False),
-                    (0, True),
-                    (5, False),
-                ]
-                assert ("/update_weight_version", {"new_version": "5"}) in same.requests
+        async with FakeVllm() as one, FakeVllm() as same, FakeVllm() as unknown:
+            for server in (one, same, unknown):
+                server.json_by_path = SERVER_INFO
+            router = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
+
+            def versions() -> list[tuple[int, bool]]:
+                return [(replica["version"], replica["behind"]) for replica in router.describe_replicas()]
+
+            await router.pause()
+            await router.resume(5)
+            await router.add_replica(unknown.url)
+            assert versions() == [(5, False), (0, True)]
+            names = [replica["name"] for replica in router.describe_replicas()]
+            with pytest.raises(InputError, match="is the last one in use"):
+                await router.remove_replica(names[0])
+            await router.add_replica(same.url, 5)
+            assert versions() == [(5, False), (0, True), (5, False)]
+            assert ("/update_weight_version", {"new_version": "5"}) in same.requests
+            async with agent(gateway_engine=router) as a:
                 for _ in range(3):
-                    told = replace(a, session=await a.gateway.session(sampling={"max_tokens": 3}))
-                    await told.ask_text("p")
-                    (line,) = await told.timelines()
-                    assert line["versions"][-3:] == [5] * 3
-                assert len(untold.bodies) == 0
+                    client = replace(a, session=await a.gateway.session(sampling={"max_tokens": 3}))
+                    await client.ask_text("p")
+                    (timeline,) = await client.timelines()
+                    assert timeline["versions"][-3:] == [5] * 3
+                assert len(unknown.bodies) == 0
                 assert len(same.bodies) > 0
-                gone = await a.http.request("DELETE", engines, json={"name": names[1]}, headers=admin)
-                assert (gone.status_code, len(gone.json()["engines"])) == (200, 2)
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"url": "http://h:1", "version": "5"}, "version: got '5', expected a whole number"),
-        ({"url": "http://h:1", "version": True}, "version: got True, expected a whole number"),
-        ({"url": "http://h:1", "verison": 5}, "field: got 'verison', expected only url, version"),
-        (["http://h:1"], "body: got "),
-    ],
-)
-def test_a_replica_that_is_not_well_described_is_not_added(body: Any, words: str) -> None:
-    async def test() -> None:
-        async with FakeVllm() as one:
-            fleet = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
-            async with agent(gateway_engine=fleet) as a:
-                admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
-                refused = await a.http.post(f"{a.gateway.url}/engines", json=body, headers=admin)
-                assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
-                assert len(fleet.describe_replicas()) == 1
+                await router.remove_replica(names[1])
+                assert len(router.describe_replicas()) == 2
 
     run(test)
 
 
 def test_an_engine_in_this_process_takes_no_replicas() -> None:
     async def test() -> None:
-        async with agent("x") as a:
-            admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
-            refused = await a.http.post(f"{a.gateway.url}/engines", json={"url": "http://h:1"}, headers=admin)
-            assert refused.status_code == 400
-            assert "takes no replicas" in refused.text
+        router = Router(ScriptedEngine(name="here"))
+        assert router.describe_replicas() == [{"name": "here", "version": 0}]
+        with pytest.raises(InputError, match="here takes no replicas"):
+            await router.add_replica("http://h:1")
+        with pytest.raises(InputError, match="here takes no replicas"):
+            await router.remove_replica("here")
 
     run(test)
