@@ -215,7 +215,7 @@ def _turns_table() -> BenchmarkTable:
         ["turn", "prompt ids", "computed", "first id, ms", "without reuse", "first id, ms", "target",
          "ids equal"],
         [
-            f"Prompt: {_FIRST_PROMPT_TOKENS} ids. Per turn: {_REPLY_TOKENS} sampled and {_NEW_TOKENS} new ids.",
+            f"Prompt: {_FIRST_PROMPT_TOKENS} ids. Each turn: {_REPLY_TOKENS} sampled, {_NEW_TOKENS} new ids.",
             f"First id: CPU time from the request to the first id, the best of {_ROUNDS} conversations.",
             "Computed: prompt ids that went through the model. The last id of a reply was never an input, so "
             "it counts as new.",
