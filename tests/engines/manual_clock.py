@@ -1,4 +1,4 @@
-"""An event loop whose clock a test can advance, so that tests of timeouts do not wait."""
+"""Event loops whose clock a test can advance, so that tests of timeouts do not wait."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ from typing import Any
 
 
 class ManualClockLoop(asyncio.SelectorEventLoop):
-    """Its clock stands still unless `advance` moves it."""
+    """Its clock is the real one plus an offset that tests increase."""
 
-    now = 1000.0
+    offset_s = 0.0
 
     def time(self) -> float:
-        return self.now
+        return super().time() + self.offset_s
+
+    @classmethod
+    def running(cls) -> ManualClockLoop:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, cls)
+        return loop
+
+
+class FrozenClockLoop(ManualClockLoop):
+    """Its clock moves only when a test moves it."""
+
+    def time(self) -> float:
+        return self.offset_s
 
 
 async def advance(seconds: float) -> None:
     """Moves the clock of the running loop, and lets the timers that are due and their waiters run."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, ManualClockLoop)
-    loop.now += seconds
+    ManualClockLoop.running().offset_s += seconds
     await yield_to_loop()
 
 
@@ -31,7 +42,7 @@ async def yield_to_loop(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def run_with_manual_clock(main: Coroutine[Any, Any, None]) -> None:
+def run_with_frozen_clock(main: Coroutine[Any, Any, None]) -> None:
     """Runs a test, and cancels it if it waits for a timer that it does not reach."""
 
     async def guarded() -> None:
@@ -44,5 +55,5 @@ def run_with_manual_clock(main: Coroutine[Any, Any, None]) -> None:
         finally:
             timer.cancel()
 
-    with asyncio.Runner(loop_factory=ManualClockLoop) as runner:
+    with asyncio.Runner(loop_factory=FrozenClockLoop) as runner:
         runner.run(guarded())

@@ -23,7 +23,7 @@ from branchline.engines.client import (
     SseParser,
 )
 from tests.engines.fake_model import run
-from tests.engines.manual_clock import advance, run_with_manual_clock
+from tests.engines.manual_clock import advance, run_with_frozen_clock
 
 CERTIFICATE = Path(__file__).parent / "localhost.pem"
 """Self-signed, for localhost and 127.0.0.1."""
@@ -205,7 +205,7 @@ def test_connection_that_was_idle_for_long_is_not_used() -> None:
             await client.get_json("/c")
             assert [len(heads) for heads in server.request_heads] == [2, 1]
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_number_of_idle_connections_is_limited() -> None:

@@ -34,7 +34,7 @@ from tests.engines.fake_model import (
 )
 from tests.engines.fake_servers import FakeServer, FakeSglang, FakeVllm
 from tests.engines.fake_transport import END, HEAD, InMemoryServer, chunked_body, sse_event
-from tests.engines.manual_clock import advance, run_with_manual_clock, yield_to_loop
+from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_loop
 
 URL = "http://host:1"
 FLUSH_S = 10.0
@@ -108,7 +108,7 @@ def test_first_chunk_comes_at_once_and_later_tokens_once_per_interval() -> None:
         with pytest.raises(EngineError):
             await generation.task
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_token_that_arrives_after_the_interval_is_yielded_at_once() -> None:
@@ -122,7 +122,7 @@ def test_token_that_arrives_after_the_interval_is_yielded_at_once() -> None:
         with pytest.raises(EngineError):
             await generation.task
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_interval_counts_from_the_last_chunk_and_not_from_the_last_read() -> None:
@@ -141,7 +141,7 @@ def test_interval_counts_from_the_last_chunk_and_not_from_the_last_read() -> Non
         with pytest.raises(EngineError):
             await generation.task
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_interval_counts_from_when_the_consumer_received_the_chunk() -> None:
@@ -169,7 +169,7 @@ def test_interval_counts_from_when_the_consumer_received_the_chunk() -> None:
         await stream.aclose()
         await engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(("engine", "server"), KINDS)
@@ -187,7 +187,7 @@ def test_end_of_the_response_is_yielded_at_once(
         assert [chunk.finish_reason for chunk in generation.chunks] == [None, "length"]
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_error_comes_at_once_after_the_tokens_that_arrived(how: str, message: st
         assert generation.ids == [IDS[:1], IDS[1:3]]
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -235,7 +235,7 @@ def test_invalid_event_after_the_finish_reason_is_ignored(together: bool) -> Non
         assert generation.chunks[-1].finish_reason == "length"
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(("engine", "server"), KINDS)
@@ -261,7 +261,7 @@ def test_pause_within_an_interval_yields_what_arrived(
         assert ids_of(generation.chunks)[3:] == continuation([*PROMPT, *IDS[:3]], 6, weights=5)[0]
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_version_change_within_an_interval_splits_the_chunk() -> None:
@@ -279,7 +279,7 @@ def test_version_change_within_an_interval_splits_the_chunk() -> None:
         with pytest.raises(EngineError):
             await generation.task
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_no_token_after_an_invalid_event_is_yielded_under_another_version() -> None:
@@ -295,7 +295,7 @@ def test_no_token_after_an_invalid_event_is_yielded_under_another_version() -> N
         assert (ids_of(generation.chunks), versions_of(generation.chunks)) == (IDS[:2], [0, 0])
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_cancelled_generation_drops_what_arrived_and_aborts() -> None:
@@ -311,7 +311,7 @@ def test_cancelled_generation_drops_what_arrived_and_aborts() -> None:
         assert generation.server.is_closed
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_generation_whose_tokens_all_arrived_before_a_pause_is_not_continued() -> None:
@@ -326,7 +326,7 @@ def test_generation_whose_tokens_all_arrived_before_a_pause_is_not_continued() -
         assert len(generation.server.bodies) == 1
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_reused_connection_that_the_server_closed_is_replaced() -> None:
@@ -349,7 +349,7 @@ def test_reused_connection_that_the_server_closed_is_replaced() -> None:
         assert generation.server.transports[2] is not generation.server.transports[1]
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 @pytest.mark.parametrize(("engine", "server"), KINDS)
@@ -385,7 +385,7 @@ def test_any_split_of_the_bytes_at_any_time_gives_the_same_tokens(
         assert len(generation.server.bodies) == 1
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def grouped(events: Sequence[bytes], size: int) -> list[bytes]:
@@ -427,7 +427,7 @@ def test_every_token_is_sampled_after_the_tokens_yielded_before_it(steps: list[t
         assert len(ids_of(generation.chunks)) == len(logprobs_of(generation.chunks)) == COUNT
         await generation.engine.close()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_finished_generation_leaves_no_reference_cycle() -> None:
@@ -450,7 +450,7 @@ def test_finished_generation_leaves_no_reference_cycle() -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        run_with_manual_clock(main())
+        run_with_frozen_clock(main())
     finally:
         if was_enabled:
             gc.enable()

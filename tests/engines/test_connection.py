@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from branchline.engines.connection import HttpConnection, ResponseBuffer
 from tests.engines.fake_model import run
 from tests.engines.fake_transport import FakeTransport, chunked_body
-from tests.engines.manual_clock import advance, run_with_manual_clock, yield_to_loop
+from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_loop
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -114,7 +114,7 @@ def test_wait_returns_not_before_its_time_unless_the_response_ends(wakes_by: str
             await yield_to_loop()
         assert waiting.done()
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
 
 
 def test_response_without_a_length_may_follow_a_response_with_one() -> None:
@@ -194,4 +194,4 @@ def test_read_timeout_counts_from_the_last_data() -> None:
         assert (buffer.read_nowait(), buffer.error) == (b"ab", "no data for 10 s")
         assert not connection.is_open
 
-    run_with_manual_clock(main())
+    run_with_frozen_clock(main())
