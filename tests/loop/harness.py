@@ -83,7 +83,7 @@ class LoopScript:
     @property
     def uninterrupted(self) -> LoopScript:
         turns = [
-            replace(turn, holds=(), deeds=tuple(replace(deed, holds=0) for deed in turn.tool_calls))
+            replace(turn, cancel_points=(), tool_calls=tuple(replace(call, cancels=0) for call in turn.tool_calls))
             for turn in self.turns
         ]
         return LoopScript(tuple(turns), self.user_messages)
@@ -176,6 +176,8 @@ class ResumableScriptedEngine:
         begun.append(prompt_ids)
         return len(begun) - 1, 0
 
+    async def ready(self) -> None: ...
+    def release_session(self, session: str) -> None: ...
     async def pause(self) -> None: ...
     async def resume(self, version: int | None = None) -> None: ...
     async def close(self) -> None: ...

@@ -385,7 +385,7 @@ def test_when_the_time_is_up_a_turn_that_was_scored_counts() -> None:
 
 def test_the_time_of_all_runs_counts() -> None:
     async def test() -> None:
-        script = LoopScript((replace(TOOL_TURN, holds=(2,)), ScriptedTurn("end")))
+        script = LoopScript((replace(TOOL_TURN, cancel_points=(2,)), ScriptedTurn("end")))
         async with loop_harness(script) as s:
             state = LoopState.begin(s.task())
             state.spent_s = 99.0
@@ -482,7 +482,7 @@ class BlockingCountModel:
             self.counting.set()
             await asyncio.Event().wait()
         self.passes -= 1
-        return int(await self._model.count(messages, **options))
+        return int(await self._model.count_tokens(messages, **options))
 
 
 class CountingInteraction(BaseInteraction):
@@ -538,7 +538,7 @@ def test_an_answer_that_nobody_heard_is_heard_and_counted_once(over_http: bool) 
             state = LoopState.begin(s.task())
             state.state, state.call = LoopPhase.GENERATING, "turn-1"
             # The very call that the loop is about to make, made and answered; then its client was gone.
-            lost = await s.model.ask(state.messages, tools=[s.tool.schema], name="turn-1")
+            lost = await s.model.ask(state.messages, tools=[s.tool.schema], call_name="turn-1")
             state = await s.run_once(state)
             assert state.messages[-1].content == "heard by nobody"
             assert len(s.engine.requests) == 1, "nothing was sampled twice"

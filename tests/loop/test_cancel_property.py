@@ -41,20 +41,20 @@ words = st.text("abc é", min_size=0, max_size=6).map(str.strip)
 scripted_calls = st.builds(
     ScriptedToolCall,
     tool=st.sampled_from(["deed", "deed", "deed", "nowhere"]),
-    text=words,
+    result=words,
     fails=st.booleans(),
-    bad=st.booleans(),
-    holds=st.integers(0, 1),
+    invalid_arguments=st.booleans(),
+    cancels=st.integers(0, 1),
 )
 turns = st.builds(
     ScriptedTurn,
     text=words,
     reasoning=st.one_of(st.just(""), words),
-    deeds=st.lists(scripted_calls, min_size=1, max_size=3).map(tuple),
-    holds=st.lists(st.integers(0, 9), max_size=2).map(tuple),
+    tool_calls=st.lists(scripted_calls, min_size=1, max_size=3).map(tuple),
+    cancel_points=st.lists(st.integers(0, 9), max_size=2).map(tuple),
 )
 reply_turns = st.builds(
-    ScriptedTurn, text=words, reasoning=words, holds=st.lists(st.integers(0, 5), max_size=2).map(tuple)
+    ScriptedTurn, text=words, reasoning=words, cancel_points=st.lists(st.integers(0, 5), max_size=2).map(tuple)
 )
 
 

@@ -157,10 +157,10 @@ def test_a_count_is_the_length_of_the_prompt_that_would_be_asked_and_leaves_noth
                 "tools": [{"type": "function", "function": {"name": "f"}}],
                 "params": {"chat_template_kwargs": {"deep": True}},
             }
-            counted = await model.count(ASK, **options)
+            counted = await model.count_tokens(ASK, **options)
             assert not a.session.live.session.tree.calls
             assert counted == len((await model.ask(ASK, **options)).prompt_ids)
-            assert counted != await model.count(ASK)
+            assert counted != await model.count_tokens(ASK)
 
     run(test)
 

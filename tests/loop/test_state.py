@@ -148,8 +148,8 @@ def test_what_is_no_state_is_refused(data: bytes) -> None:
 
 def test_a_state_of_another_format_is_refused() -> None:
     raw = json.loads(full_state().encode("json"))
-    raw["format"] = 2
-    with pytest.raises(InputError, match=r"state\.format: got 2, expected 1"):
+    raw["format"] = 1
+    with pytest.raises(InputError, match=r"state\.format: got 1, expected 2"):
         LoopState.decode(json.dumps(raw).encode())
 
 

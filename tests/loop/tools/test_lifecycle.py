@@ -107,7 +107,7 @@ def test_an_instance_that_comes_after_everybody_left_is_released_all_the_same() 
     async def test() -> None:
         tool = Late()
         tool.leave = asyncio.Event()
-        entering = asyncio.create_task(tool_session(tool, create_timeout_s=5, wind_down_s=2).__aenter__())
+        entering = asyncio.create_task(tool_session(tool, create_timeout_s=5, cancel_grace_s=2).__aenter__())
         await tool.wait_for("create")
         move_clock(5)
         await tool.wait_for("cancelled")

@@ -68,7 +68,7 @@ def read_request(body: object, caller: RequestContext) -> ChatRequest:
         agent=caller.agent,
         messages=_read_messages(body.get("messages"), caller, offer),
         tools=offer.tools,
-        retry=caller.retry,
+        retry_count=caller.retry,
         spawned_by=caller.spawned_by,
         sampling=explicit_sampling(given, max_tokens),
     )
