@@ -24,11 +24,11 @@ LISTEN = ToolCall("listen", '{"to": 2}', id="c2")
 
 
 def user(**fields: Any) -> Message:
-    return Message("user", **{"text": "hi", **fields})
+    return Message("user", **{"content": "hi", **fields})
 
 
 def assistant(**fields: Any) -> Message:
-    return Message("assistant", **{"text": "hi", **fields})
+    return Message("assistant", **{"content": "hi", **fields})
 
 
 # -- what is part of a key ---------------------------------------------------------------------------
@@ -37,30 +37,32 @@ def assistant(**fields: Any) -> Message:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        pytest.param(user(), user(text="ho"), id="text"),
-        pytest.param(user(), user(text="hi "), id="whitespace of a user"),
+        pytest.param(user(), user(content="ho"), id="text"),
+        pytest.param(user(), user(content="hi "), id="whitespace of a user"),
         pytest.param(Message("tool", "1"), Message("tool", "1\n"), id="whitespace of a tool"),
-        pytest.param(assistant(text="a b"), assistant(text="a  b"), id="whitespace inside"),
+        pytest.param(assistant(content="a b"), assistant(content="a  b"), id="whitespace inside"),
         pytest.param(user(), user(name="ann"), id="name of a user"),
         pytest.param(user(name="ann"), user(name="bob"), id="another name"),
         pytest.param(Message("function", "1", name="f"), Message("function", "1", name="g"), id="function"),
-        pytest.param(user(), user(reasoning="hm"), id="reasoning of a user"),
+        pytest.param(user(), user(reasoning_content="hm"), id="reasoning of a user"),
         pytest.param(assistant(), assistant(refusal="no"), id="refusal"),
-        pytest.param(assistant(text="no"), assistant(text="", refusal="no"), id="text for refusal"),
-        pytest.param(assistant(), assistant(calls=(LOOK,)), id="a call"),
-        pytest.param(assistant(calls=(LOOK,)), assistant(calls=(LISTEN,)), id="another call"),
-        pytest.param(assistant(calls=(LOOK,)), assistant(calls=(LOOK, LOOK)), id="a call twice"),
+        pytest.param(assistant(content="no"), assistant(content="", refusal="no"), id="text for refusal"),
+        pytest.param(assistant(), assistant(tool_calls=(LOOK,)), id="a call"),
+        pytest.param(assistant(tool_calls=(LOOK,)), assistant(tool_calls=(LISTEN,)), id="another call"),
+        pytest.param(assistant(tool_calls=(LOOK,)), assistant(tool_calls=(LOOK, LOOK)), id="a call twice"),
         pytest.param(
-            assistant(text="", calls=(ToolCall("f", '{"a": 1}'),)),
-            assistant(text="", calls=(ToolCall("f", '{"a": true}'),)),
+            assistant(content="", tool_calls=(ToolCall("f", '{"a": 1}'),)),
+            assistant(content="", tool_calls=(ToolCall("f", '{"a": true}'),)),
             id="types of arguments",
         ),
         pytest.param(
-            assistant(text="", calls=(ToolCall("f", "{}"),)),
-            assistant(text="", calls=(ToolCall("g", "{}"),)),
+            assistant(content="", tool_calls=(ToolCall("f", "{}"),)),
+            assistant(content="", tool_calls=(ToolCall("g", "{}"),)),
             id="name of a tool",
         ),
-        pytest.param(user(calls=(LOOK, LISTEN)), user(calls=(LISTEN, LOOK)), id="call order of a user"),
+        pytest.param(
+            user(tool_calls=(LOOK, LISTEN)), user(tool_calls=(LISTEN, LOOK)), id="call order of a user"
+        ),
         pytest.param(user(), user(parts=("hi", CAT)), id="media"),
         pytest.param(user(parts=("hi", CAT)), user(parts=("hi", DOG)), id="digest"),
         pytest.param(user(parts=("hi", CAT)), user(parts=(CAT, "hi")), id="place of media"),
@@ -91,22 +93,28 @@ def test_every_role_has_its_own_keys() -> None:
         pytest.param(user(), user(id="msg_1"), id="id of a message"),
         pytest.param(assistant(), assistant(id="resp_1"), id="id of a response"),
         pytest.param(
-            assistant(calls=(LOOK,)), assistant(calls=(ToolCall("look", '{"at": 1}', id="x"),)), id="call id"
+            assistant(tool_calls=(LOOK,)),
+            assistant(tool_calls=(ToolCall("look", '{"at": 1}', id="x"),)),
+            id="call id",
         ),
         pytest.param(
-            assistant(calls=(LOOK,)), assistant(calls=(ToolCall("look", '{ "at":1.0 }'),)), id="spelling"
+            assistant(tool_calls=(LOOK,)),
+            assistant(tool_calls=(ToolCall("look", '{ "at":1.0 }'),)),
+            id="spelling",
         ),
         pytest.param(
-            assistant(calls=(ToolCall("f", "x"),)),
-            assistant(calls=(ToolCall("f", "x", kind="custom"),)),
+            assistant(tool_calls=(ToolCall("f", "x"),)),
+            assistant(tool_calls=(ToolCall("f", "x", kind="custom"),)),
             id="kind of a tool",
         ),
         pytest.param(
             Message("tool", "1", tool_call_id="c1"), Message("tool", "1", tool_call_id="c2"), id="answers"
         ),
         pytest.param(Message("tool", "1"), Message("tool", "1", name="look"), id="name on a result"),
-        pytest.param(assistant(text=""), assistant(text="", form=int(WireShape.NULL_CONTENT)), id="form"),
-        pytest.param(user(text="ab"), user(text="ab", parts=("a", "b")), id="text in pieces"),
+        pytest.param(
+            assistant(content=""), assistant(content="", wire_shape=int(WireShape.NULL_CONTENT)), id="form"
+        ),
+        pytest.param(user(content="ab"), user(content="ab", parts=("a", "b")), id="text in pieces"),
         pytest.param(user(parts=("ab", CAT)), user(parts=("a", "", "b", CAT, "")), id="pieces by media"),
         pytest.param(
             user(parts=(CAT,)), user(parts=(Media("image", "d1", mime="image/png"),)), id="payload and mime"
@@ -121,10 +129,16 @@ def test_this_is_not_part_of_a_key(one: Message, other: Message) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        pytest.param(assistant(), assistant(reasoning="hm"), id="reasoning"),
-        pytest.param(assistant(reasoning="hm"), assistant(reasoning="hm "), id="whitespace of reasoning"),
-        pytest.param(assistant(), assistant(text="\n hi\u00a0\n"), id="whitespace around the text"),
-        pytest.param(assistant(calls=(LOOK, LISTEN)), assistant(calls=(LISTEN, LOOK)), id="order of calls"),
+        pytest.param(assistant(), assistant(reasoning_content="hm"), id="reasoning"),
+        pytest.param(
+            assistant(reasoning_content="hm"),
+            assistant(reasoning_content="hm "),
+            id="whitespace of reasoning",
+        ),
+        pytest.param(assistant(), assistant(content="\n hi\u00a0\n"), id="whitespace around the text"),
+        pytest.param(
+            assistant(tool_calls=(LOOK, LISTEN)), assistant(tool_calls=(LISTEN, LOOK)), id="order of calls"
+        ),
     ],
 )
 def test_what_clients_lose_of_an_answer_is_not_in_its_key_but_in_its_meaning(
@@ -136,9 +150,9 @@ def test_what_clients_lose_of_an_answer_is_not_in_its_key_but_in_its_meaning(
 
 
 def test_a_message_means_what_it_means() -> None:
-    message = assistant(calls=(LOOK,), reasoning="hm")
+    message = assistant(tool_calls=(LOOK,), reasoning_content="hm")
     assert is_same_message(message, message)
-    assert is_same_message(message, assistant(calls=(LOOK,), reasoning="hm", id="resp_1"))
+    assert is_same_message(message, assistant(tool_calls=(LOOK,), reasoning_content="hm", id="resp_1"))
 
 
 # -- media -------------------------------------------------------------------------------------------
@@ -221,14 +235,14 @@ FULL = Message(
         lambda message: Message(*msgspec.structs.astuple(message)[:-1]),
     ],
 )
-@pytest.mark.parametrize("message", [FULL, user(), assistant(calls=(LOOK,))])
+@pytest.mark.parametrize("message", [FULL, user(), assistant(tool_calls=(LOOK,))])
 def test_a_copy_has_the_key_of_what_it_copies(message: Message, same: Any) -> None:
     assert same(message).key == message.key
-    assert same(message).calls == message.tool_calls
+    assert same(message).tool_calls == message.tool_calls
 
 
 def test_a_changed_copy_has_the_key_of_what_it_says_now() -> None:
-    assert msgspec.structs.replace(user(), text="ho").key == user(text="ho").key
+    assert msgspec.structs.replace(user(), content="ho").key == user(content="ho").key
     changed = msgspec.structs.replace(LOOK, arguments="{'at': 2}")
     assert (changed.canonical_arguments, changed.notation) == (b'{"at":2}', Notation.PYTHON)
 
@@ -246,19 +260,23 @@ def test_a_call_knows_whether_its_arguments_are_json() -> None:
 def test_a_message_is_empty_when_it_says_nothing_at_all() -> None:
     assert Message("assistant").is_empty
     assert Message("assistant", wire_shape=int(WireShape.NULL_CONTENT), id="m1").is_empty
-    for message in (user(), assistant(text="", reasoning="hm"), assistant(text="", calls=(LOOK,))):
+    for message in (
+        user(),
+        assistant(content="", reasoning_content="hm"),
+        assistant(content="", tool_calls=(LOOK,)),
+    ):
         assert not message.is_empty
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        user(text="\ud800"),
+        user(content="\ud800"),
         user(name="\ud800"),
-        user(reasoning="\ud800"),
+        user(reasoning_content="\ud800"),
         assistant(refusal="\ud800"),
-        assistant(calls=(ToolCall("\ud800"),)),
-        assistant(calls=(ToolCall("f", '{"a": "\ud800"}'),)),
+        assistant(tool_calls=(ToolCall("\ud800"),)),
+        assistant(tool_calls=(ToolCall("f", '{"a": "\ud800"}'),)),
         user(parts=("\ud800", CAT)),
         user(parts=(Media("image", "url:\ud800", url="\ud800"),)),
         user(parts=(Media("image", "d", detail="\ud800"),)),
@@ -271,11 +289,11 @@ def test_lone_surrogates_neither_raise_nor_collapse(message: Message) -> None:
         return [other(item) for item in value] if isinstance(value, list | tuple) else value
 
     fields = {
-        "text": other(message.content),
+        "content": other(message.content),
         "name": other(message.name),
-        "reasoning": other(message.reasoning_content),
+        "reasoning_content": other(message.reasoning_content),
         "refusal": other(message.refusal),
-        "calls": tuple(ToolCall(other(call.name), other(call.arguments)) for call in message.tool_calls),
+        "tool_calls": tuple(ToolCall(other(call.name), other(call.arguments)) for call in message.tool_calls),
         "parts": tuple(
             other(part)
             if isinstance(part, str)

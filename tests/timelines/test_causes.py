@@ -54,7 +54,7 @@ def test_the_same_prompt_again_is_best_of_n_and_a_twin_where_answers_agree(sessi
 
 def test_a_retry_header_makes_a_retry_and_the_first_answer_is_unseen(session: Session) -> None:
     commit_reply(session, [TASK], "one", delivery=Delivery.PENDING)
-    commit_reply(session, [TASK], "two", retry=1)
+    commit_reply(session, [TASK], "two", retry_count=1)
     judgement = classify_forks(session.tree)
     assert [fork.cause for fork in judgement.forks] == [Cause.RETRY]
     assert judgement.undelivered == {session.tree.calls[0].outputs[0]: DropReason.RETRY}
@@ -214,7 +214,7 @@ def test_a_reply_shown_again_was_seen_although_nothing_follows_it_in_place() -> 
 def test_a_retry_after_a_cancellation_blames_nobody_else(session: Session) -> None:
     commit_reply(session, [TASK], "one", delivery=Delivery.PENDING)
     commit_reply(session, [TASK], "two", delivery=Delivery.CANCELLED)
-    commit_reply(session, [TASK], "three", retry=1)
+    commit_reply(session, [TASK], "three", retry_count=1)
     assert list(classify_forks(session.tree).undelivered.values()) == [DropReason.CANCELLED]
 
 

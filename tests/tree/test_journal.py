@@ -142,7 +142,7 @@ def test_at_level_process_an_append_is_durable_when_it_returns(path: Path) -> No
 def test_a_large_record_is_left_to_the_thread_and_keeps_its_place(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(journal_module, "_MAX_INLINE_BYTES", 100)
     records = [bytes([index]) * (1000 if index % 3 == 1 else 10) for index in range(200)]
     with Journal(path) as journal:
         futures = [journal.append("s", record) for record in records]
@@ -170,7 +170,7 @@ def test_a_lazy_record_shares_the_commit_of_the_next_one(path: Path, durability:
 def test_a_lazy_record_that_nothing_follows_is_still_written(
     path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_NOTES_S", 0.01)
+    monkeypatch.setattr(journal_module, "_LAZY_FLUSH_S", 0.01)
     with Journal(path, durability=durability) as journal:
         assert journal.append("s", b"note", lazy=True).result(timeout=30) == 1
 
@@ -249,7 +249,7 @@ def test_a_signal_at_any_line_of_an_append_leaves_its_record_once_or_not_at_all(
 def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(journal_module, "_BUSY_TIMEOUT_S", 0.02)
     with Journal(path) as journal, write_lock_held(path):
         with pytest.raises(JournalError, match="locked"):
             journal.append("s", b"late").result()
@@ -513,7 +513,7 @@ def test_another_version_is_refused_and_left_alone(path: Path) -> None:
         newer.execute("PRAGMA user_version = 7")
     before = file_contents(path.parent)
     with pytest.raises(
-        JournalError, match=r"version 7, expected a journal with application_id .*, version 1"
+        JournalError, match=r"version 7, expected a journal with application_id .*, version 2"
     ):
         Journal(path)
     assert file_contents(path.parent) == before
@@ -580,7 +580,7 @@ assert errors[-1] is not None
 failed = [error for error in errors if error is not None]
 assert all(type(error) is JournalError and sys.argv[1] in str(error) for error in failed), failed
 assert all(error.__cause__ is not None and str(error.__cause__) in str(error) for error in failed), failed
-assert isinstance(journal.failed, JournalError)
+assert isinstance(journal.failure, JournalError)
 later = journal.append("s", b"small").exception(timeout=0)
 assert type(later) is JournalError and "takes no more records" in str(later), later
 try:
@@ -625,7 +625,7 @@ def test_a_failed_checkpoint_stops_the_journal_and_takes_back_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 1)
-    monkeypatch.setattr(journal_module, "_SHORTEN_WAL", "SELECT * FROM nowhere")
+    monkeypatch.setattr(journal_module, "_CHECKPOINT_SQL", "SELECT * FROM nowhere")
     with Journal(path) as journal:
         kept: list[bytes] = []
         while (refusal := journal.append("s", encode_index(len(kept))).exception()) is None:

@@ -127,7 +127,7 @@ def test_other_tools_or_template_arguments_start_a_sibling() -> None:
     talk.sample([user("p")], "A")
     with_tools = talk.prepare(user("p"), tools=(TOOL,))
     assert with_tools.parent is talk.tree.root
-    with_arguments = talk.prepare(user("p"), template={"enable_thinking": False})
+    with_arguments = talk.prepare(user("p"), chat_template_kwargs={"enable_thinking": False})
     assert with_arguments.parent is talk.tree.root
     assert talk.prepare(user("p")).parent.message.content == "p"
 

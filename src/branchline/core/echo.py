@@ -56,7 +56,7 @@ _NO_CALLS = int(WireShape.NULL_CALLS | WireShape.EMPTY_CALLS)
 def match_echo(sampled: Message, shown: Message) -> tuple[Equivalence, ...] | None:
     """The equivalences under which `shown` is `sampled` sent back; None where it is something else.
 
-    >>> match_echo(Message("assistant", "hi ", reasoning="hm"), Message("assistant", "hi"))
+    >>> match_echo(Message("assistant", "hi ", reasoning_content="hm"), Message("assistant", "hi"))
     (<Equivalence.TRIMMED_WHITESPACE: 'trimmed_whitespace'>, <Equivalence.DROPPED_REASONING: 'dropped_reasoning'>)
     """
     if sampled.key != shown.key:

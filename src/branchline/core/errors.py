@@ -41,7 +41,7 @@ class InputError(BranchlineError):
 class MessageError(InputError):
     """A message or request that cannot be read.
 
-    >>> str(MessageError("messages[2].role", "wizard", "one for_prompt system, user"))
+    >>> str(MessageError("messages[2].role", "wizard", "one of system, user"))
     "messages[2].role: got 'wizard', expected one of system, user"
     """
 

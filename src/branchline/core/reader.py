@@ -49,7 +49,7 @@ _NULL_CALLS, _EMPTY_CALLS = int(WireShape.NULL_CALLS), int(WireShape.EMPTY_CALLS
 def read_messages(raw: object, field_path: str = "messages") -> tuple[Message, ...]:
     """A request's messages.
 
-    >>> read_messages([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])[0].text
+    >>> read_messages([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])[0].content
     'hi'
     """
     if not isinstance(raw, list | tuple) or not raw:

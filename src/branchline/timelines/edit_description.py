@@ -47,10 +47,13 @@ def _field_changes(old: Message, new: Message) -> Iterator[str]:
                 yield f"arguments of {one.name}: " + "; ".join(_argument_changes(one, other))
     if old.media != new.media:
         yield f"media: {len(old.media)} became {len(new.media)}, or others"
-    for name in ("reasoning", "refusal", "name"):
-        one, other = getattr(old, name), getattr(new, name)
-        if one != other:
-            yield f"{name}: {_text_change(one, other)}"
+    for name, before, after in (
+        ("reasoning", old.reasoning_content, new.reasoning_content),
+        ("refusal", old.refusal, new.refusal),
+        ("name", old.name, new.name),
+    ):
+        if before != after:
+            yield f"{name}: {_text_change(before, after)}"
 
 
 def _argument_changes(old: ToolCall, new: ToolCall) -> Iterator[str]:

@@ -45,7 +45,7 @@ class SampledToolCalls:
             message = restored[index]
             calls = tuple([self._restore_call(call, tools) for call in message.tool_calls])
             if calls != message.tool_calls:
-                restored[index] = structs.replace(message, calls=calls)
+                restored[index] = structs.replace(message, tool_calls=calls)
                 echoes.append(AppliedEquivalence(index, Equivalence.DEFAULTS_FILLED))
         return tuple(restored), tuple(echoes)
 
