@@ -47,4 +47,4 @@ def _as_media_error(record: ToolRecord, error: Exception) -> ToolRecord:
     # Where it would have stood says nothing to a model.
     error = InputError(_MESSAGE_INDEX.sub("its result", str(error)))
     text = tool_error_text(record.tool, error)
-    return structs.replace(record, message=structs.replace(record.message, text=text), error=text)
+    return structs.replace(record, message=structs.replace(record.message, content=text), error=text)

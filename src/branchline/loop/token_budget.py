@@ -69,4 +69,4 @@ def truncate_result(result: Message, limits: LoopLimits, codec: Codec | None) ->
     )
     if text == result.content:
         return result
-    return structs.replace(result, text=text, parts=(text, *result.media) if result.media else ())
+    return structs.replace(result, content=text, parts=(text, *result.media) if result.media else ())
