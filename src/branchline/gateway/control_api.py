@@ -28,8 +28,7 @@ from branchline.gateway.http_errors import error_code, http_error, json_response
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
-from branchline.runtime.call_record import SessionObserver
-from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.managed_session import ManagedSession, SessionObserver, SessionState, read_session_options
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 
@@ -177,7 +176,7 @@ class ControlApi:
         was_closed = live.is_closed
         await live.set_state(state, reason)
         if live.is_closed and not was_closed:
-            self._router.forget_session(live.id)
+            self._router.release_session(live.id)
             self._sessions.mark_closed(live)
             self.notify_session_end(live)
             await asyncio.to_thread(self._metrics.record_session_end, live)

@@ -28,8 +28,13 @@ from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
 from branchline.gateway.views import samples_view
-from branchline.runtime.call_record import CallObserver, SessionObserver
-from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import (
+    ManagedSession,
+    SessionObserver,
+    SessionState,
+    read_session_options,
+)
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Durability, Journal
