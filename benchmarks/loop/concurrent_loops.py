@@ -109,7 +109,7 @@ async def _run_loops(crowd: LoadConfig, engine: SlowEngine, limits: LoopLimits |
         began = time.perf_counter()
         async with AgentLoop(model, LoopState.begin(task), tools=tools) as loop:
             state = await loop.run()
-        assert state.assistant_turns == crowd.turns, state.reason
+        assert state.assistant_turns == crowd.turns, state.stop_reason
         outcome.loop_times_s.append(time.perf_counter() - began)
 
     async with asyncio.TaskGroup() as group:

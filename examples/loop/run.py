@@ -167,7 +167,7 @@ def print_outputs(outputs: Sequence[LoopOutput], console: Console) -> None:
         versions = output.outputs[-1].response_versions
         table.add_row(
             state.task.id,
-            str(state.reason),
+            str(state.stop_reason),
             str(output.num_turns),
             str(sampled),
             str(len(output.response_mask) - sampled),

@@ -335,7 +335,7 @@ class LoopHarness:
             state = await run
             stop.cancel()
             await asyncio.gather(stop, return_exceptions=True)
-            if not state.is_cancel:
+            if not state.is_cancelled:
                 return state
             self.cancel_count += 1
             self.on_cancel()

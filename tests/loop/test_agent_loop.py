@@ -52,13 +52,13 @@ def test_a_prompt_that_leaves_no_room_is_not_asked() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             for limit in (10, 20):
                 state = await s.run_once(limits=LoopLimits(model_length=limit))
-                assert (state.reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
+                assert (state.stop_reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
             size = await s.model.count_tokens(s.task().messages, tools=[s.tool.schema])
             state = await s.run_once(limits=LoopLimits(model_length=size))
-            assert (state.reason, state.detail) == (StopReason.MODEL_LENGTH, f"{size} tokens of {size}")
+            assert (state.stop_reason, state.stop_detail) == (StopReason.MODEL_LENGTH, f"{size} tokens of {size}")
             assert not s.engine.requests
             state = await s.run_once(limits=LoopLimits(model_length=size + 1))
-            assert (state.reason, len(s.model.replies[0].ids)) == (StopReason.MODEL_LENGTH, 1)
+            assert (state.stop_reason, len(s.model.replies[0].ids)) == (StopReason.MODEL_LENGTH, 1)
 
     run(test)
 
@@ -76,7 +76,7 @@ def test_an_engine_that_has_no_room_ends_the_trajectory(over_http: bool) -> None
                 s.engine.max_context = most
                 s.engine.requests.clear()
                 state = await s.run_once(model=await s.open_another())
-                assert (state.reason, state.detail) == (StopReason.MODEL_LENGTH, detail)
+                assert (state.stop_reason, state.stop_detail) == (StopReason.MODEL_LENGTH, detail)
                 assert (roles(state)[-1], state.assistant_turns) == ("tool", 1)
                 assert len(s.engine.requests) == 1
 
@@ -97,7 +97,7 @@ def test_a_cut_answer_says_which_limit_cut_it(limits: LoopLimits, reason: StopRe
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             state = await s.run_once(limits=limits)
-            assert state.reason is reason
+            assert state.stop_reason is reason
             assert len(s.model.replies[0].ids) == min(2 if reason is not StopReason.STOP else 4, 4)
 
     run(test)
@@ -111,7 +111,7 @@ def test_each_answer_has_the_room_that_is_left_of_the_response() -> None:
             room = lengths[2] - lengths[0] + 3
             model = await s.open_another()
             state = await s.run_once(model=model, limits=LoopLimits(response_length=room))
-            assert state.reason is StopReason.RESPONSE_LENGTH
+            assert state.stop_reason is StopReason.RESPONSE_LENGTH
             assert state.messages[-1].content == "a l"
             assert len((await build_output(state, model)).response_ids) == room
 
@@ -129,12 +129,12 @@ def test_without_a_limit_an_answer_has_the_room_that_the_engine_has(
             state = await s.run_once(limits=LoopLimits())
             (reply,) = s.model.replies
             if room is None:
-                assert (state.reason, len(reply.ids)) == (StopReason.LENGTH, 4096), "nobody knows the room"
+                assert (state.stop_reason, len(reply.ids)) == (StopReason.LENGTH, 4096), "nobody knows the room"
             elif room == 4500:
-                assert state.reason is StopReason.LENGTH
+                assert state.stop_reason is StopReason.LENGTH
                 assert len(reply.prompt_ids) + len(reply.ids) == room
             else:
-                assert (state.reason, len(reply.ids)) == (StopReason.STOP, len(s.engine.answers[0]))
+                assert (state.stop_reason, len(reply.ids)) == (StopReason.STOP, len(s.engine.answers[0]))
 
     run(test)
 
@@ -150,7 +150,7 @@ def test_a_sessions_own_sampling_lifts_no_limit_and_may_set_a_lower_one(over_htt
             ) as s:
                 state = await s.run_once(limits=LoopLimits(response_length=10))
                 assert len((await build_output(state, s.model)).response_ids) == length
-                assert state.reason is (StopReason.RESPONSE_LENGTH if length == 10 else StopReason.LENGTH)
+                assert state.stop_reason is (StopReason.RESPONSE_LENGTH if length == 10 else StopReason.LENGTH)
 
     run(test)
 
@@ -171,11 +171,11 @@ def test_a_session_that_is_spent_ends_the_trajectory_and_it_is_judged(
             assert len(s.engine.answers[0]) == 41
             s.managed.options = structs.replace(s.managed.options, limits=limits)
             state = await s.run_once()
-            assert (state.reason, roles(state)[-1]) == (reason, "tool")
-            assert state.detail.endswith(words)
+            assert (state.stop_reason, roles(state)[-1]) == (reason, "tool")
+            assert state.stop_detail.endswith(words)
             assert (state.is_finished, state.final_rewards) == (True, {"deed": 0.5})
             # Judged is judged: there is nothing to go on with.
-            assert (await s.run_once(state)).reason is reason
+            assert (await s.run_once(state)).stop_reason is reason
 
     run(test)
 
@@ -209,8 +209,8 @@ def test_a_gateway_that_takes_no_longer_prompt_ends_the_trajectory_and_it_is_jud
                 state = LoopState.begin(Task(prompt))
                 async with AgentLoop(model, state, tools=ToolSelection((ScriptedTool(script),))) as loop:
                     await loop.run()
-        assert (state.reason, roles(state)) == (StopReason.MODEL_LENGTH, ["user", "assistant", "tool"])
-        assert f"> {most} maximum" in state.detail
+        assert (state.stop_reason, roles(state)) == (StopReason.MODEL_LENGTH, ["user", "assistant", "tool"])
+        assert f"> {most} maximum" in state.stop_detail
         assert state.final_rewards == {"deed": 0.5}
 
     run(test)
@@ -243,7 +243,7 @@ def test_the_last_answer_that_a_limit_allows_is_judged_and_nobody_answers_it(
             }[kind]
             model = await s.open_another()
             state = await s.run_once(model=model, limits=limits)
-            assert (state.reason, state.detail) == (reason, detail)
+            assert (state.stop_reason, state.stop_detail) == (reason, detail)
             assert [m.content for m in state.messages[2:]] == ["one", "and", "two"]
             assert (state.assistant_turns, state.user_turns) == (2, 1)
             assert state.turn_scores == [0.0, 0.1]
@@ -259,7 +259,7 @@ def test_a_last_answer_with_tool_calls_is_nobodys_to_judge() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((TOOL_TURN, ScriptedTurn("end")), user_messages=("and",))) as s:
             state = await s.run_once(limits=LoopLimits(max_assistant_turns=1))
-            assert (state.reason, state.pending, state.turn_records) == (StopReason.ASSISTANT_TURNS, [], [])
+            assert (state.stop_reason, state.pending_calls, state.turn_records) == (StopReason.ASSISTANT_TURNS, [], [])
             assert s.tool.executed == []
 
     run(test)
@@ -285,12 +285,12 @@ def test_cut_off_while_a_last_answer_is_judged_it_is_judged_later_and_still_the_
                 task = asyncio.create_task(loop.run(cancel))
                 await judge.pondering.wait()
                 cancel.cancel()
-                assert (await task).is_cancel
+                assert (await task).is_cancelled
             state = LoopState.decode(state.encode())
-            assert (state.state, state.is_finished) == (LoopPhase.INTERACTING, False)
+            assert (state.phase, state.is_finished) == (LoopPhase.INTERACTING, False)
             async with AgentLoop(s.model, state, interaction=partner, limits=limits) as loop:
                 state = await loop.run()
-            assert (state.reason, state.turn_scores, judge.asked) == (StopReason.ASSISTANT_TURNS, [1.0], 1)
+            assert (state.stop_reason, state.turn_scores, judge.asked) == (StopReason.ASSISTANT_TURNS, [1.0], 1)
             assert len(s.engine.requests) == 1
 
     run(test)
@@ -306,7 +306,7 @@ def test_of_an_answer_cut_in_its_second_call_the_first_is_run() -> None:
             assert s.model.replies[0].finish_reason == "length"
             assert s.tool.executed == [(0, 0)]
             assert roles(state)[2:] == ["assistant", "tool", "assistant"]
-            assert state.reason is StopReason.STOP
+            assert state.stop_reason is StopReason.STOP
 
     run(test)
 
@@ -327,8 +327,8 @@ def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
             await (s.engine if where == "generating" else s.tool).at_cancel_point.wait()
             move_clock(101)
             state = await task
-            assert (state.state, state.reason) == (LoopPhase.TERMINATED, StopReason.WALL_CLOCK)
-            assert not state.is_cancel
+            assert (state.phase, state.stop_reason) == (LoopPhase.TERMINATED, StopReason.WALL_CLOCK)
+            assert not state.is_cancelled
             assert state.final_rewards == {"deed": 0.5}
             assert (s.tool.created, s.tool.released) == (1, 1)
             report = export_samples(s.tree).report
@@ -337,7 +337,7 @@ def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
                 [("cancelled", 3)] if where == "generating" else []
             )
             output = await build_output(state, s.model)
-            assert output.outputs[-1].calls == tuple(state.calls)
+            assert output.outputs[-1].calls == tuple(state.call_ids)
 
     run(test)
 
@@ -353,13 +353,13 @@ def test_when_the_time_is_up_a_tool_call_that_is_over_counts() -> None:
             state = LoopState.begin(s.task())
             task = asyncio.create_task(s.run_once(state, limits=LoopLimits(wall_clock_s=100)))
             await s.tool.at_cancel_point.wait()
-            while len(state.outcomes) < 2:
+            while len(state.pending_results) < 2:
                 await asyncio.sleep(0)
             move_clock(101)
-            assert (await task).reason is StopReason.WALL_CLOCK
+            assert (await task).stop_reason is StopReason.WALL_CLOCK
             assert state.tool_rewards == [5.0, 3.0]
-            assert [record.message.content for record in state.tool_records] == ["quick", "too"]
-            assert (state.outcomes, state.pending) == ({}, [])
+            assert [record.message.content for record in state.tool_results] == ["quick", "too"]
+            assert (state.pending_results, state.pending_calls) == ({}, [])
             assert roles(state)[-1] == "assistant", "the model is told nothing any more"
 
     run(test)
@@ -377,8 +377,8 @@ def test_when_the_time_is_up_a_turn_that_was_scored_counts() -> None:
                 task = asyncio.create_task(loop.run())
                 await model.counting.wait()
                 move_clock(101)
-                assert (await task).reason is StopReason.WALL_CLOCK
-            assert (state.turn_scores, state.response) == ([1.0], None)
+                assert (await task).stop_reason is StopReason.WALL_CLOCK
+            assert (state.turn_scores, state.pending_response) == ([1.0], None)
 
     run(test)
 
@@ -388,16 +388,16 @@ def test_the_time_of_all_runs_counts() -> None:
         script = LoopScript((replace(TOOL_TURN, cancel_points=(2,)), ScriptedTurn("end")))
         async with loop_harness(script) as s:
             state = LoopState.begin(s.task())
-            state.spent_s = 99.0
+            state.elapsed_s = 99.0
             cancel = CancelToken()
             task = asyncio.create_task(s.run_once(state, cancel, limits=LoopLimits(wall_clock_s=100)))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
-            assert (await task).is_cancel
-            assert 99.0 < state.spent_s < 100
-            state.spent_s = 100.0
+            assert (await task).is_cancelled
+            assert 99.0 < state.elapsed_s < 100
+            state.elapsed_s = 100.0
             state = await s.run_once(state, limits=LoopLimits(wall_clock_s=100))
-            assert state.reason is StopReason.WALL_CLOCK
+            assert state.stop_reason is StopReason.WALL_CLOCK
             assert len(s.engine.requests) == 1
 
     run(test)
@@ -416,9 +416,9 @@ def test_a_cancelled_task_is_cancelled_and_leaves_a_state_to_go_on_from() -> Non
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert state.is_cancel
+            assert state.is_cancelled
             assert (await s.run_once(state)).messages[-1].content == "a long story"
-            assert not state.is_cancel
+            assert not state.is_cancelled
             assert [len(ids) for _, ids in s.engine.requests] == [
                 len(s.model.replies[0].prompt_ids),
                 len(s.model.replies[0].prompt_ids) + 4,
@@ -433,7 +433,7 @@ def test_a_token_that_was_used_lets_nothing_begin() -> None:
             cancel = CancelToken()
             cancel.cancel()
             state = await s.run_once(cancel=cancel)
-            assert (state.is_cancel, state.state, s.engine.requests) == (True, LoopPhase.PENDING, [])
+            assert (state.is_cancelled, state.phase, s.engine.requests) == (True, LoopPhase.PENDING, [])
 
     run(test)
 
@@ -452,16 +452,16 @@ def test_finished_tool_calls_are_kept_and_do_not_run_again() -> None:
             state, cancel = LoopState.begin(s.task()), CancelToken()
             task = asyncio.create_task(s.run_once(state, cancel))
             await s.tool.at_cancel_point.wait()
-            while 0 not in state.outcomes:
+            while 0 not in state.pending_results:
                 await asyncio.sleep(0)
             cancel.cancel()
             state = LoopState.decode((await task).encode())
-            assert (state.state, list(state.outcomes)) == (LoopPhase.PROCESSING_TOOLS, [0])
+            assert (state.phase, list(state.pending_results)) == (LoopPhase.PROCESSING_TOOLS, [0])
             state = await s.run_once(state)
             assert s.tool.executed == [(0, 0), (0, 1)]
             assert [m.content for m in state.messages[3:5]] == ["quick", "slow"]
             assert state.tool_rewards == [5.0, 4.0]
-            assert [(record.tool, record.turn) for record in state.tool_records] == [("deed", 1)] * 2
+            assert [(record.tool, record.turn) for record in state.tool_results] == [("deed", 1)] * 2
 
     run(test)
 
@@ -516,9 +516,9 @@ def test_what_somebody_has_said_is_not_asked_for_twice() -> None:
                     task = asyncio.create_task(loop.run(cancel))
                     await model.counting.wait()
                     cancel.cancel()
-                    assert (await task).is_cancel
+                    assert (await task).is_cancelled
                 state = LoopState.decode(state.encode())
-            assert state.response is not None
+            assert state.pending_response is not None
             model.passes = 9
             async with AgentLoop(model, state, interaction=partner, limits=limits) as loop:  # type: ignore[arg-type]
                 state = await loop.run()
@@ -526,7 +526,7 @@ def test_what_somebody_has_said_is_not_asked_for_twice() -> None:
                 *["first words", "one", "answer 1", "two", "answer 2"]
             ]
             assert state.turn_scores == [1.0, 2.0]
-            assert (state.reason, state.user_turns) == (StopReason.INTERACTION, 1)
+            assert (state.stop_reason, state.user_turns) == (StopReason.INTERACTION, 1)
 
     run(test)
 
@@ -536,7 +536,7 @@ def test_an_answer_that_nobody_heard_is_heard_and_counted_once(over_http: bool) 
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("heard by nobody"),)), over_http=over_http) as s:
             state = LoopState.begin(s.task())
-            state.state, state.call = LoopPhase.GENERATING, "turn-1"
+            state.phase, state.call_name = LoopPhase.GENERATING, "turn-1"
             # The very call that the loop is about to make, made and answered; then its client was gone.
             lost = await s.model.ask(state.messages, tools=[s.tool.schema], call_name="turn-1")
             state = await s.run_once(state)
@@ -560,11 +560,11 @@ def test_an_answer_that_was_begun_with_other_tools_is_begun_again(over_http: boo
             task = asyncio.create_task(s.run_once(state, cancel))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
-            assert (await task).is_cancel
+            assert (await task).is_cancelled
             s.engine.prompts_by_session.clear()
             async with AgentLoop(s.model, state) as loop:
                 state = await loop.run()
-            assert (state.messages[-1].content, state.reason) == ("a long story", StopReason.STOP)
+            assert (state.messages[-1].content, state.stop_reason) == ("a long story", StopReason.STOP)
             (dropped,) = export_samples(s.tree).report.dropped
             assert (dropped.reason, dropped.tokens) == ("cancelled", 3)
 
@@ -583,11 +583,11 @@ def test_an_error_of_the_engine_is_raised_and_the_state_goes_on_afterwards(over_
             task = asyncio.create_task(s.run_once(state, cancel))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
-            assert (await task).is_cancel
+            assert (await task).is_cancelled
             s.engine.failure = EngineError("out of order")
             with pytest.raises(EngineError, match="out of order"):
                 await s.run_once(state)
-            assert (state.is_cancel, state.is_finished) == (False, False)
+            assert (state.is_cancelled, state.is_finished) == (False, False)
             s.engine.failure = None
             state = await s.run_once(state)
             assert state.messages[-1].content == "and so on"
@@ -694,12 +694,12 @@ def test_a_picture_is_no_end_of_a_model_that_only_reads(over_http: bool, limits:
             state = LoopState.begin(s.task())
             async with AgentLoop(s.model, state, tools=ToolSelection((Camera(),)), limits=limits) as loop:
                 state = await loop.run()
-            assert state.reason is StopReason.STOP
+            assert state.stop_reason is StopReason.STOP
             told = [m.content for m in state.messages if m.role == "tool"]
             assert told[0] == "look"
             assert told[1].startswith("Error executing tool 'deed': its result: carries an image, but ")
             assert not any(m.media for m in state.messages)
-            assert [record.error for record in state.tool_records] == [None, told[1]]
+            assert [record.error for record in state.tool_results] == [None, told[1]]
             assert state.tool_rewards == [1.0, 1.0], "what the tool did counts"
 
     run(test)

@@ -55,7 +55,7 @@ def test_a_task_that_names_nobody_is_one_answer_without_tools(name: str) -> None
         async with loop_harness(SCRIPT) as s:
             state = await run_agent(LoopState.begin(Task(PROMPT, agent_name=name)), context_for(s))
             assert (state.assistant_turns, state.user_turns) == (1, 0)
-            assert state.reason is StopReason.ASSISTANT_TURNS, "it wanted a tool, and there was none"
+            assert state.stop_reason is StopReason.ASSISTANT_TURNS, "it wanted a tool, and there was none"
             assert (s.tool.created, s.user.started) == (0, 0)
             assert "tools:" not in s.codec.decode(s.engine.requests[0][1])
 
@@ -67,12 +67,12 @@ def test_the_tool_agent_uses_the_tools_and_the_interaction_of_the_task() -> None
         async with loop_harness(SCRIPT) as s:
             task = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
             state = await run_agent(LoopState.begin(task), context_for(s))
-            assert (state.reason, state.assistant_turns, state.user_turns) == (StopReason.INTERACTION, 3, 2)
+            assert (state.stop_reason, state.assistant_turns, state.user_turns) == (StopReason.INTERACTION, 3, 2)
             plain = Task(PROMPT, agent_name="tool", tools=())
             s.engine.prompts_by_session.clear()
             state = await run_agent(LoopState.begin(plain), context_for(s))
             assert state.messages[2].content == "Unknown function 'deed'. Available tools: []"
-            assert state.reason is StopReason.STOP
+            assert state.stop_reason is StopReason.STOP
 
     run(test)
 
@@ -140,7 +140,7 @@ def test_a_name_stands_for_one_agent() -> None:
     def define(word: str) -> Any:
         @branchline.agent("mine")
         async def mine(state: LoopState, setting: AgentContext) -> LoopState:
-            state.detail = word
+            state.stop_detail = word
             return state
 
         return mine
@@ -190,8 +190,8 @@ def test_what_an_agent_asks_is_in_its_output(over_http: bool) -> None:
                 "Are you sure?",
                 "three",
             ]
-            assert (state.is_finished, state.reason, state.assistant_turns) == (True, StopReason.STOP, 2)
-            assert state.calls == [reply.call_id for reply in s.model.replies]
+            assert (state.is_finished, state.stop_reason, state.assistant_turns) == (True, StopReason.STOP, 2)
+            assert state.call_ids == [reply.call_id for reply in s.model.replies]
             assert state.tokens == len(s.model.replies[1].prompt_ids) + len(s.model.replies[1].ids)
             assert state.metrics.generate_s > 0
             output = await build_output(state, s.model)
@@ -218,10 +218,10 @@ def test_an_agent_that_is_cancelled_goes_on_behind_what_was_sampled(over_http: b
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancel, state.is_finished, state.metrics.num_preempted) == (True, False, 1)
+            assert (state.is_cancelled, state.is_finished, state.metrics.num_preempted) == (True, False, 1)
             state = LoopState.decode(state.encode())
             state = await run_agent(state, context_for(s, cancel=CancelToken()))
-            assert (state.is_cancel, state.is_finished) == (False, True)
+            assert (state.is_cancelled, state.is_finished) == (False, True)
             assert [message.content for message in state.messages[1:]] == [
                 "one two",
                 "Are you sure?",
@@ -240,7 +240,7 @@ def test_a_token_that_was_used_lets_no_agent_begin() -> None:
             cancel = CancelToken()
             cancel.cancel()
             state = await run_agent(state_for("twice"), context_for(s, cancel=cancel))
-            assert state.is_cancel
+            assert state.is_cancelled
             assert not s.engine.requests
 
     run(test)
@@ -254,11 +254,11 @@ def test_a_call_that_was_begun_behind_another_prompt_is_made_anew() -> None:
             await s.engine.at_cancel_point.wait()
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            begun = state.call
+            begun = state.call_name
             state.messages.append(Message("user", "Something else."))
             assert (await setting.ask(state)).message.content == "three"
-            assert state.calls == [s.model.replies[0].call_id] != [begun]
-            assert state.call == ""
+            assert state.call_ids == [s.model.replies[0].call_id] != [begun]
+            assert state.call_name == ""
 
     run(test)
 
@@ -279,7 +279,7 @@ def test_other_conversations_are_asked_side_by_side_and_trained_too() -> None:
             state = await run_agent(state, context_for(s))
             assert state.assistant_turns == 1
             assert [len(reply.ids) for reply in s.model.replies] == [4, 4, 4]
-            assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
+            assert sorted(state.call_ids) == sorted(reply.call_id for reply in s.model.replies)
             assert len((await build_output(state, s.model)).outputs) == 3
             assert "looks" in s.codec.decode(s.model.replies[2].prompt_ids)
             assert [call.sampling["temperature"] for call in s.tree.calls] == [0.1, 0.1, 0.5]
@@ -302,7 +302,7 @@ def test_a_call_that_was_made_behind_everybodys_back_is_trained_too() -> None:
         async with loop_harness(CONVERSATION.uninterrupted) as s:
             state = await run_agent(state_for("direct"), context_for(s, cancel=CancelToken()))
             output = await build_output(state, s.model)
-            assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
+            assert sorted(state.call_ids) == sorted(reply.call_id for reply in s.model.replies)
             assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
 
     run(test)
@@ -321,9 +321,9 @@ def test_a_loop_inside_an_agent_is_cancelled_with_it() -> None:
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.is_finished, s.tool.released) == (True, False, 1)
+            assert (state.is_cancelled, state.is_finished, s.tool.released) == (True, False, 1)
             state = await run_agent(state, context_for(s))
-            assert (state.reason, state.is_finished, s.tool.released) == (StopReason.STOP, True, 2)
+            assert (state.stop_reason, state.is_finished, s.tool.released) == (StopReason.STOP, True, 2)
 
     run(test)
 
@@ -339,7 +339,7 @@ def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
             state = state_for("broken")
             with pytest.raises(ValueError, match="broken"):
                 await run_agent(state, context_for(s))
-            assert len(state.calls) == 1
+            assert len(state.call_ids) == 1
             assert not state.is_finished
 
     run(test)
@@ -369,18 +369,18 @@ def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) ->
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancel, state.is_finished, state.assistant_turns) == (True, False, 1)
+            assert (state.is_cancelled, state.is_finished, state.assistant_turns) == (True, False, 1)
             if left_by == "error":
                 s.engine.failure = EngineError("gone")
                 with pytest.raises(EngineError, match="gone"):
                     await run_agent(state, context_for(s))
-                assert (state.is_cancel, state.is_finished) == (False, False)
+                assert (state.is_cancelled, state.is_finished) == (False, False)
                 s.engine.failure = None
             state = await run_agent(LoopState.decode(state.encode()), context_for(s))
-            assert (state.is_cancel, state.is_finished, state.reason) == (False, True, StopReason.STOP)
+            assert (state.is_cancelled, state.is_finished, state.stop_reason) == (False, True, StopReason.STOP)
             assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"deed": 0.5}, 1)
             assert [message.content for message in state.messages[1:]] == ["one"]
-            assert state.calls == [reply.call_id for reply in s.model.replies]
+            assert state.call_ids == [reply.call_id for reply in s.model.replies]
             assert await run_agent(state, context_for(s)) is state
             assert len(s.model.replies) == 2, "what is over is not run again"
 
@@ -404,9 +404,9 @@ def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_
         async with loop_harness(CONVERSATION) as s:
             s.engine.at_cancel_point = held
             state = await run_agent(state_for("impatient"), context_for(s, cancel=CancelToken()))
-            assert (state.is_cancel, state.is_finished) == (True, False)
+            assert (state.is_cancelled, state.is_finished) == (True, False)
             state = await run_agent(state, context_for(s))
-            assert (state.is_cancel, state.is_finished, state.messages[-1].content) == (
+            assert (state.is_cancelled, state.is_finished, state.messages[-1].content) == (
                 False,
                 True,
                 "one two",
@@ -455,7 +455,7 @@ def test_an_agent_that_returns_another_state_than_its_own_says_so() -> None:
                 match="agent 'copies': returned another LoopState, expected the LoopState it was given",
             ):
                 await run_agent(state, context_for(s))
-            assert state.calls == [s.model.replies[0].call_id]
+            assert state.call_ids == [s.model.replies[0].call_id]
             assert not state.is_finished
 
     run(test)
@@ -489,15 +489,15 @@ def test_what_cannot_be_an_agent_is_refused_where_it_is_named(function: Any, why
 def test_whatever_is_waited_for_with_a_state_and_a_setting_is_an_agent() -> None:
     class Echo:
         async def __call__(self, state: LoopState, setting: AgentContext, *, word: str = "x") -> LoopState:
-            state.detail = word
+            state.stop_detail = word
             return state
 
     async def test() -> None:
         branchline.agent("object")(Echo())
         branchline.agent("partial")(functools.partial(Echo(), word="y"))
         async with loop_harness(CONVERSATION) as s:
-            assert (await run_agent(state_for("object"), context_for(s))).detail == "x"
-            assert (await run_agent(state_for("partial"), context_for(s))).detail == "y"
+            assert (await run_agent(state_for("object"), context_for(s))).stop_detail == "x"
+            assert (await run_agent(state_for("partial"), context_for(s))).stop_detail == "y"
 
     run(test)
 

@@ -149,7 +149,7 @@ def _conversation(state: LoopState) -> list[Any]:
 
 async def _compare(script: LoopScript, codec: Codec, *, also_http: bool) -> None:
     state, output, s, tree = await _run_script(script, codec, over_http=False)
-    assert state.state is LoopPhase.TERMINATED
+    assert state.phase is LoopPhase.TERMINATED
     _check_contract(s)
     _check_output(state, output, s)
     assert s.tool.created == s.tool.released == s.cancel_count + 1
@@ -158,8 +158,8 @@ async def _compare(script: LoopScript, codec: Codec, *, also_http: bool) -> None
     assert plain_stage.cancel_count == 0
     assert _sampled(output) == _sampled(plain_output)
     assert _conversation(state) == _conversation(plain)
-    assert (state.reason, state.turn_scores, state.tool_rewards, state.score) == (
-        plain.reason,
+    assert (state.stop_reason, state.turn_scores, state.tool_rewards, state.score) == (
+        plain.stop_reason,
         plain.turn_scores,
         plain.tool_rewards,
         plain.score,
@@ -226,7 +226,7 @@ async def _run_interrupted(moments: list[int], *, over_http: bool) -> tuple[list
         export = export_samples(s.tree)
         assert export.report.is_balanced
         assert not export.report.dropped, "nothing that was sampled is lost, or sampled twice"
-        told = (state.reason, state.turn_scores, state.tool_rewards, state.score)
+        told = (state.stop_reason, state.turn_scores, state.tool_rewards, state.score)
         return _sampled(await build_output(state, s.model)), _conversation(state), told
 
 

@@ -169,7 +169,7 @@ def test_an_agent_of_ones_own_is_told_by_an_error_what_ends_a_loop(
         setting = AgentContext(SessionModel(live, engine))
         await setting.ask(LoopState.begin(task))
         engine.max_context = room
-        assert (await run_agent(LoopState.begin(task), setting)).reason is ending
+        assert (await run_agent(LoopState.begin(task), setting)).stop_reason is ending
         with pytest.raises(BranchlineError) as raised:
             await setting.ask(LoopState.begin(task))
         assert getattr(raised.value, "kind", type(raised.value).__name__) == error

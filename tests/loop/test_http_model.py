@@ -83,12 +83,12 @@ def test_a_reply_is_put_together_from_its_stream() -> None:
             tool_calls=(ToolCall("f", '{"a":1}'), ToolCall("g", "{}")),
         )
         async with gateway_model(said) as (a, model):
-            reply = await model.ask(ASK, name="mine")
-            tree = a.session.live.session.tree
+            reply = await model.ask(ASK, call_name="mine")
+            tree = a.session.managed.session.tree
             node = tree.nodes[tree.calls[0].outputs[0]]
             assert reply.call_id == tree.calls[0].id == "mine"
             assert reply.message == node.message
-            assert reply.finish == "tool_calls"
+            assert reply.finish_reason == "tool_calls"
             assert [*reply.prompt_ids, *reply.ids] == tree.path_ids(node).tolist()
             assert reply.logprobs is not None
             assert node.output is not None
@@ -103,9 +103,9 @@ def test_a_call_of_a_tool_that_is_no_function_is_read_too() -> None:
         async with gateway_model(patch, "done") as (a, model):
             tools = [{"type": "custom", "custom": {"name": "patch"}}]
             reply = await model.ask(ASK, tools=tools)
-            tree = a.session.live.session.tree
+            tree = a.session.managed.session.tree
             assert reply.message == tree.nodes[tree.calls[0].outputs[0]].message
-            result = Message("tool", "patched", tool_call_id=reply.message.calls[0].id)
+            result = Message("tool", "patched", tool_call_id=reply.message.tool_calls[0].id)
             await model.ask((*ASK, reply.message, result), tools=tools)
             assert len(timelines_of(tree)) == 1
 
@@ -115,7 +115,7 @@ def test_a_call_of_a_tool_that_is_no_function_is_read_too() -> None:
 @asynccontextmanager
 async def upstream_model(*script: Any) -> AsyncIterator[tuple[Any, HttpModel]]:
     """A gateway whose engine tells words and no ids."""
-    async with FakeChat() as server, agent(fleet=UpstreamChat(server.url + "/v1")) as a:
+    async with FakeChat() as server, agent(engine=UpstreamChat(server.url + "/v1")) as a:
         server.scripted_events = script
         session = a.session
         async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
@@ -126,11 +126,11 @@ def test_an_answer_that_an_upstream_cut_is_an_answer() -> None:
     async def test() -> None:
         async with upstream_model(told(content="a long answer"), told("length")) as (_, model):
             state = await run_agent(LoopState.begin(Task(ASK)), AgentContext(model))
-            assert (state.reason, state.assistant_turns) == (StopReason.LENGTH, 1)
+            assert (state.stop_reason, state.assistant_turns) == (StopReason.LENGTH, 1)
             assert [message.content for message in state.messages] == ["p", "a long answer"]
         async with upstream_model(told("length")) as (_, model):
             state = await run_agent(LoopState.begin(Task(ASK)), AgentContext(model))
-            assert (state.reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
+            assert (state.stop_reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
 
     run(test)
 
@@ -139,7 +139,7 @@ def test_a_refusal_is_what_was_said() -> None:
     async def test() -> None:
         async with upstream_model(told(refusal="No."), told("stop")) as (a, model):
             reply = await model.ask(ASK)
-            tree = a.session.live.session.tree
+            tree = a.session.managed.session.tree
             assert (reply.message.refusal, reply.message.content, reply.message.is_empty) == (
                 "No.",
                 "",
@@ -158,7 +158,7 @@ def test_a_count_is_the_length_of_the_prompt_that_would_be_asked_and_leaves_noth
                 "params": {"chat_template_kwargs": {"deep": True}},
             }
             counted = await model.count_tokens(ASK, **options)
-            assert not a.session.live.session.tree.calls
+            assert not a.session.managed.session.tree.calls
             assert counted == len((await model.ask(ASK, **options)).prompt_ids)
             assert counted != await model.count_tokens(ASK)
 
@@ -168,7 +168,7 @@ def test_a_count_is_the_length_of_the_prompt_that_would_be_asked_and_leaves_noth
 def test_the_agent_and_the_id_of_what_was_said_travel_along() -> None:
     async def test() -> None:
         async with gateway_model("same") as (a, model):
-            live = a.session.live
+            live = a.session.managed
             first, second = [await model.ask(ASK) for _ in range(2)]
             critic = HttpModel(a.session.base_url, a.session.api_key, agent="critic")
             async with critic:
@@ -179,7 +179,7 @@ def test_the_agent_and_the_id_of_what_was_said_travel_along() -> None:
             parent = tree.nodes[tree.calls[3].prompt_node].parent
             assert parent is not None
             assert tree.call_of(parent).id == second.call_id != first.call_id
-            assert not tree.calls[3].ambiguous_echo
+            assert not tree.calls[3].ambiguous_match
             assert len(timelines_of(tree)) == 3
 
     run(test)
@@ -242,9 +242,9 @@ def test_refusals_are_the_errors_they_were() -> None:
             a.engine.max_context = 3
             assert isinstance(await refused(HttpModel(url, key)), ContextLengthError)
             a.engine.max_context = None
-            await model.ask(ASK, name="mine")
+            await model.ask(ASK, call_name="mine")
             with pytest.raises(SessionError) as conflict:
-                await model.ask((Message("user", "q"),), name="mine")
+                await model.ask((Message("user", "q"),), call_name="mine")
             assert conflict.value.kind == "conflict"
 
     run(test)
@@ -253,8 +253,8 @@ def test_refusals_are_the_errors_they_were() -> None:
 def test_what_becomes_of_a_session_has_the_same_name_here_as_at_the_gateway() -> None:
     async def test() -> None:
         async with gateway_model("ok") as (a, model):
-            await a.session.live.end("finalized")
-            for work in (model.ask(ASK), model.ask(ASK, name="mine")):
+            await a.session.managed.set_state("finalized")
+            for work in (model.ask(ASK), model.ask(ASK, call_name="mine")):
                 with pytest.raises(SessionError, match="is finalized and takes no more calls") as closed:
                     await work
                 assert closed.value.kind == "closed", "no conflict, which would be asked again"
@@ -396,12 +396,12 @@ def test_a_hundred_and_fifty_answers_may_be_waited_for_at_once() -> None:
         async with gateway_model("ok") as (a, model):
             a.engine.gate = asyncio.Event()
             asked = [asyncio.create_task(model.ask(ASK)) for _ in range(150)]
-            while len(a.engine.asked) < 150:
+            while len(a.engine.received_prompts) < 150:
                 await asyncio.sleep(0)
             move_clock(900)
             await asyncio.sleep(0)
             a.engine.gate.set()
-            assert {reply.message.text for reply in await asyncio.gather(*asked)} == {"ok"}
+            assert {reply.message.content for reply in await asyncio.gather(*asked)} == {"ok"}
 
     run(test)
 
@@ -506,7 +506,7 @@ def test_a_busy_gateway_is_asked_again_after_the_time_it_says() -> None:
         async with gateway_model("ok", config=GatewayConfig(max_in_flight=1)) as (a, model):
             a.engine.gate = asyncio.Event()
             first = asyncio.create_task(model.ask(ASK))
-            while not a.engine.asked:
+            while not a.engine.received_prompts:
                 await asyncio.sleep(0)
             second = asyncio.create_task(model.ask(ASK))
             impatient = HttpModel(a.session.base_url, a.session.api_key, retry_timeout_s=0)
@@ -519,8 +519,8 @@ def test_a_busy_gateway_is_asked_again_after_the_time_it_says() -> None:
             while not second.done():
                 move_clock(1)
                 await asyncio.sleep(0)
-            assert (await second).message.text == "ok"
-            assert len(a.engine.asked) == 2
+            assert (await second).message.content == "ok"
+            assert len(a.engine.received_prompts) == 2
 
     run(test)
 

@@ -227,11 +227,11 @@ def test_one_that_cannot_leave_is_a_fault() -> None:
 def test_one_that_forgot_what_was_said_is_a_fault(is_used: bool) -> None:
     async def test() -> None:
         state = LoopState.begin(Task(()), "t")
-        state.state = LoopPhase.GENERATING
+        state.phase = LoopPhase.GENERATING
         if is_used:
             state.turn_records = [TurnRecord(1, "no", False)]
         async with InteractionSession(InteractionConfig(FakeInteraction()), state, LoopLimits()):
-            assert [(fault.who, fault.doing) for fault in state.faults] == [("odd", "made again")] * is_used
+            assert [(fault.name, fault.operation) for fault in state.faults] == [("odd", "recreated")] * is_used
 
     run(test)
 

@@ -53,11 +53,11 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
                     if where is LoopPhase.GENERATING:
                         await engine.at_cancel_point.wait()
                     else:
-                        while state.state is not where:
+                        while state.phase is not where:
                             await asyncio.sleep(0)
                     cancel.cancel()
-                    assert (await running).is_cancel
-            assert state.state is where
+                    assert (await running).is_cancelled
+            assert state.phase is where
             other = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "tests.loop.resume_worker", url, key),
                 cwd=ROOT,
@@ -67,7 +67,7 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
             written, _ = await other.communicate(state.encode())
             assert other.returncode == 0
             again = LoopState.decode(written)
-            assert (again.reason, again.trajectory, again.is_cancel) == (StopReason.STOP, "far", False)
+            assert (again.stop_reason, again.trajectory, again.is_cancelled) == (StopReason.STOP, "far", False)
             assert [m.content for m in again.messages[2:]] == [
                 *["let me see", "done elsewhere: 0, 0", "done elsewhere: 0, 1", "so it is"]
             ]

@@ -136,7 +136,7 @@ def test_a_judge_that_was_cut_off_may_judge_again() -> None:
                 while not second.tries:
                     await asyncio.sleep(0)
                 cancel.cancel()
-                assert (await task).is_cancel
+                assert (await task).is_cancelled
                 assert (await loop.run()).reward_score == 2.0
                 assert state.faults == []
 

@@ -91,14 +91,14 @@ async def _cancelled(s: LoopHarness, loop: AgentLoop) -> None:
     task = asyncio.create_task(loop.run(cancel))
     await s.engine.at_cancel_point.wait()
     cancel.cancel()
-    assert (await task).is_cancel
+    assert (await task).is_cancelled
 
 
 FAULTS: dict[Any, list[str]] = {
     PersistentCoinTool: [],
-    CoinTool: ["made again"],
-    FailingSaveTool: ["save", "made again"],
-    UnserializableTool: ["save", "made again"],
+    CoinTool: ["recreated"],
+    FailingSaveTool: ["save", "recreated"],
+    UnserializableTool: ["save", "recreated"],
 }
 
 
@@ -120,8 +120,8 @@ def test_what_a_tool_saved_is_there_when_the_trajectory_goes_on(
                 state = await loop.run()
             assert state.final_rewards == {"deed": coins}
             assert state.reward_score == coins, "what it says of itself still counts"
-            assert [fault.doing for fault in state.faults] == FAULTS[type(purse)]
-            assert ("deed: made again: it was used before" in caplog.text) == (coins < 3)
+            assert [fault.operation for fault in state.faults] == FAULTS[type(purse)]
+            assert ("deed: recreated: it was used before" in caplog.text) == (coins < 3)
             assert purse.created == (1 if coins == 3 else 2)
             assert state.tool_states == {}, "nobody will ask for it"
 
@@ -235,13 +235,13 @@ def test_an_interaction_goes_on_where_it_was_left_and_greets_once(holds: tuple[i
             async with AgentLoop(s.model, state, interaction=partner) as loop:
                 await _cancelled(s, loop)
             state = LoopState.decode(state.encode("json"))
-            assert state.state is LoopPhase.GENERATING
-            assert state.partner_states == {"guest": {"heard": 0 if holds else 1, "who": "she"}}
+            assert state.phase is LoopPhase.GENERATING
+            assert state.interaction_states == {"guest": {"heard": 0 if holds else 1, "who": "she"}}
             async with AgentLoop(s.model, state, interaction=partner) as loop:
                 state = await loop.run()
             assert [m.content for m in state.messages[2:]] == [
                 *["Hello.", "one", "she heard 1", "and two", "she heard 2"]
             ]
-            assert (state.score, guest.starts, state.partner_states) == (2.0, 1, {})
+            assert (state.score, guest.starts, state.interaction_states) == (2.0, 1, {})
 
     run(test)

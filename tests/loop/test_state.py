@@ -44,32 +44,32 @@ def full_state() -> LoopState:
     return LoopState(
         trajectory="t1",
         task=task,
-        state=LoopPhase.PROCESSING_TOOLS,
+        phase=LoopPhase.PROCESSING_TOOLS,
         messages=[
             *task.messages,
             Message("assistant", "", reasoning_content="hm", tool_calls=calls, id="r1"),
         ],
         assistant_turns=1,
         user_turns=2,
-        pending=list(calls),
-        outcomes={1: record},
-        response=TurnRecord(1, "no", False, 0.1, {"y": 2}),
-        tool_records=[record, ToolRecord("add", 2, result)],
+        pending_calls=list(calls),
+        pending_results={1: record},
+        pending_response=TurnRecord(1, "no", False, 0.1, {"y": 2}),
+        tool_results=[record, ToolRecord("add", 2, result)],
         turn_records=[TurnRecord(1, "yes", True, 0.25), TurnRecord(2, "hm", False)],
         final_rewards={"add": 1.5, "search": 0.5},
         tool_states={"add": [1, 2]},
-        partner_states={"tutor": {"wrong": 1}},
+        interaction_states={"tutor": {"wrong": 1}},
         faults=[Fault("add", "release", "stuck")],
         metrics=LoopMetrics(1.0, 2.0, 3.0, 4),
-        call="chatcmpl-1",
-        calls=["chatcmpl-0"],
-        first_tokens=7,
+        call_name="chatcmpl-1",
+        call_ids=["chatcmpl-0"],
+        first_prompt_tokens=7,
         tokens=9,
-        is_cancel=True,
-        is_with_agent=True,
-        reason=StopReason.USER_TURNS,
-        detail="2 of 2",
-        spent_s=0.5,
+        is_cancelled=True,
+        is_agent_running=True,
+        stop_reason=StopReason.USER_TURNS,
+        stop_detail="2 of 2",
+        elapsed_s=0.5,
     )
 
 
@@ -99,10 +99,10 @@ def test_states_share_nothing() -> None:
     task = Task((Message("user", "x"),))
     one, other = LoopState.begin(task), LoopState.begin(task)
     one.messages.append(Message("user", "y"))
-    one.pending.append(ToolCall("a"))
-    one.outcomes[0] = ToolRecord("a", 1, Message("tool"))
+    one.pending_calls.append(ToolCall("a"))
+    one.pending_results[0] = ToolRecord("a", 1, Message("tool"))
     one.metrics.tool_s += 1
-    assert (other.messages, other.pending, other.outcomes, other.metrics.tool_s) == (
+    assert (other.messages, other.pending_calls, other.pending_results, other.metrics.tool_s) == (
         [task.messages[0]],
         [],
         {},
@@ -123,11 +123,11 @@ def test_no_two_trajectories_have_one_name() -> None:
 
 def test_numbers_of_numpy_travel_and_what_is_no_data_is_refused_by_name() -> None:
     state = full_state()
-    state.outcomes = {
+    state.pending_results = {
         0: ToolRecord("a", 1, Message("tool"), extras={"n": np.float32(0.5), "v": np.arange(2)})
     }
-    assert LoopState.decode(state.encode()).outcomes[0].extras == {"n": 0.5, "v": [0, 1]}
-    state.outcomes = {0: ToolRecord("a", 1, Message("tool"), extras={"handle": object()})}
+    assert LoopState.decode(state.encode()).pending_results[0].extras == {"n": 0.5, "v": [0, 1]}
+    state.pending_results = {0: ToolRecord("a", 1, Message("tool"), extras={"handle": object()})}
     with pytest.raises(InputError, match="state: got a object, expected values that JSON can hold"):
         state.encode()
 
@@ -160,7 +160,7 @@ def test_scores_and_rewards_are_read_off_the_records() -> None:
     assert state.reward_score == 2.0
     state.score = -1.0
     assert state.reward_score == -1.0
-    state.add_fault(Fault("add", "made again", "it was used before"))
+    state.add_fault(Fault("add", "recreated", "it was used before"))
     assert state.reward_score == -1.0
     state.add_fault(Fault("add", "calc_reward", "the grader is down"))
     assert state.reward_score is None, "what the others say is not the reward"
@@ -179,11 +179,11 @@ def test_a_fault_is_noted_once_however_often_it_comes_back() -> None:
 def test_what_is_over_is_taken_in_though_nobody_is_told() -> None:
     state = full_state()
     first = ToolRecord("first", 1, Message("tool", "1"), 0.25)
-    state.outcomes = {1: state.outcomes[1], 0: first}
-    told = list(state.tool_records), list(state.turn_records)
+    state.pending_results = {1: state.pending_results[1], 0: first}
+    told = list(state.tool_results), list(state.turn_records)
     state.flush_partial()
-    assert [record.tool for record in state.tool_records[len(told[0]) :]] == ["first", "add"]
+    assert [record.tool for record in state.tool_results[len(told[0]) :]] == ["first", "add"]
     assert [record.content for record in state.turn_records[len(told[1]) :]] == ["no"]
-    assert (state.pending, state.outcomes, state.response) == ([], {}, None)
+    assert (state.pending_calls, state.pending_results, state.pending_response) == ([], {}, None)
     state.flush_partial()
-    assert len(state.tool_records) == len(told[0]) + 2, "once"
+    assert len(state.tool_results) == len(told[0]) + 2, "once"

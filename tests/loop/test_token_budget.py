@@ -108,12 +108,12 @@ def test_while_a_long_result_is_cut_others_go_on_and_a_cancel_loses_nothing(is_c
                 if is_cancelled:
                     cancel.cancel()
                 model.codec.gate.set()
-                assert (await task).is_cancel == is_cancelled
+                assert (await task).is_cancelled == is_cancelled
                 if is_cancelled:
-                    assert state.outcomes[0].message.content == "xx...(truncated)...xx"
+                    assert state.pending_results[0].message.content == "xx...(truncated)...xx"
                     state = await loop.run()
             assert state.messages[3].content == "xx...(truncated)...xx"
             assert s.tool.executed == [(0, 0)], "a call that is over does not run again"
-            assert state.reason is StopReason.STOP
+            assert state.stop_reason is StopReason.STOP
 
     run(test)

@@ -82,7 +82,7 @@ def test_a_token_reaches_a_loop_that_is_still_gathering_and_it_can_go_on(where: 
             await (tool.wait_for("create") if where == "tool" else guest.reached.wait())
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.state, s.engine.requests) == (True, LoopPhase.PENDING, [])
+            assert (state.is_cancelled, state.phase, s.engine.requests) == (True, LoopPhase.PENDING, [])
             if where == "tool":
                 assert (tool.events, guest.lines) == (["create", "create cancelled"], [])
             else:
@@ -101,7 +101,7 @@ def test_cancelled_while_it_gathers_a_loop_can_be_run_again_in_the_same_block() 
                 running = asyncio.create_task(loop.run(cancel))
                 await tool.wait_for("create")
                 cancel.cancel()
-                assert (await running).is_cancel
+                assert (await running).is_cancelled
                 tool._hangs = ()
                 assert (await loop.run()).is_finished
             assert tool.events == ["create", "create cancelled", "create", "calc_reward", "release"]
@@ -134,7 +134,7 @@ def test_a_token_that_was_used_lets_nobody_be_made() -> None:
             cancel.cancel()
             state = LoopState.begin(task_for(s, guest))
             state = await run_agent(state, context_for(s, tool, guest, cancel=cancel))
-            assert (state.is_cancel, tool.events, guest.lines) == (True, [], [])
+            assert (state.is_cancelled, tool.events, guest.lines) == (True, [], [])
 
     run(test)
 
@@ -176,7 +176,7 @@ def test_what_was_saved_outlives_a_cancel_while_it_is_given_back() -> None:
             await slow.wait_for("restore")
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.tool_states) == (True, {"diary": {"saved": True}})
+            assert (state.is_cancelled, state.tool_states) == (True, {"diary": {"saved": True}})
 
     run(test)
 
@@ -252,8 +252,8 @@ def test_an_interaction_that_cannot_be_put_away_hides_no_cancellation(by_token: 
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert state.is_cancel
-            assert [fault.doing for fault in state.faults] == ["finalize"]
+            assert state.is_cancelled
+            assert [fault.operation for fault in state.faults] == ["finalize"]
 
     run(test)
 

@@ -59,7 +59,7 @@ async def pending(loop: AgentLoop) -> LoopPhase:
     new = [Message("user", replace_surrogates(words))] if words else []
     tokens = await loop.count_if_limited(new)
     state.messages += new
-    state.first_tokens = state.tokens = tokens
+    state.first_prompt_tokens = state.tokens = tokens
     return LoopPhase.GENERATING
 
 
@@ -76,8 +76,8 @@ async def generating(loop: AgentLoop) -> LoopPhase:
         if error.kind not in _SESSION_STOP_REASONS:
             raise
         return loop.stop(_SESSION_STOP_REASONS[error.kind], str(error))
-    state.call = ""
-    state.calls.append(reply.call_id)
+    state.call_name = ""
+    state.call_ids.append(reply.call_id)
     if reply.finish_reason == "length" and not len(reply.ids) and reply.message.is_empty:
         return loop.stop(
             StopReason.MODEL_LENGTH, f"{len(reply.prompt_ids)} tokens leave the engine room for none"
@@ -94,12 +94,12 @@ async def generating(loop: AgentLoop) -> LoopPhase:
         )
     limit = reached_limit(loop.limits, state)
     if limit is None:
-        state.pending = list(calls)
+        state.pending_calls = list(calls)
         return LoopPhase.PROCESSING_TOOLS if calls else LoopPhase.INTERACTING
     if calls:
         return loop.stop(*limit)
     # Nobody answers it any more, but what it is worth is asked all the same.
-    state.reason, state.detail = limit
+    state.stop_reason, state.stop_detail = limit
     return LoopPhase.INTERACTING
 
 
@@ -108,27 +108,27 @@ async def processing_tools(loop: AgentLoop) -> LoopPhase:
     state = loop.state
     await loop.run_tools()
     records = await filter_media(
-        [state.outcomes[place] for place in range(len(state.pending))], loop.count_prompt_tokens
+        [state.pending_results[place] for place in range(len(state.pending_calls))], loop.count_prompt_tokens
     )
     results = [record.message for record in records]
     tokens = await loop.count_if_limited(results)
-    state.tool_records += records
-    state.pending, state.outcomes = [], {}
+    state.tool_results += records
+    state.pending_calls, state.pending_results = [], {}
     return loop.append_messages(results, tokens)
 
 
 async def interacting(loop: AgentLoop) -> LoopPhase:
     """Somebody answers the model, or ends the conversation; a last answer is only judged."""
     state = loop.state
-    if state.response is None:
-        state.response = await loop.respond()
-    response = state.response
+    if state.pending_response is None:
+        state.pending_response = await loop.respond()
+    response = state.pending_response
     new = [Message("user", response.content)]
     tokens = 0 if response.is_last else await loop.count_if_limited(new)
     state.turn_records.append(response)
-    state.response = None
-    if state.reason is not None:
-        return loop.stop(state.reason, state.detail)
+    state.pending_response = None
+    if state.stop_reason is not None:
+        return loop.stop(state.stop_reason, state.stop_detail)
     if not response.is_last:
         return loop.append_messages(new, tokens)
     if response.content:
@@ -187,14 +187,14 @@ class AgentLoop:
         state = self.state
         if state.is_loop_finished:
             return state
-        state.is_cancel = False
+        state.is_cancelled = False
         try:
             if cancel is None:
                 await self._run()
             else:
-                state.is_cancel = cancel.is_set or not await cancel.run_cancellable(self._run())
+                state.is_cancelled = cancel.is_set or not await cancel.run_cancellable(self._run())
         except asyncio.CancelledError:
-            state.is_cancel = True
+            state.is_cancelled = True
             raise
         finally:
             self.resources.save()
@@ -202,21 +202,21 @@ class AgentLoop:
 
     async def _run(self) -> None:
         await self.resources.acquire()
-        state, began, spent_s = self.state, time.perf_counter(), self.state.spent_s
+        state, began, spent_s = self.state, time.perf_counter(), self.state.elapsed_s
         limit_s = self.limits.wall_clock_s
         try:
             async with asyncio.timeout(None if limit_s is None else limit_s - spent_s) as clock:
                 # A timer that is due already goes off when something is waited for, and not before.
                 await asyncio.sleep(0)
-                while state.state is not LoopPhase.TERMINATED:
-                    state.state = await STEPS[state.state](self)
+                while state.phase is not LoopPhase.TERMINATED:
+                    state.phase = await STEPS[state.phase](self)
         except TimeoutError:
             if not clock.expired():
                 raise
             state.flush_partial()
-            state.state = self.stop(StopReason.WALL_CLOCK, f"more than {limit_s:g} s")
+            state.phase = self.stop(StopReason.WALL_CLOCK, f"more than {limit_s:g} s")
         finally:
-            state.spent_s = spent_s + time.perf_counter() - began
+            state.elapsed_s = spent_s + time.perf_counter() - began
         await self.resources.compute_rewards()
 
     # -- what the states are made of -----------------------------------------------------------------
@@ -233,7 +233,7 @@ class AgentLoop:
         One that is cancelled runs again, also if the cancel comes in the moment it ends.
         """
         state, began = self.state, time.perf_counter()
-        left = [place for place in range(len(state.pending)) if place not in state.outcomes]
+        left = [place for place in range(len(state.pending_calls)) if place not in state.pending_results]
         try:
             if len(left) == 1:
                 await self._run_tool(left[0])
@@ -245,7 +245,7 @@ class AgentLoop:
             state.metrics.tool_s += time.perf_counter() - began
 
     async def _run_tool(self, place: int) -> None:
-        record = await self.resources.run_tool(self.state.pending[place])
+        record = await self.resources.run_tool(self.state.pending_calls[place])
         if is_slow_to_truncate(record.message, self.limits):
             # The call is over: a cancel that comes while its result is cut must not make it run again.
             await finish_despite_cancel(self._truncate_outcome(place, record))
@@ -258,7 +258,7 @@ class AgentLoop:
 
     def _store_outcome(self, place: int, record: ToolRecord, shown: Message) -> None:
         is_whole = shown is record.message
-        self.state.outcomes[place] = record if is_whole else structs.replace(record, message=shown)
+        self.state.pending_results[place] = record if is_whole else structs.replace(record, message=shown)
 
     async def respond(self) -> TurnRecord:
         """What the partner says to the last answer."""
@@ -267,7 +267,7 @@ class AgentLoop:
             response = await self.resources.respond(tuple(state.messages))
         finally:
             state.metrics.interact_s += time.perf_counter() - began
-        is_last = response.terminate or state.reason is not None
+        is_last = response.terminate or state.stop_reason is not None
         extras = dict(response.extras)
         return TurnRecord(state.assistant_turns, response.content, is_last, response.score, extras)
 
@@ -287,7 +287,7 @@ class AgentLoop:
 
     def remaining_tokens(self, tokens: int) -> int | None:
         """How many tokens an answer may have behind so many; None for any number."""
-        return remaining_tokens(self.limits, tokens, self.state.first_tokens)
+        return remaining_tokens(self.limits, tokens, self.state.first_prompt_tokens)
 
     def is_out_of_tokens(self) -> bool:
         left = self.remaining_tokens(self.state.tokens)
@@ -305,8 +305,8 @@ class AgentLoop:
 
     def stop_out_of_tokens(self, tokens: int) -> LoopPhase:
         """The end of a trajectory that has no room behind so many tokens."""
-        return self.stop(*exhausted_limit(self.limits, tokens, self.state.first_tokens))
+        return self.stop(*exhausted_limit(self.limits, tokens, self.state.first_prompt_tokens))
 
     def stop(self, reason: StopReason, detail: str = "") -> LoopPhase:
-        self.state.reason, self.state.detail = reason, detail
+        self.state.stop_reason, self.state.stop_detail = reason, detail
         return LoopPhase.TERMINATED

@@ -154,21 +154,21 @@ async def _run_custom_agent(function: Agent, state: LoopState, setting: AgentCon
                 f"agent {state.agent_name!r}: returned {what}, expected the LoopState it was given"
             )
 
-    state.is_cancel, state.is_with_agent = False, True
+    state.is_cancelled, state.is_agent_running = False, True
     try:
         if cancel is None:
             await work()
         elif cancel.is_set or not await cancel.run_cancellable(work()):
-            state.is_cancel = True
+            state.is_cancelled = True
     except asyncio.CancelledError:
-        state.is_cancel = True
+        state.is_cancelled = True
         raise
     finally:
-        state.calls += [call for call in noted.call_ids if call not in state.calls]
-    if not state.is_cancel:
-        state.is_with_agent = False
-        state.state, state.is_judged = LoopPhase.TERMINATED, True
-        state.reason = state.reason or StopReason.STOP
+        state.call_ids += [call for call in noted.call_ids if call not in state.call_ids]
+    if not state.is_cancelled:
+        state.is_agent_running = False
+        state.phase, state.is_scored = LoopPhase.TERMINATED, True
+        state.stop_reason = state.stop_reason or StopReason.STOP
     return state
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-FaultOperation = Literal["calc_reward", "release", "finalize", "save", "made again"]
+FaultOperation = Literal["calc_reward", "release", "finalize", "save", "recreated"]
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -20,16 +20,16 @@ class Fault(msgspec.Struct, frozen=True):
     'search: calc_reward: no index'
     """
 
-    who: str
+    name: str
     """A tool or an interaction, by name."""
-    doing: FaultOperation
-    """`made again`: it was used before, and what it remembered then is not there any more."""
+    operation: FaultOperation
+    """`recreated`: it was used before, and what it remembered then is not there any more."""
     error: str
 
     @property
     def is_reward_failure(self) -> bool:
         """Whether a reward is missing because of it."""
-        return self.doing == "calc_reward"
+        return self.operation == "calc_reward"
 
     def __str__(self) -> str:
-        return f"{self.who}: {self.doing}: {self.error}"
+        return f"{self.name}: {self.operation}: {self.error}"

@@ -40,9 +40,9 @@ async def ask(
     else:
         with _timed_generation(state):
             reply = await model.ask(messages, tools=tools, params=wanted)
-    state.calls.append(reply.call_id)
+    state.call_ids.append(reply.call_id)
     if messages is None:
-        state.call = ""
+        state.call_name = ""
         state.messages.append(reply.message)
         state.assistant_turns += 1
         state.tokens = len(reply.prompt_ids) + len(reply.ids)
@@ -71,16 +71,16 @@ async def ask_or_resume(
 ) -> CallResult:
     """The answer to the state's own conversation, from where it was left if it was begun before."""
     # Named before anything is sent: whenever this is cut off, the state says what to go on with.
-    state.call = state.call or _new_call_name()
+    state.call_name = state.call_name or _new_call_name()
     with _timed_generation(state):
         try:
-            return await model.ask(state.messages, tools=tools, params=params, call_name=state.call)
+            return await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
         except SessionError as error:
             if error.kind != "conflict":
                 raise
         # Begun behind another prompt than this, with other tools, say: there is no going on with that.
-        state.call = _new_call_name()
-        return await model.ask(state.messages, tools=tools, params=params, call_name=state.call)
+        state.call_name = _new_call_name()
+        return await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
 
 
 @contextmanager

@@ -57,12 +57,12 @@ class InteractionSession:
 
     async def _start(self) -> None:
         """Starts the interaction, or goes on with it where it was left."""
-        state, interaction, saved = self._state, self._interaction, self._state.partner_states
+        state, interaction, saved = self._state, self._interaction, self._state.interaction_states
         arguments = copy_containers(self._arguments)
         words: object = None
         if (
             isinstance(interaction, Restorable)
-            and state.state is not LoopPhase.PENDING
+            and state.phase is not LoopPhase.PENDING
             and self.name in saved
         ):
             held = await interaction.restore(state.trajectory, copy_containers(saved[self.name]), **arguments)
@@ -76,7 +76,7 @@ class InteractionSession:
             raise InputError(f"interaction {self.name!r}: start: got {words!r}, expected a text or None")
         else:
             self.first_message = words
-            if state.turn_records or state.response is not None:
+            if state.turn_records or state.pending_response is not None:
                 state.add_fault(lost_state(interaction, _STATEFUL_METHODS, saved, state.trajectory))
 
     async def _finalize(self) -> None:
@@ -122,7 +122,7 @@ class InteractionSession:
         """Leaves what the interaction remembers in the state."""
         if self._is_started:
             self._state.add_fault(
-                save_state(self._interaction, self._interaction_state, self._state.partner_states)
+                save_state(self._interaction, self._interaction_state, self._state.interaction_states)
             )
 
     async def _with_timeout(self, doing: str, work: Coroutine[Any, Any, T]) -> T:

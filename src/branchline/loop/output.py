@@ -51,7 +51,7 @@ class LoopOutput:
     @classmethod
     def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
         """The output of a trajectory, out of its session's samples: those that hold one of its calls."""
-        own = set(state.calls)
+        own = set(state.call_ids)
         outputs = tuple(sample for sample in samples if not own.isdisjoint(sample.calls))
         last = outputs[-1] if outputs else None
         return cls(
@@ -69,7 +69,7 @@ class LoopOutput:
                 "tool_rewards": state.tool_rewards,
                 "final_rewards": dict(state.final_rewards),
                 "faults": [str(fault) for fault in state.faults],
-                "is_cancel": state.is_cancel,
+                "is_cancel": state.is_cancelled,
                 "state": state,
             },
             multi_modal_data={} if last is None else _media_by_kind(last, state),

@@ -97,7 +97,7 @@ def save_state(keeper: Registrable, instance: Any, saved: dict[str, Any]) -> Fau
 def lost_state(
     keeper: Registrable, ways: Sequence[str], saved: Mapping[str, Any], trajectory: str
 ) -> Fault | None:
-    """The fault of one that was used before and is made again without what it remembered.
+    """The fault of one that was used before and is recreated without what it remembered.
 
     `ways` are the methods by which instances have something of their own, where a keeper has its own.
     """
@@ -106,6 +106,6 @@ def lost_state(
     is_ours = all(module.startswith(_BUILTIN_MODULES) for module in modules)
     if name in saved or (is_ours and not isinstance(keeper, Restorable)):
         return None
-    fault = Fault(name, "made again", "it was used before, and nothing is saved of what it remembered")
+    fault = Fault(name, "recreated", "it was used before, and nothing is saved of what it remembered")
     log.warning("%s: %s", trajectory, fault)
     return fault

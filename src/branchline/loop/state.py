@@ -97,18 +97,18 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     trajectory: str
     task: Task
-    state: LoopPhase = LoopPhase.PENDING
+    phase: LoopPhase = LoopPhase.PENDING
     messages: list[Message]
     """The conversation so far."""
     assistant_turns: int = 0
     user_turns: int = 0
-    pending: list[ToolCall] = []
+    pending_calls: list[ToolCall] = []
     """Calls of the last answer whose results the model was not told yet."""
-    outcomes: dict[int, ToolRecord] = {}
+    pending_results: dict[int, ToolRecord] = {}
     """Those of them that are over, by place."""
-    response: TurnRecord | None = None
+    pending_response: TurnRecord | None = None
     """What the interaction said and the model was not told yet."""
-    tool_records: list[ToolRecord] = []
+    tool_results: list[ToolRecord] = []
     turn_records: list[TurnRecord] = []
     final_rewards: dict[str, float] = {}
     """What tools said at the end, by name."""
@@ -116,30 +116,30 @@ class LoopState(msgspec.Struct, kw_only=True):
     """What the interaction said of the whole."""
     tool_states: dict[str, Any] = {}
     """What tools remember, by name, where they say so; written when a trajectory is left."""
-    partner_states: dict[str, Any] = {}
+    interaction_states: dict[str, Any] = {}
     """The same of its interaction."""
     faults: list[Fault] = []
     """What failed beside the conversation: judging, putting away, remembering."""
     metrics: LoopMetrics = msgspec.field(default_factory=LoopMetrics)
-    call: str = ""
+    call_name: str = ""
     """The name of the call that is asked now; asked again under it, it goes on from where it was left."""
-    calls: list[str] = []
+    call_ids: list[str] = []
     """Calls that were answered in full."""
-    first_tokens: int = 0
+    first_prompt_tokens: int = 0
     """How long the first prompt is, where a limit has it counted."""
     tokens: int = 0
     """How long the conversation is: the last call, or the next prompt where a limit has it counted."""
-    is_cancel: bool = False
-    is_judged: bool = False
+    is_cancelled: bool = False
+    is_scored: bool = False
     """Whether the final rewards are there."""
-    is_with_agent: bool = False
+    is_agent_running: bool = False
     """Whether an agent of one's own has begun with it and has not returned: where a loop inside that agent
     ends, the trajectory goes on."""
-    reason: StopReason | None = None
+    stop_reason: StopReason | None = None
     """Why it is over; while the interaction looks at a last answer, why that is the last."""
-    detail: str = ""
+    stop_detail: str = ""
     """The figures behind a reason."""
-    spent_s: float = 0.0
+    elapsed_s: float = 0.0
     format: int = STATE_FORMAT
 
     @classmethod
@@ -156,12 +156,12 @@ class LoopState(msgspec.Struct, kw_only=True):
     @property
     def is_finished(self) -> bool:
         """Whether nothing more happens to it: its loop has ended, and its agent, if it has one, returned."""
-        return self.is_loop_finished and not self.is_with_agent
+        return self.is_loop_finished and not self.is_agent_running
 
     @property
     def is_loop_finished(self) -> bool:
         """Whether a loop has nothing to do with it any more."""
-        return self.state is LoopPhase.TERMINATED and self.is_judged
+        return self.phase is LoopPhase.TERMINATED and self.is_scored
 
     @property
     def turn_scores(self) -> list[float]:
@@ -169,7 +169,7 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @property
     def tool_rewards(self) -> list[float]:
-        return [record.reward for record in self.tool_records if record.reward is not None]
+        return [record.reward for record in self.tool_results if record.reward is not None]
 
     @property
     def reward_score(self) -> float | None:
@@ -195,11 +195,11 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     def flush_partial(self) -> None:
         """Counts what is over though the model is not told of it any more: results, and a turn's score."""
-        self.tool_records += [record for _, record in sorted(self.outcomes.items())]
-        self.pending, self.outcomes = [], {}
-        if self.response is not None:
-            self.turn_records.append(self.response)
-            self.response = None
+        self.tool_results += [record for _, record in sorted(self.pending_results.items())]
+        self.pending_calls, self.pending_results = [], {}
+        if self.pending_response is not None:
+            self.turn_records.append(self.pending_response)
+            self.pending_response = None
 
     def encode(self, encoding: StateEncoding = "msgpack") -> bytes:
         """The state as bytes. InputError if its task holds something that is no data."""

@@ -37,9 +37,9 @@ def exhausted_limit(limits: LoopLimits, tokens: int, first_tokens: int) -> tuple
 
 def reached_limit(limits: LoopLimits, state: LoopState) -> tuple[StopReason, str] | None:
     """Which limit makes the last answer the last, and its figures; None where the conversation may go on."""
-    left = remaining_tokens(limits, state.tokens, state.first_tokens)
+    left = remaining_tokens(limits, state.tokens, state.first_prompt_tokens)
     if left is not None and left <= 0:
-        return exhausted_limit(limits, state.tokens, state.first_tokens)
+        return exhausted_limit(limits, state.tokens, state.first_prompt_tokens)
     for ending, turns, most in (
         (StopReason.ASSISTANT_TURNS, state.assistant_turns, limits.max_assistant_turns),
         (StopReason.USER_TURNS, state.user_turns, limits.max_user_turns),

@@ -96,7 +96,7 @@ class TrajectoryResources:
 
     def _was_used(self, tool: Tool) -> bool:
         state = self._state
-        return any(record.tool == tool.name for record in (*state.tool_records, *state.outcomes.values()))
+        return any(record.tool == tool.name for record in (*state.tool_results, *state.pending_results.values()))
 
     async def release(self) -> None:
         """Puts everybody away."""
@@ -111,7 +111,7 @@ class TrajectoryResources:
             await self._exit_stack.aclose()
         finally:
             for fault in workshop.faults if workshop is not None else ():
-                if fault.doing == "release":
+                if fault.operation == "release":
                     self._state.add_fault(fault)
 
     async def run_tool(self, call: ToolCall) -> ToolRecord:
@@ -137,13 +137,13 @@ class TrajectoryResources:
         state.final_rewards = {name: reward for name, reward in rewards.items() if reward is not None}
         for fault in self._tool_session.faults[before:]:
             state.add_fault(fault)
-        state.is_judged = True
+        state.is_scored = True
 
     def save(self) -> None:
         """Leaves what everybody remembers in the state, unless nobody will ask for it any more."""
         state = self._state
         if state.is_loop_finished:
-            state.tool_states, state.partner_states = {}, {}
+            state.tool_states, state.interaction_states = {}, {}
             return
         for tool in self._persistent_tools:
             state.add_fault(tool.save_state(state.tool_states))

@@ -367,7 +367,7 @@ class Tree:
 
         This takes note of what there is and is quick: no commit may run beside it. The call it gives makes
         the tree of that, and can be made anywhere at any time. Nodes never change but for their children, so
-        only those are made again.
+        only those are recreated.
         """
         nodes, calls = self.nodes[1:], self.calls[:]
         deliveries, resumed = self._deliveries.copy(), self._resumed_calls.copy()

@@ -58,7 +58,7 @@ class SyncScoreInteraction(EchoInteraction):
 @pytest.mark.parametrize(
     ("thing", "why"),
     [
-        (EchoInteraction, r"interaction: got the class Parrot, expected an instance of it: Parrot\(\)"),
+        (EchoInteraction, r"interaction: got the class EchoInteraction, expected an instance of it: EchoInteraction\(\)"),
         (BaseInteraction(), "interaction: got .*BaseInteraction.*, whose name is None"),
         (SyncScoreInteraction(), "interaction 'parrot': cannot wait for score, expected an `async def`"),
     ],

@@ -178,7 +178,7 @@ def test_rewards_are_calculated_and_a_tool_that_fails_to_hides_no_other() -> Non
         async with tool_session(*tools) as workshop:
             rewards = await workshop.calc_rewards()
         assert rewards == {"worth": 0.5, "bad": None, "none": None, "odd": None, "text": None}
-        assert [(fault.who, fault.doing) for fault in workshop.faults] == [
+        assert [(fault.name, fault.operation) for fault in workshop.faults] == [
             ("bad", "calc_reward"),
             ("odd", "calc_reward"),
             ("text", "calc_reward"),

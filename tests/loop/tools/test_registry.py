@@ -95,11 +95,11 @@ def plain(a: int) -> int:
 @pytest.mark.parametrize(
     ("thing", "why"),
     [
-        (RecordingTool, r"tool: got the class Diary, expected an instance of it: Diary\(\)"),
+        (RecordingTool, r"tool: got the class RecordingTool, expected an instance of it: RecordingTool\(\)"),
         (plain, "tool: got the function plain, expected a tool: put @tool above its definition"),
-        (A.wait_for, "tool: got the function until, expected a tool"),
-        (UnnamedTool(), "tool: got .*Nameless.*, whose name is None, expected one that has a name"),
-        (RecordingTool(""), "tool: got .*Diary.*, whose name is '', expected one that has a name"),
+        (A.wait_for, "tool: got the function wait_for, expected a tool"),
+        (UnnamedTool(), "tool: got .*UnnamedTool.*, whose name is None, expected one that has a name"),
+        (RecordingTool(""), "tool: got .*RecordingTool.*, whose name is '', expected one that has a name"),
         (NoSchemaTool(), "schema of tool 'odd': got None, expected"),
         (SyncExecuteTool("a"), "tool 'a': cannot wait for execute, expected an `async def`"),
         (SyncRestoreTool("a"), "tool 'a': cannot wait for restore, expected an `async def`"),
