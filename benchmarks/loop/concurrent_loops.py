@@ -26,9 +26,10 @@ from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
 from branchline.gateway.process import tune_gc
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.model import SessionModel
-from branchline.loop.state import LoopLimits, LoopState, Task
+from branchline.loop.registry import ToolRegistry
+from branchline.loop.state import LoopState
+from branchline.loop.task import LoopLimits, Task
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import ToolRegistry
 from branchline.runtime.call_lifecycle import run_call
 from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
 from branchline.runtime.managed_session import SessionOptions

@@ -1,5 +1,6 @@
 """Arithmetic with a calculator: generated problems, and a tool that knows when one is solved.
 
+
 The same seed gives the same problems. A sample hands the right answer to the tool's instance and not to the
 model: `calc_reward` is 1 if the last thing that was calculated is the answer.
 """
@@ -106,7 +107,7 @@ class Calculator(BaseTool):
         return [str(result) for result in instance.results]
 
     async def restore(
-        self, trajectory: str, saved: list[str], *, answer: int | None = None
+        self, trajectory: str, saved: list[str], *, answer: int | None = None, **arguments: Any
     ) -> CalculatorState:
         return CalculatorState(answer, [Fraction(result) for result in saved])
 

@@ -1,5 +1,6 @@
 """A search tool over a small generated corpus, and questions that cannot be answered without it.
 
+
 The towns are made up, so no model knows them. The same seed gives the same corpus and the same questions.
 """
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from branchline.core.message import Message
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
+from branchline.loop.interaction import BaseInteraction, InteractionResponse
 from examples.loop.arithmetic import Problem
 
 HINT_COST = 0.25

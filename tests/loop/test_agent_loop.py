@@ -15,18 +15,15 @@ from branchline.core.message import Message
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.http_model import HttpModel
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
-from branchline.loop.interactions.registry import InteractionConfig
+from branchline.loop.interaction import BaseInteraction, InteractionConfig, InteractionResponse
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, StopReason, Task
-from branchline.loop.tools.base import BaseTool, ToolResult
-from branchline.loop.tools.registry import ToolSelection
-from branchline.loop.tools.results import media_from_bytes
+from branchline.loop.state import LoopPhase, LoopState, StopReason
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, media_from_bytes
 from branchline.runtime.managed_session import SessionLimits
 from tests.chat.families import load_codec
-from tests.loop.clock_runner import move_clock, run
 from tests.loop.harness import (
     LoopScript,
     ResumableScriptedEngine,
@@ -35,6 +32,8 @@ from tests.loop.harness import (
     ScriptedTurn,
     encode_answers,
     loop_harness,
+    move_clock,
+    run,
 )
 
 TOOL_TURN = ScriptedTurn("let me see", tool_calls=(ScriptedToolCall(result="seen"),))
@@ -55,7 +54,10 @@ def test_a_prompt_that_leaves_no_room_is_not_asked() -> None:
                 assert (state.stop_reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
             size = await s.model.count_tokens(s.task().messages, tools=[s.tool.schema])
             state = await s.run_once(limits=LoopLimits(model_length=size))
-            assert (state.stop_reason, state.stop_detail) == (StopReason.MODEL_LENGTH, f"{size} tokens of {size}")
+            assert (state.stop_reason, state.stop_detail) == (
+                StopReason.MODEL_LENGTH,
+                f"{size} tokens of {size}",
+            )
             assert not s.engine.requests
             state = await s.run_once(limits=LoopLimits(model_length=size + 1))
             assert (state.stop_reason, len(s.model.replies[0].ids)) == (StopReason.MODEL_LENGTH, 1)
@@ -129,7 +131,9 @@ def test_without_a_limit_an_answer_has_the_room_that_the_engine_has(
             state = await s.run_once(limits=LoopLimits())
             (reply,) = s.model.replies
             if room is None:
-                assert (state.stop_reason, len(reply.ids)) == (StopReason.LENGTH, 4096), "nobody knows the room"
+                assert (state.stop_reason, len(reply.ids)) == (StopReason.LENGTH, 4096), (
+                    "nobody knows the room"
+                )
             elif room == 4500:
                 assert state.stop_reason is StopReason.LENGTH
                 assert len(reply.prompt_ids) + len(reply.ids) == room
@@ -150,7 +154,9 @@ def test_a_sessions_own_sampling_lifts_no_limit_and_may_set_a_lower_one(over_htt
             ) as s:
                 state = await s.run_once(limits=LoopLimits(response_length=10))
                 assert len((await build_output(state, s.model)).response_ids) == length
-                assert state.stop_reason is (StopReason.RESPONSE_LENGTH if length == 10 else StopReason.LENGTH)
+                assert state.stop_reason is (
+                    StopReason.RESPONSE_LENGTH if length == 10 else StopReason.LENGTH
+                )
 
     run(test)
 
@@ -173,7 +179,7 @@ def test_a_session_that_is_spent_ends_the_trajectory_and_it_is_judged(
             state = await s.run_once()
             assert (state.stop_reason, roles(state)[-1]) == (reason, "tool")
             assert state.stop_detail.endswith(words)
-            assert (state.is_finished, state.final_rewards) == (True, {"deed": 0.5})
+            assert (state.is_finished, state.final_rewards) == (True, {"act": 0.5})
             # Judged is judged: there is nothing to go on with.
             assert (await s.run_once(state)).stop_reason is reason
 
@@ -211,7 +217,7 @@ def test_a_gateway_that_takes_no_longer_prompt_ends_the_trajectory_and_it_is_jud
                     await loop.run()
         assert (state.stop_reason, roles(state)) == (StopReason.MODEL_LENGTH, ["user", "assistant", "tool"])
         assert f"> {most} maximum" in state.stop_detail
-        assert state.final_rewards == {"deed": 0.5}
+        assert state.final_rewards == {"act": 0.5}
 
     run(test)
 
@@ -259,7 +265,11 @@ def test_a_last_answer_with_tool_calls_is_nobodys_to_judge() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((TOOL_TURN, ScriptedTurn("end")), user_messages=("and",))) as s:
             state = await s.run_once(limits=LoopLimits(max_assistant_turns=1))
-            assert (state.stop_reason, state.pending_calls, state.turn_records) == (StopReason.ASSISTANT_TURNS, [], [])
+            assert (state.stop_reason, state.pending_calls, state.turn_records) == (
+                StopReason.ASSISTANT_TURNS,
+                [],
+                [],
+            )
             assert s.tool.executed == []
 
     run(test)
@@ -290,7 +300,11 @@ def test_cut_off_while_a_last_answer_is_judged_it_is_judged_later_and_still_the_
             assert (state.phase, state.is_finished) == (LoopPhase.INTERACTING, False)
             async with AgentLoop(s.model, state, interaction=partner, limits=limits) as loop:
                 state = await loop.run()
-            assert (state.stop_reason, state.turn_scores, judge.asked) == (StopReason.ASSISTANT_TURNS, [1.0], 1)
+            assert (state.stop_reason, state.turn_scores, judge.asked) == (
+                StopReason.ASSISTANT_TURNS,
+                [1.0],
+                1,
+            )
             assert len(s.engine.requests) == 1
 
     run(test)
@@ -329,7 +343,7 @@ def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
             state = await task
             assert (state.phase, state.stop_reason) == (LoopPhase.TERMINATED, StopReason.WALL_CLOCK)
             assert not state.is_cancelled
-            assert state.final_rewards == {"deed": 0.5}
+            assert state.final_rewards == {"act": 0.5}
             assert (s.tool.created, s.tool.released) == (1, 1)
             report = export_samples(s.tree).report
             assert report.is_balanced
@@ -344,12 +358,12 @@ def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
 
 def test_when_the_time_is_up_a_tool_call_that_is_over_counts() -> None:
     async def test() -> None:
-        deeds = (
+        calls = (
             ScriptedToolCall(result="quick"),
             ScriptedToolCall(result="slow", cancels=1),
             ScriptedToolCall(result="too"),
         )
-        async with loop_harness(LoopScript((ScriptedTurn(tool_calls=deeds), ScriptedTurn("end")))) as s:
+        async with loop_harness(LoopScript((ScriptedTurn(tool_calls=calls), ScriptedTurn("end")))) as s:
             state = LoopState.begin(s.task())
             task = asyncio.create_task(s.run_once(state, limits=LoopLimits(wall_clock_s=100)))
             await s.tool.at_cancel_point.wait()
@@ -461,7 +475,7 @@ def test_finished_tool_calls_are_kept_and_do_not_run_again() -> None:
             assert s.tool.executed == [(0, 0), (0, 1)]
             assert [m.content for m in state.messages[3:5]] == ["quick", "slow"]
             assert state.tool_rewards == [5.0, 4.0]
-            assert [(record.tool, record.turn) for record in state.tool_results] == [("deed", 1)] * 2
+            assert [(record.tool, record.turn) for record in state.tool_results] == [("act", 1)] * 2
 
     run(test)
 
@@ -673,11 +687,11 @@ def test_results_cannot_be_cut_by_tokens_that_are_not_known() -> None:
 class Camera(BaseTool):
     """Shows what it sees, in words or in a picture."""
 
-    name = "deed"
+    name = "act"
     schema = ScriptedTool.schema
 
     async def execute(self, instance: Any, arguments: Any) -> ToolResult:
-        pictures = (media_from_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20)),) if arguments["place"] else ()
+        pictures = (media_from_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20)),) if arguments["index"] else ()
         return ToolResult("look", pictures, reward=1.0)
 
 
@@ -697,7 +711,7 @@ def test_a_picture_is_no_end_of_a_model_that_only_reads(over_http: bool, limits:
             assert state.stop_reason is StopReason.STOP
             told = [m.content for m in state.messages if m.role == "tool"]
             assert told[0] == "look"
-            assert told[1].startswith("Error executing tool 'deed': its result: carries an image, but ")
+            assert told[1].startswith("Error executing tool 'act': its result: carries an image, but ")
             assert not any(m.media for m in state.messages)
             assert [record.error for record in state.tool_results] == [None, told[1]]
             assert state.tool_rewards == [1.0, 1.0], "what the tool did counts"

@@ -12,12 +12,11 @@ from branchline.core.message import Message
 from branchline.loop import agents
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.agents import AgentContext, check_tasks, find_agent, run_agent
-from branchline.loop.cancel import CancelToken
-from branchline.loop.interactions.registry import InteractionRegistry
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopState, StopReason, Task
-from branchline.loop.tools.registry import ToolRegistry
-from tests.loop.clock_runner import run
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.state import LoopState, StopReason
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
 from tests.loop.harness import (
     LoopHarness,
     LoopScript,
@@ -26,6 +25,7 @@ from tests.loop.harness import (
     ScriptedTurn,
     ScriptedUser,
     loop_harness,
+    run,
 )
 
 SCRIPT = LoopScript(
@@ -65,13 +65,17 @@ def test_a_task_that_names_nobody_is_one_answer_without_tools(name: str) -> None
 def test_the_tool_agent_uses_the_tools_and_the_interaction_of_the_task() -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT) as s:
-            task = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
+            task = Task(PROMPT, agent_name="tool", tools=("act",), interaction="user")
             state = await run_agent(LoopState.begin(task), context_for(s))
-            assert (state.stop_reason, state.assistant_turns, state.user_turns) == (StopReason.INTERACTION, 3, 2)
+            assert (state.stop_reason, state.assistant_turns, state.user_turns) == (
+                StopReason.INTERACTION,
+                3,
+                2,
+            )
             plain = Task(PROMPT, agent_name="tool", tools=())
             s.engine.prompts_by_session.clear()
             state = await run_agent(LoopState.begin(plain), context_for(s))
-            assert state.messages[2].content == "Unknown function 'deed'. Available tools: []"
+            assert state.messages[2].content == "Unknown function 'act'. Available tools: []"
             assert state.stop_reason is StopReason.STOP
 
     run(test)
@@ -116,11 +120,11 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT) as s:
             tools, interactions = ToolRegistry([s.tool]), InteractionRegistry([ScriptedUser(())])
-            good = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
+            good = Task(PROMPT, agent_name="tool", tools=("act",), interaction="user")
             check_tasks([good, Task(PROMPT)], tools, interactions)
             for bad, words in (
                 (Task(PROMPT, agent_name="wizard"), "agent_name: got 'wizard', expected one of"),
-                (Task(PROMPT, tools=("saw",)), r"tools\[0\]: got 'saw', expected one of \['deed'\]"),
+                (Task(PROMPT, tools=("saw",)), r"tools\[0\]: got 'saw', expected one of \['act'\]"),
                 (Task(PROMPT, tool_arguments={"saw": {}}), "tool_arguments: got 'saw'"),
                 (Task(PROMPT, interaction="ghost"), r"interaction: got 'ghost', expected one of \['user'\]"),
             ):
@@ -128,7 +132,7 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
                     check_tasks([good, bad], tools, interactions)
             with pytest.raises(InputError, match="'single_turn', 'tool'"):
                 await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), context_for(s))
-            with pytest.raises(InputError, match=r"tools\[0\]: got 'deed', expected one of \[\]"):
+            with pytest.raises(InputError, match=r"tools\[0\]: got 'act', expected one of \[\]"):
                 check_tasks([good])
             assert not s.engine.requests
             assert not s.tool.created
@@ -377,8 +381,12 @@ def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) ->
                 assert (state.is_cancelled, state.is_finished) == (False, False)
                 s.engine.failure = None
             state = await run_agent(LoopState.decode(state.encode()), context_for(s))
-            assert (state.is_cancelled, state.is_finished, state.stop_reason) == (False, True, StopReason.STOP)
-            assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"deed": 0.5}, 1)
+            assert (state.is_cancelled, state.is_finished, state.stop_reason) == (
+                False,
+                True,
+                StopReason.STOP,
+            )
+            assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"act": 0.5}, 1)
             assert [message.content for message in state.messages[1:]] == ["one"]
             assert state.call_ids == [reply.call_id for reply in s.model.replies]
             assert await run_agent(state, context_for(s)) is state
@@ -515,7 +523,7 @@ def test_an_agent_that_returns_no_state_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [{"tools": ("deed",)}, {"tool_arguments": {"deed": {}}}, {"interaction": "user"}]
+    "named", [{"tools": ("act",)}, {"tool_arguments": {"act": {}}}, {"interaction": "user"}]
 )
 def test_a_task_whose_tools_nobody_would_see_is_refused(named: Any) -> None:
     tools, interactions = ToolRegistry([ScriptedTool(SCRIPT)]), InteractionRegistry([ScriptedUser(())])

@@ -17,22 +17,22 @@ from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Origin
 from branchline.engines.scripted import ReplyRule, ScriptedEngine, ScriptedRequest
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.model import SessionModel
 from branchline.loop.output import LoopOutput, build_output
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, Task
-from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import ToolSelection
+from branchline.loop.state import LoopPhase, LoopState
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, function_schema
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from tests.chat.families import load_codec
-from tests.loop.clock_runner import run
 from tests.loop.harness import (
     LoopHarness,
     LoopScript,
     ScriptedToolCall,
     ScriptedTurn,
     loop_harness,
+    run,
     tree_values,
 )
 from tests.test_contract import timeline_set
@@ -40,7 +40,7 @@ from tests.test_contract import timeline_set
 words = st.text("abc é", min_size=0, max_size=6).map(str.strip)
 scripted_calls = st.builds(
     ScriptedToolCall,
-    tool=st.sampled_from(["deed", "deed", "deed", "nowhere"]),
+    tool=st.sampled_from(["act", "act", "act", "nowhere"]),
     result=words,
     fails=st.booleans(),
     invalid_arguments=st.booleans(),
@@ -54,7 +54,10 @@ turns = st.builds(
     cancel_points=st.lists(st.integers(0, 9), max_size=2).map(tuple),
 )
 reply_turns = st.builds(
-    ScriptedTurn, text=words, reasoning=words, cancel_points=st.lists(st.integers(0, 5), max_size=2).map(tuple)
+    ScriptedTurn,
+    text=words,
+    reasoning=words,
+    cancel_points=st.lists(st.integers(0, 5), max_size=2).map(tuple),
 )
 
 

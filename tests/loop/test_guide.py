@@ -39,7 +39,7 @@ from branchline.gateway.server import Gateway
 from branchline.loop.state import StopReason
 from branchline.runtime.managed_session import SessionLimits, SessionOptions
 from branchline.runtime.session_store import SessionStore
-from tests.loop.clock_runner import run
+from tests.loop.harness import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guides" / "loop.md").read_text()

@@ -26,12 +26,13 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.config import GatewayConfig
 from branchline.loop.agents import AgentContext, run_agent
-from branchline.loop.http_model import HttpModel
-from branchline.loop.state import LoopState, StopReason, Task
+from branchline.loop.http_model import HttpModel, Retry
+from branchline.loop.state import LoopState, StopReason
+from branchline.loop.task import Task
 from tests.engines.fake_servers import FakeChat
 from tests.engines.test_upstream_chat import chat_event as told
 from tests.gateway.harness import agent
-from tests.loop.clock_runner import move_clock, run
+from tests.loop.harness import move_clock, run
 
 ASK = (Message("user", "p"),)
 
@@ -537,5 +538,40 @@ def test_samples_need_the_control_key() -> None:
             async with HttpModel(a.session.base_url, "x", a.session.api_key) as wrong:
                 with pytest.raises(SessionError):
                     await wrong.samples()
+
+    run(test)
+
+
+def test_between_knocks_stands_a_pause_that_grows_where_none_is_asked_for() -> None:
+    async def test() -> None:
+        patience = Retry(600)
+        assert [patience.next_delay_s("0") for _ in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+    run(test)
+
+
+def test_what_is_asked_for_is_waited_if_it_is_longer() -> None:
+    async def test() -> None:
+        later = formatdate(time.time() + 100, usegmt=True)
+        assert [Retry(600).next_delay_s(said) for said in ("2", "soon", "")] == [2.0, 1.0, 1.0]
+        assert 90 < Retry(600).next_delay_s(later) <= 100
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "moved_s", "goes_on"),
+    [
+        (429, "0", 0, True),
+        (429, "11", 0, False),
+        (429, "0", 10, False),
+        (503, "0", 0, False),
+    ],
+)
+def test_patience_ends(status: int, said: str, moved_s: float, goes_on: bool) -> None:
+    async def test() -> None:
+        patience = Retry(10)
+        move_clock(moved_s)
+        assert await patience.wait_to_retry(status, said) is goes_on
 
     run(test)

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from branchline import ToyCodec, timelines_of
+from branchline.chat.toy import ToyCodec
 from branchline.core.errors import MessageError, SessionError
 from branchline.core.message import Message, ToolCall
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.loop.model import SessionModel
-from branchline.runtime.managed_session import ManagedSession, SessionOptions
+from branchline.runtime.managed_session import ManagedSession, SessionLimits, SessionOptions
 from branchline.runtime.session_store import SessionStore
-from tests.loop.clock_runner import run
+from tests.loop.harness import run
 
 ASK = (Message("user", "p"),)
 
@@ -150,3 +152,18 @@ def test_samples_are_read_with_the_reward_of_the_session() -> None:
         assert (sample.reward, sample.session, sample.trained_tokens) == (0.5, live.id, 3)
 
     run(test)
+
+
+def test_calls_beside_each_other_wait_for_the_tokens_that_others_hold() -> None:
+    async def test() -> None:
+        codec = ToyCodec.chatml()
+        engine = ScriptedEngine(codec, lambda _: "hello", chunk_size=1)
+        live, _, _ = SessionStore(codec).open(SessionOptions(limits=SessionLimits(tokens=200)))
+        model = SessionModel(live, engine)
+        asked = [
+            model.ask([Message("user", f"ask {number}")], params={"max_tokens": 150}) for number in range(6)
+        ]
+        replies = await asyncio.gather(*asked)
+        assert [reply.message.content for reply in replies] == ["hello"] * 6
+
+    asyncio.run(test())

@@ -8,13 +8,12 @@ import pytest
 
 from branchline import export_samples
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.http_model import HttpModel
+from branchline.loop.registry import ToolRegistry
 from branchline.loop.state import LoopPhase, LoopState, StopReason
-from branchline.loop.tools.registry import ToolRegistry
+from branchline.loop.timeouts import CancelToken
 from tests.gateway.harness import agent
 from tests.loop import resume_worker
-from tests.loop.clock_runner import run
 from tests.loop.harness import (
     LoopScript,
     ResumableScriptedEngine,
@@ -22,6 +21,7 @@ from tests.loop.harness import (
     ScriptedTurn,
     encode_answers,
     loop_harness,
+    run,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
             state = LoopState.begin(s.task(), "far")
             cancel = CancelToken()
             async with HttpModel(url, key) as model:
-                tools = ToolRegistry([resume_worker.deed])
+                tools = ToolRegistry([resume_worker.act])
                 async with AgentLoop(model, state, tools=tools.select()) as loop:
                     running = asyncio.create_task(loop.run(cancel))
                     if where is LoopPhase.GENERATING:
@@ -67,7 +67,11 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
             written, _ = await other.communicate(state.encode())
             assert other.returncode == 0
             again = LoopState.decode(written)
-            assert (again.stop_reason, again.trajectory, again.is_cancelled) == (StopReason.STOP, "far", False)
+            assert (again.stop_reason, again.trajectory, again.is_cancelled) == (
+                StopReason.STOP,
+                "far",
+                False,
+            )
             assert [m.content for m in again.messages[2:]] == [
                 *["let me see", "done elsewhere: 0, 0", "done elsewhere: 0, 1", "so it is"]
             ]

@@ -12,15 +12,15 @@ from branchline.core.errors import ToolError
 from branchline.core.message import Message
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.agents import AgentContext, run_agent
-from branchline.loop.cancel import CancelToken
-from branchline.loop.faults import Fault
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
-from branchline.loop.interactions.registry import InteractionConfig, InteractionRegistry
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, Task
-from branchline.loop.tools.registry import ToolRegistry, ToolSelection
-from tests.loop.clock_runner import move_clock, run
-from tests.loop.harness import LoopHarness, LoopScript, ScriptedTurn, loop_harness
-from tests.loop.tools.fake_tools import RecordingTool
+from branchline.loop.interaction import BaseInteraction, InteractionConfig, InteractionResponse
+from branchline.loop.persistence import Fault
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.state import LoopPhase, LoopState
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import ToolSelection
+from tests.loop.fake_tools import RecordingTool
+from tests.loop.harness import LoopHarness, LoopScript, ScriptedTurn, loop_harness, move_clock, run
 
 LAST_TURN = LoopScript((ScriptedTurn("end"),))
 
@@ -176,7 +176,7 @@ def test_what_was_saved_outlives_a_cancel_while_it_is_given_back() -> None:
             await slow.wait_for("restore")
             cancel.cancel()
             state = await running
-            assert (state.is_cancelled, state.tool_states) == (True, {"diary": {"saved": True}})
+            assert (state.is_cancelled, state.tool_states) == (True, {"recorder": {"saved": True}})
 
     run(test)
 
@@ -194,7 +194,7 @@ def test_the_limits_say_how_long_making_and_putting_away_may_take() -> None:
             )
             await slow.wait_for("create")
             move_clock(7)
-            with pytest.raises(ToolError, match="tool 'diary': create: timed out after 7 s"):
+            with pytest.raises(ToolError, match="tool 'recorder': create: timed out after 7 s"):
                 await running
             stuck, state = RecordingTool(hangs=["release"]), LoopState.begin(task_for(s))
             running = asyncio.create_task(run_agent(state, context_for(s, stuck, limits=limits)))
@@ -205,7 +205,7 @@ def test_the_limits_say_how_long_making_and_putting_away_may_take() -> None:
             assert not running.done(), "a sandbox may take its time"
             move_clock(1)
             state = await running
-            assert state.faults == [Fault("diary", "release", "timed out after 300 s")]
+            assert state.faults == [Fault("recorder", "release", "timed out after 300 s")]
             assert state.is_finished
 
     run(test)
@@ -263,7 +263,7 @@ def test_a_release_that_fails_is_in_the_state() -> None:
         async with loop_harness(LAST_TURN) as s:
             state = LoopState.begin(task_for(s))
             state = await run_agent(state, context_for(s, RecordingTool(fails=["release"], reward=0.5)))
-            assert state.faults == [Fault("diary", "release", "release is broken")]
+            assert state.faults == [Fault("recorder", "release", "release is broken")]
             assert state.reward_score == 0.5, "it has nothing to do with what the trajectory is worth"
 
     run(test)

@@ -16,11 +16,11 @@ from branchline.core.token_arrays import Ids
 from branchline.engines.replicas import Replicas
 from branchline.loop import agent_loop
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, StopReason
+from branchline.loop.state import LoopPhase, LoopState, StopReason
+from branchline.loop.task import LoopLimits
+from branchline.loop.timeouts import CancelToken
 from tests.chat.families import load_codec
-from tests.loop.clock_runner import move_clock, run
 from tests.loop.harness import (
     LoopScript,
     ResumableScriptedEngine,
@@ -28,6 +28,8 @@ from tests.loop.harness import (
     ScriptedTurn,
     encode_answers,
     loop_harness,
+    move_clock,
+    run,
 )
 
 SETUPS = ["toy", "toy over http", "qwen3", "qwen3 over http"]

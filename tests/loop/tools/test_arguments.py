@@ -6,7 +6,7 @@ import pytest
 
 from branchline.core.errors import InputError
 from branchline.loop.tools.arguments import argument_validator, parse_arguments
-from tests.loop.tools.fake_tools import RecordingTool
+from tests.loop.fake_tools import RecordingTool
 
 
 def problems(parameters: Any, arguments: Any) -> str:
@@ -84,9 +84,11 @@ def test_a_schema_cannot_make_us_fetch_anything(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_schema_that_is_none_is_refused_with_the_tools_name() -> None:
-    with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema, but 'wizard'"):
+    with pytest.raises(
+        InputError, match="parameters of tool 'recorder': expected a JSON schema, but 'wizard'"
+    ):
         argument_validator(RecordingTool(parameters={"type": "wizard"}))
-    with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema"):
+    with pytest.raises(InputError, match="parameters of tool 'recorder': expected a JSON schema"):
         argument_validator(RecordingTool(parameters={"default": object()}))
 
 
@@ -94,5 +96,5 @@ def test_a_schema_that_is_none_is_refused_with_the_tools_name() -> None:
 def test_a_tool_is_called_what_its_schema_calls_it(schema: Any) -> None:
     tool = RecordingTool()
     tool.schema = schema
-    with pytest.raises(InputError, match=r"schema of tool 'diary': got .*, expected"):
+    with pytest.raises(InputError, match=r"schema of tool 'recorder': got .*, expected"):
         argument_validator(tool)

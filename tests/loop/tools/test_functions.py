@@ -4,22 +4,26 @@ import asyncio
 import contextvars
 import datetime
 import functools
+import inspect
+import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NewType, Optional
 
+import msgspec
 import pytest
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Interval, Len, MultipleOf
 from msgspec import Meta
 from pydantic import Field
+from typing_extensions import Doc
 
 from branchline.core.errors import InputError, ToolError
 from branchline.loop.tools.base import ToolResult
-from branchline.loop.tools.functions import FunctionTool, tool
-from tests.loop.clock_runner import move_clock, run
-from tests.loop.tools.fake_tools import call, tool_session
+from branchline.loop.tools.functions import FunctionTool, read_docstring, to_msgspec_type, tool, with_null
+from tests.loop.fake_tools import call, tool_session
+from tests.loop.harness import move_clock, run
 from tests.loop.tools.mcp_server import PIXEL
 
 
@@ -152,8 +156,8 @@ def test_bound_methods_and_objects_that_can_be_called_are_functions_too() -> Non
         assert await answer(tool(shelf.find), '{"word": "b"}') == '["bees"]'
         take = tool(shelf, name="take")
         assert take.schema["function"]["description"] == "Takes a book."
-        assert parameters(take)["properties"]["place"]["description"] == "From the left."
-        assert await answer(take, '{"place": 0}') == "ants"
+        assert parameters(take)["properties"]["index"]["description"] == "From the left."
+        assert await answer(take, '{"index": 0}') == "ants"
         assert await answer(tool(staticmethod(shelf.find)), '{"word": "a"}') == '["ants"]'
 
     run(test)
@@ -474,3 +478,168 @@ def test_per_sample_names_parameters_that_are_there() -> None:
         @tool(per_sample=["b"])
         def plain(a: int) -> str:
             return "x"
+
+
+Number = NewType("Number", int)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"),
+    [
+        (Annotated[str, "a word"], {"type": "string", "description": "a word"}),
+        (Annotated[str, Doc("a word")], {"type": "string", "description": "a word"}),
+        (
+            Annotated[int, Field(ge=3, description="a number")],
+            {"type": "integer", "minimum": 3, "description": "a number"},
+        ),
+        (Annotated[int, Ge(1), Meta(le=5)], {"type": "integer", "minimum": 1, "maximum": 5}),
+        (Annotated[float, MultipleOf(0.5)], {"type": "number", "multipleOf": 0.5}),
+        (
+            dict[str, Annotated[int, Interval(gt=0, lt=9)]],
+            {
+                "type": "object",
+                "additionalProperties": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 9},
+            },
+        ),
+        (
+            Annotated[list[int], Len(1, 2)],
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+        ),
+        (
+            Mapping[str, Annotated[str, Field(pattern="^a", max_length=4)]],
+            {"type": "object", "additionalProperties": {"type": "string", "pattern": "^a", "maxLength": 4}},
+        ),
+        (Annotated[str, re.compile("b$")], {"type": "string", "pattern": "b$"}),
+        (
+            Annotated[Optional[int], Field(gt=2)],  # noqa: UP045
+            {"anyOf": [{"type": "integer", "exclusiveMinimum": 2}, {"type": "null"}]},
+        ),
+        (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
+        (Literal["a"], {"enum": ["a"]}),
+        (Number, {"type": "integer"}),
+        (Annotated[Any, 1], {}),
+    ],
+)
+def test_what_is_said_beside_a_type_is_kept(kind: Any, schema: Any) -> None:
+    assert msgspec.json.schema(to_msgspec_type(kind)) == schema
+
+
+def test_what_cannot_be_meant_of_a_type_is_refused_by_the_schema() -> None:
+    with pytest.raises(TypeError, match="Can only set `ge` on a numeric type"):
+        msgspec.json.schema(to_msgspec_type(Annotated[str, Ge(3)]))
+
+
+def test_null_goes_beside_a_type_and_not_beside_what_is_said_of_it() -> None:
+    assert with_null(int) == Optional[int]  # noqa: UP045
+    assert with_null(Any) is Any
+    assert with_null(int | None) == int | None
+    schema = msgspec.json.schema(to_msgspec_type(with_null(Annotated[int, Ge(1), "a number"])))
+    assert schema == {
+        "description": "a number",
+        "anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}],
+    }
+
+
+QUERY = {"query": "What to look for.", "limit": "How many, at most."}
+
+
+def read(doc: str) -> tuple[str, dict[str, str]]:
+    return read_docstring(inspect.cleandoc(doc))
+
+
+GOOGLE = """Finds pages.
+
+    Of the whole web.
+
+    Args:
+        query (str): What to look for.
+        limit: How many,
+            at most.
+
+    Returns:
+        url: Where it is.
+    """
+SPHINX = """Finds pages.
+
+    Of the whole web.
+
+    :param str query: What to look for.
+    :param limit: How many,
+        at most.
+    :type limit: int
+    :returns: Where
+        it is.
+    :raises ValueError: never
+    """
+NUMPY = """Finds pages.
+
+    Of the whole web.
+
+    Parameters
+    ----------
+    query : str
+        What to look for.
+    limit
+        How many,
+        at most.
+
+    Returns
+    -------
+    url : str
+        Where it is.
+    """
+
+
+@pytest.mark.parametrize("doc", [GOOGLE, SPHINX, NUMPY], ids=["google", "sphinx", "numpy"])
+def test_every_style_says_the_same(doc: str) -> None:
+    assert read(doc) == ("Finds pages.\n\nOf the whole web.", QUERY)
+
+
+@pytest.mark.parametrize(
+    ("behind", "about"),
+    [
+        ("The index is rebuilt every night.", "The index is rebuilt every night."),
+        ("Tip: use short words.", "Tip: use short words."),
+        ("Warning:\n        Slow: very.", "Warning:\n    Slow: very."),
+        ("Note:\n        query: is not cached.", ""),
+    ],
+)
+@pytest.mark.parametrize("doc", [GOOGLE, SPHINX])
+def test_a_line_at_the_edge_ends_a_section(doc: str, behind: str, about: str) -> None:
+    told = f"Finds pages.\n\nOf the whole web.\n\n{about}".rstrip()
+    assert read(f"{doc}\n    {behind}\n") == (told, QUERY)
+
+
+def test_behind_numpys_parameters_a_sentence_belongs_to_no_parameter() -> None:
+    doc = NUMPY.partition("    Returns")[0] + "    It is slow, at night.\n    Parameters: see above.\n"
+    assert read(doc) == (
+        "Finds pages.\n\nOf the whole web.\n\nIt is slow, at night.\nParameters: see above.",
+        QUERY,
+    )
+
+
+def test_numpys_parameters_can_share_what_is_said_of_them() -> None:
+    doc = """Adds.
+
+    Parameters
+    ----------
+    a, b : int
+        A number.
+    """
+    assert read(doc) == ("Adds.", {"a": "A number.", "b": "A number."})
+
+
+def test_what_looks_like_a_section_but_is_none_is_text() -> None:
+    doc = """Says:
+
+    :class:`Page` is what it finds.
+
+    Usage
+    -----
+    Args are named.
+    """
+    assert read(doc) == (
+        "Says:\n\n:class:`Page` is what it finds.\n\nUsage\n-----\nArgs are named.",
+        {},
+    )
+    assert read("") == ("", {})

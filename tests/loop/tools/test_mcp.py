@@ -17,12 +17,12 @@ from mcp import types
 
 from branchline.core.errors import ToolError
 from branchline.core.message import Message
+from branchline.loop.registry import ToolRegistry
 from branchline.loop.tools.mcp import McpTool, McpTools, connect_tools
-from branchline.loop.tools.registry import ToolRegistry
 from branchline.loop.tools.tool_session import ToolOutcome
-from tests.loop.clock_runner import move_clock, run
+from tests.loop.fake_tools import call, tool_session
+from tests.loop.harness import move_clock, run
 from tests.loop.tools import mcp_server
-from tests.loop.tools.fake_tools import call, tool_session
 
 SERVER = str(Path(mcp_server.__file__))
 

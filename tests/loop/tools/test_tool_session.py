@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from branchline.core.errors import InputError
-from branchline.core.message import Media
+from branchline.core.errors import CodecError, EngineError, InputError, ToolError
+from branchline.core.message import Media, Message
+from branchline.loop.persistence import Fault
+from branchline.loop.state import ToolRecord
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.tool_session import ToolLimits, ToolOutcome
-from tests.loop.clock_runner import move_clock, run
-from tests.loop.tools.fake_tools import RecordingTool, call, result_contents, tool_session
+from branchline.loop.tools.tool_session import ToolLimits, ToolOutcome, filter_media
+from tests.loop.fake_tools import RecordingTool, call, result_contents, tool_session
+from tests.loop.harness import move_clock, run
 
 
 class ConcurrencyTool(BaseTool):
@@ -121,7 +123,7 @@ def test_arguments_that_are_no_json_are_told_to_the_model(arguments: str, why: s
         tool = RecordingTool()
         async with tool_session(tool) as workshop:
             (outcome,) = await workshop.run([call(arguments=arguments)])
-        assert outcome.message.content == f"Invalid JSON in arguments for 'diary': {why}"
+        assert outcome.message.content == f"Invalid JSON in arguments for 'recorder': {why}"
         assert outcome.error == outcome.message.content
         assert tool.events == ["create", "release"]
 
@@ -133,7 +135,7 @@ def test_arguments_that_do_not_fit_the_schema_are_told_to_the_model_and_not_to_t
         tool = RecordingTool()
         async with tool_session(tool) as workshop:
             assert await result_contents(workshop, call(arguments='{"text": 3}')) == [
-                "Error executing tool 'diary': arguments.text: 3 is not of type 'string'"
+                "Error executing tool 'recorder': arguments.text: 3 is not of type 'string'"
             ]
         assert tool.events == ["create", "release"]
 
@@ -158,7 +160,7 @@ def test_a_tool_that_takes_too_long_is_cancelled_and_told_to_the_model() -> None
             await tool.wait_for("execute")
             move_clock(5)
             (outcome,) = await running
-        assert outcome.message.content == "Error executing tool 'diary': timed out after 5 s"
+        assert outcome.message.content == "Error executing tool 'recorder': timed out after 5 s"
         assert tool.events == ["create", "execute", "execute cancelled", "release"]
 
     run(test)
@@ -305,3 +307,353 @@ def test_what_cannot_work_is_refused_before_anything_runs() -> None:
 def test_a_workshop_shows_the_schemas_of_its_tools() -> None:
     one, other = RecordingTool("one"), RecordingTool("other")
     assert tool_session(one, other).schemas == (one.schema, other.schema)
+
+
+LIFECYCLE = ["create", "execute", "release"]
+
+
+def test_instances_are_created_once_at_the_start_and_released_once_at_the_end() -> None:
+    async def test() -> None:
+        used, idle = RecordingTool("used"), RecordingTool("idle")
+        async with tool_session(used, idle, arguments={"used": {"suffix": "!"}}) as workshop:
+            assert (used.events, idle.events) == (["create"], ["create"])
+            assert await result_contents(workshop, call("used", '{"text":"a"}')) == ["a!"]
+            assert await result_contents(workshop, call("used", '{"text":"b"}')) == ["b!"]
+        assert used.events == ["create", "execute", "execute", "release"]
+        assert idle.events == ["create", "release"]
+        assert workshop.faults == []
+
+    run(test)
+
+
+def test_all_instances_are_created_at_the_same_time() -> None:
+    async def test() -> None:
+        tools = [RecordingTool(name, hangs=["create"]) for name in "abc"]
+        entering = asyncio.create_task(tool_session(*tools).__aenter__())
+        for tool in tools:
+            await tool.wait_for("create")
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert [tool.events for tool in tools] == [["create", "create cancelled"]] * 3
+
+    run(test)
+
+
+def test_when_one_cannot_be_created_the_others_are_released_and_the_error_names_it() -> None:
+    async def test() -> None:
+        good, bad, slow = (
+            RecordingTool("good"),
+            RecordingTool("bad", fails=["create"]),
+            RecordingTool("slow", hangs=["create"]),
+        )
+        with pytest.raises(ToolError) as error:
+            async with tool_session(good, bad, slow):
+                raise AssertionError("nothing may run")
+        assert str(error.value) == "tool 'bad': create: create is broken"
+        assert error.value.tool == "bad"
+        assert isinstance(error.value.__cause__, RuntimeError)
+        assert good.events == ["create", "release"]
+        assert bad.events == ["create"]
+        assert slow.events == ["create", "create cancelled"], "what never was is not released"
+
+    run(test)
+
+
+def test_when_several_cannot_be_created_none_is_forgotten() -> None:
+    async def test() -> None:
+        with pytest.raises(ToolError, match="'a'") as error:
+            async with tool_session(
+                RecordingTool("a", fails=["create"]), RecordingTool("b", fails=["create"])
+            ):
+                raise AssertionError("nothing may run")
+        assert error.value.__notes__ == ["also: tool 'b': create: create is broken"]
+
+    run(test)
+
+
+def test_a_tool_that_takes_too_long_to_create_is_an_error() -> None:
+    async def test() -> None:
+        tool = RecordingTool(hangs=["create"])
+        entering = asyncio.create_task(tool_session(tool, create_timeout_s=7).__aenter__())
+        await tool.wait_for("create")
+        move_clock(7)
+        with pytest.raises(ToolError, match=r"tool 'recorder': create: timed out after 7 s"):
+            await entering
+        assert tool.events == ["create", "create cancelled"]
+
+    run(test)
+
+
+def test_an_instance_that_comes_after_everybody_left_is_released_all_the_same() -> None:
+    class Late(RecordingTool):
+        leave: asyncio.Event
+        task: asyncio.Task[Any] | None = None
+
+        async def create(self, trajectory: str, **arguments: Any) -> Any:
+            self.task = asyncio.current_task()
+            self.events.append("create")
+            self.reached.setdefault("create", asyncio.Event()).set()
+            while not self.leave.is_set():
+                try:
+                    await self.leave.wait()
+                except asyncio.CancelledError:
+                    self.reached.setdefault("cancelled", asyncio.Event()).set()
+            return {}
+
+    async def test() -> None:
+        tool = Late()
+        tool.leave = asyncio.Event()
+        entering = asyncio.create_task(tool_session(tool, create_timeout_s=5, cancel_grace_s=2).__aenter__())
+        await tool.wait_for("create")
+        move_clock(5)
+        await tool.wait_for("cancelled")
+        move_clock(2)
+        with pytest.raises(ToolError, match="timed out"):
+            await entering
+        assert tool.events == ["create"]
+        tool.leave.set()
+        assert tool.task is not None
+        await asyncio.wait({tool.task})
+        assert tool.events == ["create", "release"]
+
+    run(test)
+
+
+def test_leaving_twice_releases_once() -> None:
+    async def test() -> None:
+        tool = RecordingTool()
+        workshop = await tool_session(tool).__aenter__()
+        await asyncio.gather(workshop.__aexit__(), workshop.__aexit__())
+        assert tool.events == ["create", "release"]
+
+    run(test)
+
+
+def test_an_error_in_the_block_releases_and_is_not_hidden() -> None:
+    async def test() -> None:
+        tool = RecordingTool(fails=["release"])
+        with pytest.raises(ValueError, match="the loop failed"):
+            async with tool_session(tool) as workshop:
+                raise ValueError("the loop failed")
+        assert tool.events == ["create", "release"]
+        assert workshop.faults == [Fault("recorder", "release", "release is broken")]
+
+    run(test)
+
+
+def test_a_release_that_fails_or_hangs_keeps_no_other_from_being_released() -> None:
+    async def test() -> None:
+        bad, stuck, good = (
+            RecordingTool("bad", fails=["release"]),
+            RecordingTool("stuck", hangs=["release"]),
+            RecordingTool("good"),
+        )
+        workshop = await tool_session(bad, stuck, good, release_timeout_s=3).__aenter__()
+        leaving = asyncio.create_task(workshop.__aexit__())
+        await stuck.wait_for("release")
+        move_clock(3)
+        await leaving
+        assert good.events == ["create", "release"]
+        assert workshop.faults == [
+            Fault("bad", "release", "release is broken"),
+            Fault("stuck", "release", "timed out after 3 s"),
+        ]
+
+    run(test)
+
+
+def test_rewards_are_calculated_and_a_tool_that_fails_to_hides_no_other() -> None:
+    async def test() -> None:
+        tools = (
+            RecordingTool("worth", reward=0.5),
+            RecordingTool("bad", fails=["calc_reward"]),
+            RecordingTool("none"),
+            RecordingTool("odd", reward=float("inf")),
+            RecordingTool("text", reward="much"),
+        )
+        async with tool_session(*tools) as workshop:
+            rewards = await workshop.calc_rewards()
+        assert rewards == {"worth": 0.5, "bad": None, "none": None, "odd": None, "text": None}
+        assert [(fault.name, fault.operation) for fault in workshop.faults] == [
+            ("bad", "calc_reward"),
+            ("odd", "calc_reward"),
+            ("text", "calc_reward"),
+        ]
+        assert workshop.faults[0].error == "calc_reward is broken"
+        assert workshop.faults[1].error == "reward: got inf, expected a finite number"
+        assert all(tool.events == ["create", "calc_reward", "release"] for tool in tools)
+
+    run(test)
+
+
+def test_a_judgement_that_takes_too_long_is_a_fault() -> None:
+    async def test() -> None:
+        tool = RecordingTool(hangs=["calc_reward"])
+        async with tool_session(tool, timeout_s=5) as workshop:
+            judging = asyncio.create_task(workshop.calc_rewards())
+            await tool.wait_for("calc_reward")
+            move_clock(5)
+            assert await judging == {"recorder": None}
+        assert workshop.faults == [Fault("recorder", "calc_reward", "timed out after 5 s")]
+
+    run(test)
+
+
+def test_what_one_trajectory_does_to_its_arguments_is_no_others_business() -> None:
+    """Samples of one task, a group say, begin with the same arguments."""
+
+    class Shop(RecordingTool):
+        async def create(self, trajectory: str, **arguments: Any) -> Any:
+            arguments["stock"].remove("apple")
+            arguments["shelves"]["top"] = "empty"
+            return arguments
+
+    async def test() -> None:
+        arguments = {"recorder": {"stock": ["apple"], "shelves": {}}}
+        for _ in range(2):
+            async with tool_session(Shop(), arguments=arguments):
+                assert arguments == {"recorder": {"stock": ["apple"], "shelves": {}}}
+
+    run(test)
+
+
+# -- cancellation ------------------------------------------------------------------------------------
+
+
+def test_cancelling_a_run_cancels_the_calls_that_run_and_starts_no_other() -> None:
+    async def test() -> None:
+        running, waiting = RecordingTool("running", hangs=["execute"]), RecordingTool("waiting")
+        async with tool_session(running, waiting, max_parallel_calls=1) as workshop:
+            work = asyncio.create_task(workshop.run([call("running"), call("waiting")]))
+            await running.wait_for("execute")
+            work.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await work
+            assert running.events == ["create", "execute", "execute cancelled"]
+            assert waiting.events == ["create"]
+            assert await result_contents(workshop, call("waiting", '{"text":"still here"}')) == ["still here"]
+        assert running.events[-1] == "release"
+        assert waiting.events == LIFECYCLE
+
+    run(test)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "and again while releasing"])
+def test_a_cancelled_trajectory_releases_every_instance_exactly_once(again: bool) -> None:
+    async def test() -> None:
+        gate = asyncio.Event()
+
+        class Slow(RecordingTool):
+            async def release(self, instance: Any) -> None:
+                await super().release(instance)
+                await gate.wait()
+                self.events.append("released")
+
+        working, slow = RecordingTool("working", hangs=["execute"]), Slow("slow")
+
+        async def trajectory() -> None:
+            async with tool_session(working, slow) as workshop:
+                await workshop.run([call("working")])
+
+        task = asyncio.create_task(trajectory())
+        await working.wait_for("execute")
+        task.cancel()
+        await slow.wait_for("release")
+        if again:
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done(), "it waits for the release"
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert working.events == ["create", "execute", "execute cancelled", "release"]
+        assert slow.events == ["create", "release", "released"]
+
+    run(test)
+
+
+def test_cancelled_while_it_is_being_created_releases_what_was_there_already() -> None:
+    async def test() -> None:
+        there, coming = RecordingTool("there"), RecordingTool("coming", hangs=["create"])
+        entering = asyncio.create_task(tool_session(there, coming).__aenter__())
+        await coming.wait_for("create")
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert there.events == ["create", "release"]
+        assert coming.events == ["create", "create cancelled"]
+
+    run(test)
+
+
+def test_a_timeout_around_the_trajectory_is_still_a_timeout() -> None:
+    async def test() -> None:
+        tool = RecordingTool(hangs=["execute"])
+
+        async def trajectory() -> None:
+            async with asyncio.timeout(5), tool_session(tool) as workshop:
+                await workshop.run([call()])
+
+        task = asyncio.create_task(trajectory())
+        await tool.wait_for("execute")
+        move_clock(5)
+        with pytest.raises(TimeoutError):
+            await task
+        assert tool.events[-1] == "release"
+
+    run(test)
+
+
+IMAGE, FILM = Media("image", "d1", b"1"), Media("video", "d2", b"2")
+
+
+def record(text: str, *media: Media) -> ToolRecord:
+    return ToolRecord("look", 1, Message("tool", text, tool_call_id="c", parts=(text, *media)), 0.5, {"x": 1})
+
+
+@pytest.mark.parametrize("kind", [CodecError, InputError])
+def test_of_several_results_only_what_cannot_be_seen_is_told_in_words(kind: type[Exception]) -> None:
+    asked: list[list[int]] = []
+
+    async def count(messages: Sequence[Message]) -> int:
+        asked.append([len(message.media) for message in messages])
+        if any(media.kind == "video" for message in messages for media in message.media):
+            raise kind("messages[7]: carries a video, but toy takes no videos")
+        return 1
+
+    async def test() -> None:
+        given = [record("a", IMAGE), record("b"), record("c", FILM), record("d", IMAGE)]
+        shown = await filter_media(given, count)
+        assert [shown[place] for place in (0, 1, 3)] == [given[place] for place in (0, 1, 3)]
+        words = "Error executing tool 'look': its result: carries a video, but toy takes no videos"
+        assert shown[2] == ToolRecord(
+            "look", 1, Message("tool", words, tool_call_id="c"), 0.5, {"x": 1}, error=words
+        ), "what it was worth stays"
+        assert asked == [[1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+
+    run(test)
+
+
+def test_results_in_words_are_not_asked_about() -> None:
+    async def count(messages: Sequence[Message]) -> int:
+        raise AssertionError("nobody asks")
+
+    async def test() -> None:
+        given = [record("a"), record("b")]
+        assert await filter_media(given, count) == given
+
+    run(test)
+
+
+def test_an_error_that_is_none_of_the_results_is_raised() -> None:
+    async def count(messages: Sequence[Message]) -> int:
+        raise EngineError("gone")
+
+    async def test() -> None:
+        with pytest.raises(EngineError, match="gone"):
+            await filter_media([record("a", IMAGE)], count)
+
+    run(test)
