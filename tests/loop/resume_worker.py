@@ -1,4 +1,4 @@
-"""Another process: reads a state, goes on with it, and writes what became of it. Run by a test."""
+"""Resumes the state it reads from stdin and writes the result to stdout; run by a test."""
 
 from __future__ import annotations
 
