@@ -131,9 +131,7 @@ def test_without_a_limit_an_answer_may_fill_the_engines_context(
             state = await s.run_once(limits=LoopLimits())
             (reply,) = s.model.replies
             if max_context is None:
-                assert (state.stop_reason, len(reply.ids)) == (StopReason.LENGTH, 4096), (
-                    "the fallback"
-                )
+                assert (state.stop_reason, len(reply.ids)) == (StopReason.LENGTH, 4096), "the fallback"
             elif max_context == 4500:
                 assert state.stop_reason is StopReason.LENGTH
                 assert len(reply.prompt_ids) + len(reply.ids) == max_context
