@@ -157,15 +157,15 @@ def _timed(work: Coroutine[Any, Any, LoadTimes], *, tuned_gc: bool = True) -> Lo
 
 def build_report(config: LoadConfig) -> BenchmarkTable:
     report = BenchmarkTable(
-        f"{config.loops:,} loops × {config.turns} turns on one core, a tool of {TOOL_S * 1e3:.0f} ms per turn",
+        f"{config.loops:,} loops × {config.turns} turns on one core, with a tool of {TOOL_S * 1e3:.0f} ms",
         ["engine", "ideal s", "took s", "× ideal", "target", "CPU µs per turn", "slowest / median", "target"],
         [
-            f"Slow: an answer takes {config.answer_s:g} s in four chunks; ideal is the waiting time of one loop.",
+            f"Slow: an answer takes {config.answer_s:g} s; ideal is the waiting time of one loop.",
             "Instant: one core makes all answers; ideal is the CPU time of the same calls without loops and",
-            f"tools, in sequence in the same run; best of {config.repeats}. Counted: with a token limit, so that",
+            f"tools, in sequence; best of {config.repeats}. Counted: with a token limit, so that",
             "each prompt is counted before it is sent. Sessions, trees and the toy engine are in the same",
-            "process. The garbage collector is set by `tune_gc`, as in `branchline serve`; a program that runs",
-            "this many loops should call it too. One row shows Python's defaults.",
+            "process. The garbage collector is set by `tune_gc`, as in `branchline serve`; one row shows",
+            "Python's defaults.",
         ],
     )
     _pin_to_one_core()
