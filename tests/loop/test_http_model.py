@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -385,11 +387,21 @@ def test_a_thousand_models_are_cheap() -> None:
         gc.collect()
         tracemalloc.start()
         models = [HttpModel(f"{scheme}://127.0.0.1:1/v1", "k") for _ in range(1000)]
-        held, _ = tracemalloc.get_traced_memory()
+        size, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert held / len(models) < 10_000, "bytes each"
+        assert size / len(models) < 10_000, "bytes each"
     # With a TLS context for each it takes 20 seconds.
     assert time.process_time() - started < 5
+
+
+def test_without_the_serve_extra_the_error_names_the_pip_command() -> None:
+    code = (
+        "import sys; sys.modules['httptools'] = None\n"
+        "try: from branchline import HttpModel\n"
+        "except ImportError as error: print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "httptools is not installed: pip install 'branchline[serve]'\n"
 
 
 def test_150_concurrent_calls() -> None:

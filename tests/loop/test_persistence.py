@@ -251,25 +251,25 @@ def test_a_restored_interaction_continues_without_a_second_first_message(points:
 
 
 @dataclass
-class Place:
+class Point:
     row: int
 
 
 def test_values_of_other_types_become_plain_data() -> None:
-    given = {
+    value = {
         "n": np.float32(0.5),
         "v": np.arange(2),
         "set": {3},
-        "index": Place(1),
+        "point": Point(1),
         "day": datetime.date(2020, 1, 2),
         "half": "a\ud800",
         1: MappingProxyType({"x": (1, 2)}),
     }
-    assert to_plain_data(given, "extras") == {
+    assert to_plain_data(value, "extras") == {
         "n": 0.5,
         "v": [0, 1],
         "set": [3],
-        "index": {"row": 1},
+        "point": {"row": 1},
         "day": "2020-01-02",
         "half": "a\ufffd",
         "1": {"x": [1, 2]},
@@ -291,24 +291,24 @@ def test_a_value_that_is_nested_too_deeply_is_refused() -> None:
 
 
 def test_plain_data_is_a_copy_that_can_be_encoded() -> None:
-    given = {"a": [1]}
-    copy = to_plain_data(given, "saved")
+    value = {"a": [1]}
+    copy = to_plain_data(value, "saved")
     copy["a"].append(2)
-    assert given == {"a": [1]}
+    assert value == {"a": [1]}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(copy)) == copy
 
 
 def test_copy_containers_copies_containers_and_shares_other_values() -> None:
     connection = object()
-    given = {"stock": ["apple", {"ripe": True}], "seen": {1}, "pair": ([1], 2), "at": connection}
-    copy = copy_containers(given)
-    assert copy == given
+    value = {"stock": ["apple", {"ripe": True}], "seen": {1}, "pair": ([1], 2), "at": connection}
+    copy = copy_containers(value)
+    assert copy == value
     assert copy["at"] is connection
     copy["stock"][1]["ripe"] = False
     copy["stock"].append("pear")
     copy["seen"].add(2)
     copy["pair"][0].append(2)
-    assert given == {"stock": ["apple", {"ripe": True}], "seen": {1}, "pair": ([1], 2), "at": connection}
+    assert value == {"stock": ["apple", {"ripe": True}], "seen": {1}, "pair": ([1], 2), "at": connection}
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, None), (True, 1.0), (np.float32(0.5), 0.5), (2, 2.0)])

@@ -158,7 +158,7 @@ class AgentLoop:
                 return self._stop(*limit)
             state.pending_calls = list(result.message.tool_calls)
             return LoopPhase.PROCESSING_TOOLS
-        if self.resources.has_interaction:
+        if self.resources.interaction_session is not None:
             if limit is not None:
                 # The model gets no further turn, but the interaction scores its last answer.
                 state.stop_reason, state.stop_detail = limit

@@ -173,7 +173,7 @@ async def run_agent(state: LoopState, context: AgentContext) -> LoopState:
     A trajectory ends when its agent returns. If it is cancelled, by the context's token or as a task, the
     state says so; running it again calls the agent with the state as it was.
     """
-    function = find_agent(state.agent_name)
+    function = find_agent(state.task.agent_name)
     if state.is_finished:
         return state
     if function in BUILTIN_AGENTS.values():
@@ -190,7 +190,7 @@ async def _run_custom_agent(function: Agent, state: LoopState, context: AgentCon
             # Calls and cancellations are recorded in the state that was passed in.
             what = "another LoopState" if isinstance(returned, LoopState) else repr(returned)
             raise InputError(
-                f"agent {state.agent_name!r}: returned {what}, expected the LoopState it was given"
+                f"agent {state.task.agent_name!r}: returned {what}, expected the LoopState it was given"
             )
 
     state.is_cancelled, state.is_agent_running = False, True

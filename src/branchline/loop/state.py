@@ -132,10 +132,6 @@ class LoopState(msgspec.Struct, kw_only=True):
         return cls(trajectory=trajectory, task=task, messages=list(task.messages))
 
     @property
-    def agent_name(self) -> str:
-        return self.task.agent_name
-
-    @property
     def is_finished(self) -> bool:
         """Whether the loop has ended and its custom agent, if it has one, has returned."""
         return self.is_loop_finished and not self.is_agent_running

@@ -151,11 +151,7 @@ async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
     task.cancel()
     _abandoned_tasks.add(task)
     task.add_done_callback(_discard_abandoned)
-    await finish_despite_cancel(_wait(task))
-
-
-async def _wait(task: asyncio.Task[Any]) -> None:
-    await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    await finish_despite_cancel(asyncio.wait({task}, timeout=CANCEL_GRACE_S))
 
 
 def _discard_abandoned(task: asyncio.Task[Any]) -> None:

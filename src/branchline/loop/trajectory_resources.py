@@ -34,27 +34,19 @@ class TrajectoryResources:
         self.schemas = ToolList(msgspec.to_builtins(tool.schema) for tool in tools.tools)
         self.is_open = False
         """Whether the block has been entered and not left."""
+        self.interaction_session: InteractionSession | None = None
+        """None before `acquire`, or if the task has no interaction."""
         self._state = state
         self._tools = tools
         self._interaction = interaction
         self._limits = limits
         self._tool_session: ToolSession | None = None
-        self._interaction_session: InteractionSession | None = None
         self._exit_stack = AsyncExitStack()
-
-    @property
-    def has_interaction(self) -> bool:
-        return self._interaction is not None
 
     @property
     def tool_session(self) -> ToolSession:
         assert self._tool_session is not None, "acquire was not called"
         return self._tool_session
-
-    @property
-    def interaction_session(self) -> InteractionSession | None:
-        """None if the task has no interaction."""
-        return self._interaction_session
 
     async def acquire(self) -> None:
         """Creates both sessions unless they exist. If that fails or is cancelled, neither exists."""
@@ -68,7 +60,7 @@ class TrajectoryResources:
             await stack.enter_async_context(tool_session)
             if self._interaction is not None:
                 session = InteractionSession(self._interaction, state, self._limits)
-                self._interaction_session = await stack.enter_async_context(session)
+                self.interaction_session = await stack.enter_async_context(session)
             self._tool_session, self._exit_stack = tool_session, stack.pop_all()
         used = {result.tool for result in (*state.tool_results, *state.pending_results.values())}
         for tool in self._tools.tools:
@@ -78,7 +70,7 @@ class TrajectoryResources:
     async def release(self) -> None:
         """Releases both sessions."""
         self.is_open = False
-        tool_session, self._tool_session, self._interaction_session = self._tool_session, None, None
+        tool_session, self._tool_session, self.interaction_session = self._tool_session, None, None
         try:
             await self._exit_stack.aclose()
         finally:
@@ -88,7 +80,7 @@ class TrajectoryResources:
     async def compute_rewards(self) -> None:
         """Writes the final tool rewards and the interaction's score to the state, both or neither."""
         rewards, faults = await self.tool_session.calc_rewards()
-        session = self._interaction_session
+        session = self.interaction_session
         score = None if session is None else await session.score()
         state = self._state
         state.final_rewards, state.score, state.is_scored = rewards, score, True
@@ -104,5 +96,5 @@ class TrajectoryResources:
         if self._tool_session is not None:
             for fault in self._tool_session.save():
                 state.add_fault(fault)
-        if self._interaction_session is not None:
-            self._interaction_session.save()
+        if self.interaction_session is not None:
+            self.interaction_session.save()

@@ -102,12 +102,8 @@ class BaseTool:
     @property
     def is_stateful(self) -> bool:
         """True if a subclass overrides `create`, `calc_reward` or `save`."""
-        cls = type(self)
-        return (cls.create, cls.calc_reward, cls.save) != (
-            BaseTool.create,
-            BaseTool.calc_reward,
-            BaseTool.save,
-        )
+        cls, base = type(self), BaseTool
+        return (cls.create, cls.calc_reward, cls.save) != (base.create, base.calc_reward, base.save)
 
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         return arguments

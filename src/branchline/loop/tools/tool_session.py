@@ -82,7 +82,7 @@ class ToolSession:
 
     def save(self) -> list[Fault]:
         """Stores the state of every instance; returns the faults of those that could not be saved."""
-        faults = [save_state(self._tools[name], held, self._saved) for name, held in self._instances.items()]
+        faults = [save_state(self._tools[name], one, self._saved) for name, one in self._instances.items()]
         return [fault for fault in faults if fault is not None]
 
     async def _create(self, tool: Tool) -> None:
