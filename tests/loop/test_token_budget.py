@@ -14,9 +14,9 @@ from branchline.core.errors import InputError
 from branchline.core.token_arrays import Ids
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.state import LoopState, StopReason
-from branchline.loop.task import LoopLimits, Task
+from branchline.loop.task import LoopLimits, Task, TruncateSide
 from branchline.loop.timeouts import CancelToken
-from branchline.loop.token_budget import TruncateSide, reached_limit, truncate, truncate_result
+from branchline.loop.token_budget import reached_limit, truncate, truncate_result
 from branchline.loop.tools.base import ToolResult, ToolSelection
 from tests.chat.families import load_codec
 from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness, run
