@@ -14,7 +14,7 @@
     │       └── ContextLengthError  the prompt exceeds the model's context
     ├── ToolError               a tool could not be set up, or its server is not reachable
     ├── JournalError            the journal could not be opened, written or read
-    ├── MissingExtraError       a package of an optional extra is not installed; also an ImportError
+    ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
     └── ExportError             samples must not be trained on without an explicit option
         └── MissingLogprobsError
 
