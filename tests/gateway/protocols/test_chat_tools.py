@@ -10,7 +10,7 @@ import pytest
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.protocols.openai_tools import freeform_input
+from branchline.core.arguments import freeform_input
 from branchline.gateway.protocols.vendor_tools import warn_unsupported_tool
 from tests.chat.families import load_codec
 from tests.gateway.harness import Agent, agent, run

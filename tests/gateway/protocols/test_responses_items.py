@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.gateway.protocols.openai_tools import ToolAlias, freeform_input, read_openai_tools
+from branchline.core.arguments import freeform_input
+from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
 from branchline.gateway.protocols.responses_history import ResponseHistory
 from branchline.gateway.protocols.responses_items import ItemReader, decode_reasoning, encode_reasoning
 from branchline.tree.tree import Tree

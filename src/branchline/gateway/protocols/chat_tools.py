@@ -96,7 +96,7 @@ def read_chat_message(raw: object, place: int) -> Message:
         replace(call, arguments=freeform_arguments(call.arguments)) if call.kind == _CUSTOM else call
         for call in message.tool_calls
     ]
-    return replace(message, calls=tuple(calls))
+    return replace(message, tool_calls=tuple(calls))
 
 
 def restore_arguments(message: Message, tree: Tree) -> Message:
@@ -104,7 +104,7 @@ def restore_arguments(message: Message, tree: Tree) -> Message:
     client was told then is all that could be made of it, and only the record knows how it was put."""
     if not _has_custom_call(message):
         return message
-    return replace(message, calls=tuple([_restore_call_arguments(call, tree) for call in message.tool_calls]))
+    return replace(message, tool_calls=tuple([_restore_call_arguments(call, tree) for call in message.tool_calls]))
 
 
 def _restore_call_arguments(call: ToolCall, tree: Tree) -> ToolCall:

@@ -99,7 +99,7 @@ def _read_assistant(content: object) -> Message:
 
     parts = _read_content(content, "content", read)
     response_id = next(filter(None, sent_in), "")
-    return _message("assistant", parts, reasoning="".join(thoughts), calls=tuple(calls), id=response_id)
+    return _message("assistant", parts, reasoning_content="".join(thoughts), tool_calls=tuple(calls), id=response_id)
 
 
 def _read_user_or_system(role: Role, content: object) -> list[Message]:
@@ -226,7 +226,7 @@ def _read_tool_result(block: Block) -> Message:
     # Canonical results know no failure: its words say it, and where it has none, one must.
     if not parts and block.get("is_error") is True:
         parts = ["error"]
-    return _message("tool", parts, answers=read_text_field(block, "tool_use_id"))
+    return _message("tool", parts, tool_call_id=read_text_field(block, "tool_use_id"))
 
 
 def input_json(call: ToolCall) -> str:

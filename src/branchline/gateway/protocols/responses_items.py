@@ -277,7 +277,7 @@ _ITEM_READERS: dict[str, Callable[[ItemReader, JsonObject], None]] = {
 
 def _with_plain_shape(message: Message) -> Message:
     """A list of parts is this protocol's own way to write a text, and nothing to be tolerated."""
-    return replace(message, form=int(WireShape.PLAIN)) if message.wire_shape else message
+    return replace(message, wire_shape=int(WireShape.PLAIN)) if message.wire_shape else message
 
 
 def _tool_result_content(item: JsonObject) -> object:
