@@ -21,7 +21,8 @@ from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.model_api import ModelApi, ModelRoute
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
-from branchline.runtime.call_record import CallObserver, SessionObserver
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import SessionObserver
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 

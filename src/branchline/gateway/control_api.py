@@ -28,8 +28,12 @@ from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
-from branchline.runtime.call_record import SessionObserver
-from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.managed_session import (
+    ManagedSession,
+    SessionObserver,
+    SessionState,
+    read_session_options,
+)
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 
@@ -178,7 +182,7 @@ class ControlApi:
         was_closed = managed.is_closed
         await managed.set_state(state, reason)
         if managed.is_closed and not was_closed:
-            self._router.forget_session(managed.id)
+            self._router.release_session(managed.id)
             self._sessions.mark_closed(managed)
             self.notify_session_end(managed)
             await asyncio.to_thread(self._metrics.record_session_end, managed)

@@ -31,9 +31,13 @@ from branchline.export.samples import Export
 from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.views import export_session
-from branchline.runtime.call_record import CallObserver, SessionObserver
-from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import (
+    ManagedSession,
+    SessionObserver,
+    SessionState,
+    read_session_options,
+)
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Durability, Journal
@@ -68,7 +72,7 @@ class GatewaySession:
 
     async def export(self) -> Export:
         """Samples and report of the session as it is now; it may continue."""
-        return await asyncio.to_thread(export_session, self.managed)
+        return await asyncio.to_thread(self.managed.export)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""

@@ -5,14 +5,12 @@ Views of a tree run in threads: each reads a snapshot, and calls continue meanwh
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from branchline.core.token_arrays import Floats
 from branchline.export.jsonl import report_to_json, sample_to_json
-from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.runtime.managed_session import ManagedSession
 from branchline.timelines.causes import classify_forks
 from branchline.timelines.timeline import timelines_of
@@ -90,7 +88,7 @@ def timelines_view(managed: ManagedSession) -> dict[str, Any]:
 
 def samples_view(managed: ManagedSession) -> dict[str, Any]:
     """The samples of the session as it is now, and the report on every sampled token."""
-    export = export_session(managed)
+    export = managed.export()
     # A trainer reads line by line, so each sample carries its group and metadata.
     fields = {"group": managed.options.group, "metadata": managed.options.metadata}
     return {
@@ -100,16 +98,7 @@ def samples_view(managed: ManagedSession) -> dict[str, Any]:
 
 
 def report_view(managed: ManagedSession) -> dict[str, Any]:
-    return report_to_json(export_session(managed).report)
-
-
-def export_session(managed: ManagedSession) -> Export:
-    """Samples and report of a session as it is now; an evaluation session has no samples."""
-    policy = ExportPolicy(include_missing_logprobs=True)
-    with managed.session.snapshot() as tree:
-        if managed.options.eval or not tree.calls:
-            return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
-        return export_samples(tree, policy, session=managed.id, reward=managed.reward)
+    return report_to_json(managed.export().report)
 
 
 def _nan_to_none(logprobs: Floats) -> list[float | None]:

@@ -11,7 +11,8 @@ import hashlib
 import hmac
 import logging
 import time
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.engines.base import SamplingParams
+from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.runtime.message_cache import MessageCache
 from branchline.runtime.rewards import validate_reward
 from branchline.tree.delta import Delivered, TreeDelta, decode_array, encode_record
@@ -231,9 +233,24 @@ class ManagedSession:
         else:
             self.session.tree.apply(record)
 
+    def export(self) -> Export:
+        """Exports the samples of the session as of now, with the report on every sampled token.
+
+        Evaluation sessions export no samples. Reads a snapshot of the tree, so it may run in a thread.
+        """
+        policy = ExportPolicy(include_missing_logprobs=True)
+        with self.session.snapshot() as tree:
+            if self.options.eval or not tree.calls:
+                return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
+            return export_samples(tree, policy, session=self.id, reward=self.reward)
+
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:
             await asyncio.wrap_future(self.journal.append(self.id, encode_record(record)))
+
+
+SessionObserver = Callable[[ManagedSession], None]
+"""Called once when a session is finalized or aborted, or ends with its process because no journal has it."""
 
 
 def hash_key(key: str) -> bytes:

@@ -31,12 +31,10 @@ class MessageCache:
 
     def __init__(self) -> None:
         self._values: dict[bytes, Any] = {}
-        self.new_bytes = 0
-        """Of the last reading: how much was not known."""
 
     def read_items(self, items: Sequence[Any], parse: Callable[[object, int], T]) -> list[T]:
         """Each item as `parse` reads it, which must look at nothing but the item; the place is for errors."""
-        known, self.new_bytes = self._values, 0
+        known = self._values
         found: list[T] = []
         for place, item in enumerate(items):
             if type(item) is not Raw:
@@ -47,7 +45,6 @@ class MessageCache:
             if value is None:
                 value = parse(_decode_raw(item), place)
                 known[digest] = value
-                self.new_bytes += len(memoryview(item))
             found.append(value)
         return found
 
