@@ -68,7 +68,9 @@ class AccessControl:
 def require_loopback(host: str) -> None:
     """Raises InputError if a gateway without keys would be reachable from other machines."""
     if not _is_loopback(host):
-        raise InputError(f"no auth: got host {host!r}, expected loopback, because any client could use the model")
+        raise InputError(
+            f"no auth: got host {host!r}, expected loopback, because any client could use the model"
+        )
 
 
 def require_local_origin(headers: Mapping[str, str], public_url: str = "") -> None:

@@ -59,7 +59,7 @@ class BodyTooLargeError(MessageError):
 
 
 def error_info(error: BranchlineError) -> ErrorInfo:
-    """An error as HTTP: status, message, field, code and headers."""
+    """An error as HTTP: status, message, field, code, headers."""
     headers: dict[str, str] = {}
     code: str | None = None
     if isinstance(error, SessionError):
@@ -78,8 +78,8 @@ def error_info(error: BranchlineError) -> ErrorInfo:
         headers = {"retry-after": error.retry_after} if error.retry_after else {}
     else:
         status = 502 if isinstance(error, EngineError) else 500
-    field = error.field if isinstance(error, MessageError) else None
-    return ErrorInfo(status, str(error), field, code, headers)
+    param = error.field if isinstance(error, MessageError) else None
+    return ErrorInfo(status, str(error), param, code, headers)
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:

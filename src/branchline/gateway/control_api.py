@@ -282,7 +282,9 @@ async def _routing_error(http: HttpRequest, error: Exception) -> Response:
         # The exception's own header has the methods of the first matching route only.
         routes = [route for route in http.app.routes if route.matches(http.scope)[0] != Match.NONE]
         allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
-        return _error_response(ErrorInfo(405, f"{http.method}: not for this path", headers={"allow": allowed}))
+        return _error_response(
+            ErrorInfo(405, f"{http.method}: not for this path", headers={"allow": allowed})
+        )
     headers = dict(error.headers or {})
     return _error_response(ErrorInfo(error.status_code, f"{http.url.path}: no such path", headers=headers))
 

@@ -337,7 +337,9 @@ def _message_attribute(message: Message) -> dict[str, Any]:
             parts.append({"type": "text", "content": part})
         else:
             # By digest: payloads are too large for a trace.
-            source = {"type": "uri", "uri": part.url} if part.url else {"type": "file", "file_id": part.digest}
+            source = (
+                {"type": "uri", "uri": part.url} if part.url else {"type": "file", "file_id": part.digest}
+            )
             parts.append({**source, "modality": part.kind, "mime_type": part.mime})
     for call in message.tool_calls:
         arguments = _parse_arguments(call.arguments)
