@@ -46,7 +46,7 @@ class AccessControl:
         raise _denied(key, f"this key does not open session {session_id}")
 
     def control_session(self, session_id: str, key: str, *, is_reward: bool = False) -> ManagedSession:
-        """The session that a key may read and control; an api_key may post rewards if `agent_reward` is set."""
+        """The session that a key may read and control; with `agent_reward` an api_key may post rewards."""
         opened = self.sessions.opening_record(session_id)
         if self._is_control_key(opened, key) or (
             is_reward and opened.options.agent_reward and key_matches(key, opened.api_key_hash)

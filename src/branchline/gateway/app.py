@@ -51,9 +51,9 @@ class GatewayApp:
             self.router, access, self.config, (self.metrics.record_call, *observers, *fork_logger)
         )
         self.metrics.in_flight.set_function(lambda: self.model_api.in_flight)
-        self.control_api = ControlApi(
-            self.router, sessions, access, self.metrics, self.config, on_session_end
-        )
+        self.control_api = ControlApi(self.router, sessions, access, self.metrics, self.config)
+        sessions.on_session_end += [lambda managed: self.router.release_session(managed.id), *on_session_end]
+        sessions.on_session_end_in_thread.append(self.metrics.record_session_end)
         self._request_tasks: set[asyncio.Task[Any]] = set()
         self._is_cancelling = False
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -28,12 +28,7 @@ from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
-from branchline.runtime.managed_session import (
-    ManagedSession,
-    SessionObserver,
-    SessionState,
-    read_session_options,
-)
+from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 
@@ -68,16 +63,12 @@ class ControlApi:
         access: AccessControl,
         metrics: GatewayMetrics,
         config: GatewayConfig,
-        on_session_end: Sequence[SessionObserver] = (),
     ) -> None:
         self._router = router
         self._sessions = sessions
         self._access = access
         self._metrics = metrics
         self._config = config
-        self._on_session_end = on_session_end
-        self.stopping = asyncio.Event()
-        """Set when the gateway stops; ends every wait for a session."""
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
 
     def _routes(self) -> list[Route]:
@@ -152,17 +143,8 @@ class ControlApi:
             timeout_s = -1.0
         if not 0 <= timeout_s <= _MAX_WAIT_S:
             raise MessageError("timeout_s", value, f"a number of seconds from 0 to {_MAX_WAIT_S:g}")
-        await self.wait_until_ended(managed, timeout_s)
+        await self._sessions.wait_until_ended(managed, timeout_s)
         return _json(session_view(managed))
-
-    async def wait_until_ended(self, managed: ManagedSession, timeout_s: float | None) -> None:
-        """Returns when the session is no longer open, the gateway stops, or the time is over."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (managed.ended_event, self.stopping)]
-        try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
         await managed.post_reward(await self._read_body(http))
@@ -172,32 +154,10 @@ class ControlApi:
         async def end(http: HttpRequest, managed: ManagedSession) -> Response:
             body = await self._read_body(http)
             reason = body.get("reason", "") if isinstance(body, dict) else ""
-            await self.end_session(managed, state, str(reason))
+            await self._sessions.end_session(managed, state, str(reason))
             return _json(session_view(managed))
 
         return end
-
-    async def end_session(self, managed: ManagedSession, state: SessionState, reason: str = "") -> None:
-        """Changes a session's state; if that closes it, releases its engine and notifies observers."""
-        was_closed = managed.is_closed
-        await managed.set_state(state, reason)
-        if managed.is_closed and not was_closed:
-            self._router.release_session(managed.id)
-            self._sessions.mark_closed(managed)
-            self.notify_session_end(managed)
-            await asyncio.to_thread(self._metrics.record_session_end, managed)
-
-    def notify_session_end(self, managed: ManagedSession) -> None:
-        for observe in self._on_session_end:
-            observe(managed)
-
-    async def expire_idle(self) -> None:
-        """Finalizes the sessions that were idle for too long."""
-        for managed in self._sessions.idle_sessions(self._config.idle_s):
-            if not managed.is_idle(self._config.idle_s):
-                continue  # used again while other sessions were being ended
-            log.info("session expired", extra={"session": managed.id, "idle_s": self._config.idle_s})
-            await self.end_session(managed, "finalized", f"idle for {self._config.idle_s:g} s")
 
     # -- policy and engines --------------------------------------------------------------------------
 
@@ -253,7 +213,7 @@ class ControlApi:
 
 
 def _view_handler(view: View) -> SessionHandler:
-    async def show(http: HttpRequest, managed: ManagedSession) -> Response:
+    async def show(_http: HttpRequest, managed: ManagedSession) -> Response:
         return await asyncio.to_thread(lambda: _json(view(managed)))
 
     return show
@@ -278,15 +238,14 @@ def _with_error_responses(handler: Handler) -> Handler:
 
 async def _routing_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    message = f"{http.url.path}: no such path"
     if error.status_code == 405:
         # The exception's own header has the methods of the first matching route only.
         routes = [route for route in http.app.routes if route.matches(http.scope)[0] != Match.NONE]
-        allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
-        return _error_response(
-            ErrorInfo(405, f"{http.method}: not for this path", headers={"allow": allowed})
-        )
-    headers = dict(error.headers or {})
-    return _error_response(ErrorInfo(error.status_code, f"{http.url.path}: no such path", headers=headers))
+        headers = {"allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
+        message = f"{http.method}: not for this path"
+    return _error_response(ErrorInfo(error.status_code, message, headers=headers))
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -221,8 +221,8 @@ def _truncate(value: Any) -> Any:
 def _format_field(name: str, value: Any) -> str:
     """A field as text; seconds (`…_s`) in a unit that fits.
 
-    >>> _format_field("total_s", 0.00123), _format_field("model", "two words"), _format_field("versions", (1, 2))
-    ('total=1.2ms', 'model="two words"', 'versions=1,2')
+    >>> _format_field("total_s", 0.00123), _format_field("model", "two words"), _format_field("ids", [1, 2])
+    ('total=1.2ms', 'model="two words"', 'ids=1,2')
     """
     if name.endswith("_s") and isinstance(value, float):
         return f"{name[:-2]}=" + (f"{value:.1f}s" if value >= 10 else f"{value * 1000:.1f}ms")

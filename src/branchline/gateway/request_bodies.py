@@ -37,7 +37,7 @@ class BodyReader:
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(shape)
 
     def read(self, data: bytes) -> object:
-        """The body as a mapping. A body of another shape is decoded completely, so that its error names a field."""
+        """The body as a mapping. One of another shape is decoded completely: its error then names a field."""
         try:
             found = self._decoder.decode(data)
         except msgspec.DecodeError:

@@ -52,7 +52,7 @@ _SHUTDOWN_POLL_S = 0.005
 class GatewaySession:
     """A session of a gateway, for the program that opened it."""
 
-    app: GatewayApp = field(repr=False)
+    sessions: SessionStore = field(repr=False)
     managed: ManagedSession = field(repr=False)
     base_url: str
     api_key: str = field(repr=False)
@@ -76,20 +76,20 @@ class GatewaySession:
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""
-        await self.app.control_api.wait_until_ended(self.managed, timeout_s)
+        await self.sessions.wait_until_ended(self.managed, timeout_s)
         return self.managed.state
 
     async def complete(self, reason: str = "") -> None:
         """Marks the agent as done; later rewards and calls are still accepted."""
-        await self.app.control_api.end_session(self.managed, "completed", reason)
+        await self.sessions.end_session(self.managed, "completed", reason)
 
     async def finalize(self) -> Export:
         """Ends the session and returns its samples and report."""
-        await self.app.control_api.end_session(self.managed, "finalized")
+        await self.sessions.end_session(self.managed, "finalized")
         return await self.export()
 
     async def abort(self, reason: str = "") -> None:
-        await self.app.control_api.end_session(self.managed, "aborted", reason)
+        await self.sessions.end_session(self.managed, "aborted", reason)
 
 
 class Gateway:
@@ -109,7 +109,7 @@ class Gateway:
         observers: Sequence[CallObserver] = (),
         on_session_end: Sequence[SessionObserver] = (),
     ) -> None:
-        """`codec` defaults to the engine's own; `observers` see every call, `on_session_end` every session."""
+        """`codec` defaults to the engine's own. Observers are called once per call, or per ended session."""
         config = config or GatewayConfig()
         if not config.auth:
             require_loopback(host)
@@ -164,7 +164,7 @@ class Gateway:
         while True:
             await asyncio.sleep(min(60.0, idle_s / 4))
             try:
-                await self.app.control_api.expire_idle()
+                await self.sessions.expire_idle(idle_s)
             except BranchlineError as error:  # the journal failed; calls are refused with that error
                 log.warning("sessions could not be expired: %s", error)
 
@@ -180,13 +180,10 @@ class Gateway:
         if self._expiry_task is not None:
             self._expiry_task.cancel()
             await asyncio.gather(self._expiry_task, return_exceptions=True)
-        self.app.control_api.stopping.set()
+        self.sessions.stopping.set()
         if self._server is not None and self._server_task is not None:
             await self._drain(self._server, self._server_task)
-        if self._journal is None:
-            for managed in self.sessions:
-                if not managed.is_closed:
-                    self.app.control_api.notify_session_end(managed)
+        self.sessions.close()
         await self.app.router.close()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
@@ -214,7 +211,7 @@ class Gateway:
             self.sessions.open, read_session_options(options)
         )
         base_url = f"{self.url}/sessions/{managed.id}/v1"
-        return GatewaySession(self.app, managed, base_url, api_key, control_key)
+        return GatewaySession(self.sessions, managed, base_url, api_key, control_key)
 
 
 class UvicornServer(uvicorn.Server):

@@ -125,15 +125,11 @@ class CallFailure:
     def from_error(cls, error: BaseException) -> CallFailure:
         """Copies the texts only: the error itself would keep the failed request alive."""
         return cls(
-            error_type_chain(error),
+            " from ".join([type(cause).__name__ for cause in cause_chain(error)]),
             str(error),
             error.field if isinstance(error, MessageError) else "",
             not isinstance(error, SessionError | JournalError),
         )
-
-
-def error_type_chain(error: BaseException) -> str:
-    return " from ".join([type(cause).__name__ for cause in cause_chain(error)])
 
 
 def cause_chain(error: BaseException, *, include_context: bool = False) -> list[BaseException]:

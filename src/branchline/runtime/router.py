@@ -188,7 +188,7 @@ class Router:
         """
         replicas = self._require_replicas()
         if self._create_replica is None:
-            raise self._no_replicas()
+            raise InputError(f"engines: got {url!r}, expected none: this router has no create_replica")
         engine = self._create_replica(url)
         try:
             await engine.ready()
@@ -210,8 +210,5 @@ class Router:
 
     def _require_replicas(self) -> Replicas:
         if not isinstance(self.default_engine, Replicas):
-            raise self._no_replicas()
+            raise InputError(f"engines: {self.name} takes no replicas; engines with an HTTP server do")
         return self.default_engine
-
-    def _no_replicas(self) -> InputError:
-        return InputError(f"engines: {self.name} takes no replicas; engines with an HTTP server do")

@@ -112,7 +112,8 @@ def is_client_tool(tool: JsonObject) -> bool:
 def translate_tool_choice(choice: object, tools: Sequence[JsonObject]) -> object:
     """A `tool_choice` in terms of the functions that the model sees; other values stay as they are.
 
-    >>> translate_tool_choice({"type": "custom", "custom": {"name": "patch"}}, [{"function": {"name": "patch"}}])
+    >>> tools = [{"type": "function", "function": {"name": "patch"}}]
+    >>> translate_tool_choice({"type": "custom", "custom": {"name": "patch"}}, tools)
     {'type': 'function', 'function': {'name': 'patch'}}
     """
     names = [tool["function"]["name"] for tool in tools]

@@ -1,4 +1,4 @@
-"""The Responses protocol ⇄ canonical requests: the request here, its items and the response in modules beside it.
+"""Responses ⇄ canonical requests and answers; items are in `responses_input` and `responses_output`.
 
 `previous_response_id` is resolved in the session's tree: the conversation up to and including that response
 precedes the input, without its instructions, as the protocol defines. Fields for a vendor's own servers

@@ -120,7 +120,7 @@ class _AssistantItems:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def accepts(self, kind: ItemKind, response_id: str) -> bool:
-        """Whether an item belongs to this message: by response id, else by the order of items in an answer."""
+        """Whether an item belongs to this message: by response id, else by the order of items."""
         if self.id and response_id:
             return self.id == response_id
         if kind == "reasoning":
@@ -197,7 +197,7 @@ class ItemReader:
             self._open_reply = None
 
     def _add_message(self, message: Message) -> None:
-        """Adds a message of another role. A part list is how this protocol writes text: no difference to record."""
+        """Adds a message that is no reply. Part lists are normal in this protocol, not a shape to record."""
         self._close_reply()
         is_plain = not message.wire_shape
         self._messages.append(message if is_plain else replace(message, wire_shape=int(WireShape.PLAIN)))
@@ -297,7 +297,7 @@ class ItemReader:
             self._reply_for_item("call", id).tool_calls += message.tool_calls[number : number + 1]
 
     def _agent_message(self, item: JsonObject) -> None:
-        """A message of one agent to another. It was written by a model here, so its encrypted part is plain text."""
+        """A message between agents. A model here wrote it, so its encrypted part is plain text."""
         content = item.get("content")
         if isinstance(content, list):
             content = [_decode_encrypted_part(part) for part in content]

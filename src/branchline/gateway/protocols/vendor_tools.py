@@ -138,7 +138,7 @@ _EDIT_PROPERTIES: dict[str, Any] = {
     "new_str": {**_STRING, "description": "For str_replace: the new text."},
     "insert_line": {
         **_INTEGER,
-        "description": "For insert: the line after which to insert, 0 for the beginning.",
+        "description": "For insert: insert after this line, 0 for the beginning.",
     },
     "insert_text": {**_STRING, "description": "For insert: the text to insert."},
 }
