@@ -20,7 +20,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.generic.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
-from branchline.gateway.asgi_request import AsgiRequest
+from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.model_api import ModelApi
 from branchline.runtime import call_lifecycle
 from branchline.runtime.session_store import SessionStore

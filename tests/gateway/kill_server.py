@@ -32,7 +32,7 @@ from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine
-from branchline.gateway.asgi_request import AsgiRequest
+from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.protocols import chat
 from branchline.gateway.server import Gateway

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from branchline.gateway.asgi_request import AsgiRequest, BodyTooLargeError
+from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError
 from branchline.gateway.config import GatewayConfig
 from tests.gateway.harness import Agent, agent, run
 
