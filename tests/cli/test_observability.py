@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from branchline.cli.observability import is_exporter_configured
-from tests.gateway.otlp_receiver import OtlpReceiver
+from tests.gateway.otel import OtlpReceiver
 
 
 def _serve(*options: str, **environ: str) -> tuple[list[dict[str, Any]], str]:

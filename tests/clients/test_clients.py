@@ -44,7 +44,7 @@ def played(request: pytest.FixtureRequest, codec: str) -> Episode:
     return episode(request.param, codec)
 
 
-def test_the_client_did_its_work_with_the_tools_it_offered(played: Episode) -> None:
+def test_client_did_its_work_with_its_own_tools(played: Episode) -> None:
     first, second = played.stdout
     assert FINAL_REPLIES[0] in first
     assert FINAL_REPLIES[1] in second
@@ -55,7 +55,7 @@ def test_the_client_did_its_work_with_the_tools_it_offered(played: Episode) -> N
     assert all(played.tree.delivery(call) == Delivery.DELIVERED for call in played.tree.calls)
 
 
-def test_every_call_is_a_path_of_what_crossed(played: Episode) -> None:
+def test_every_call_is_a_path_of_the_ids_exchanged(played: Episode) -> None:
     tree = played.tree
     paths = [tree.path_ids(tree.nodes[output]).tolist() for call in tree.calls for output in call.outputs]
     assert sorted(paths) == sorted([one.prompt + one.ids for one in played.generations])
@@ -71,7 +71,7 @@ def test_every_sampled_token_is_trained(played: Episode) -> None:
     assert all(sample.exact for sample in export.samples)
 
 
-def test_helpers_are_agents_of_their_own_tied_to_the_call_that_sent_them(played: Episode) -> None:
+def test_sub_agents_have_an_edge_to_the_call_that_spawned_them(played: Episode) -> None:
     tree, judgement = played.tree, played.fork_report
     helpers = [fork for fork in judgement.forks if fork.cause == Cause.SUB_AGENT]
     edges = {edge.target.id: edge.source for edge in judgement.edges if edge.cause == Cause.SUB_AGENT}
@@ -87,7 +87,7 @@ def test_helpers_are_agents_of_their_own_tied_to_the_call_that_sent_them(played:
     assert judgement.main_leaf.message.content == FINAL_REPLIES[1]
 
 
-def test_an_agent_that_only_appended_is_one_timeline(played: Episode) -> None:
+def test_appending_agent_is_one_timeline(played: Episode) -> None:
     (main,) = [line for line in played.timelines if line.leaf.message.content == FINAL_REPLIES[1]]
     rewritten = [told for told in played.diagnoses if told.edit_description]
     turns = len(script(played.program.name).main)
@@ -103,7 +103,7 @@ def test_an_agent_that_only_appended_is_one_timeline(played: Episode) -> None:
     assert len(main.calls) == turns
 
 
-def test_requests_in_passing_are_side_calls(played: Episode) -> None:
+def test_titles_and_topic_checks_are_side_calls(played: Episode) -> None:
     aside = [one for one in played.generations if one.agent == "aside"]
     labelled = [fork for fork in played.fork_report.forks if fork.cause == Cause.SIDE_CALL]
     assert len(labelled) == len(aside)
@@ -111,13 +111,13 @@ def test_requests_in_passing_are_side_calls(played: Episode) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if script(name).helpers_overlap])
-def test_helpers_overlap(name: str, codec: str) -> None:
+def test_sub_agents_run_concurrently(name: str, codec: str) -> None:
     turns = [(one.agent, one.turn) for one in episode(name, codec).generations if one.agent in HELPERS]
     assert {who for who, _ in turns[:2]} == set(HELPERS)
     assert [turn for _, turn in turns[:2]] == [0, 0]
 
 
-def test_the_table_in_the_guide_is_what_was_seen() -> None:
+def test_table_of_the_guide_matches_the_runs() -> None:
     fresh = render_table([episode(name, codec).row for codec in CODECS for name in NAMES])
     print("\n" + fresh)
     assert [comparable(row) for row in guide_rows()] == [comparable(row) for row in parse_table(fresh)]

@@ -35,7 +35,7 @@ def serving(guide: str) -> list[str]:
 
 
 @pytest.mark.parametrize("guide", sorted(path.stem for path in GUIDES.glob("*.md")))
-def test_every_line_that_starts_a_gateway_is_understood(guide: str) -> None:
+def test_every_serve_command_of_the_guides_is_valid(guide: str) -> None:
     parser = argparse.ArgumentParser()
     add_serve(parser.add_subparsers())
     for line in serving(guide):
@@ -48,7 +48,7 @@ def test_every_line_that_starts_a_gateway_is_understood(guide: str) -> None:
     reason="needs the clients: make test-clients",
 )
 @pytest.mark.parametrize("guide", PASTED)
-def test_what_a_guide_says_can_be_pasted(guide: str, tmp_path: Path) -> None:
+def test_code_of_the_guides_can_be_pasted(guide: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     script = "set -e\n" + "\n".join(blocks(guide))

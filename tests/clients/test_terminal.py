@@ -57,7 +57,7 @@ def write_onboarding_config(setting: ClientEnvironment) -> str:
     )
 
 
-def test_a_title_is_a_side_call_and_the_work_is_one_timeline() -> None:
+def test_title_is_a_side_call_and_the_work_is_one_timeline() -> None:
     async def main(folder: Path) -> None:
         home, workspace = folder / "home", folder / "work"
         home.mkdir()

@@ -36,7 +36,7 @@ def test_headers_name_an_agent_and_its_parent(headers: dict[str, str], named: Ag
     assert identify_agent(headers) == named
 
 
-def test_a_named_agent_and_its_parent_are_in_the_record() -> None:
+def test_named_agent_and_its_parent_are_in_the_tree() -> None:
     async def main() -> None:
         async with agent("hello") as client:
             thread = {"session-id": "s1", "thread-id": "t2", "x-codex-parent-thread-id": "s1"}

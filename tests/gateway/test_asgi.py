@@ -28,21 +28,21 @@ def _asgi_request(*parts: bytes, length: str = "") -> tuple[AsgiRequest, list[by
 
 
 @pytest.mark.parametrize("length", ["101", "9" * 5000])
-def test_a_body_that_says_it_is_too_large_is_not_read(length: str) -> None:
+def test_body_with_a_too_large_content_length_is_not_read(length: str) -> None:
     exchange, left = _asgi_request(b"{}", length=length)
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
         asyncio.run(exchange.read_json(100))
     assert left
 
 
-def test_a_body_that_turns_out_too_large_is_read_no_further() -> None:
+def test_reading_stops_at_the_size_limit() -> None:
     exchange, left = _asgi_request(b" " * 60, b" " * 60, b"{}")
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
         asyncio.run(exchange.read_json(100))
     assert left == [b"{}"]
 
 
-def test_a_body_at_the_limit_is_taken() -> None:
+def test_body_at_the_limit_is_accepted() -> None:
     exchange, _ = _asgi_request(b" " * 49, b" " * 49 + b"{}", length="100")
     assert asyncio.run(exchange.read_json(100)) == {}
 
@@ -52,7 +52,7 @@ def _admin(a: Agent) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/sessions"])
-def test_a_large_body_is_refused_as_such_before_it_is_sent(path: str) -> None:
+def test_large_body_is_413_before_it_is_sent(path: str) -> None:
     async def test() -> None:
         async with agent("x", config=GatewayConfig(max_body_bytes=1000)) as a:
             key = a.gateway.admin_key if path == "/sessions" else a.session.api_key
@@ -73,7 +73,7 @@ async def _open(a: Agent) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(host, int(port))
 
 
-def test_a_client_that_leaves_inside_a_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnect_inside_a_body_is_not_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with agent("x") as a:
             for path in ("/sessions", f"/sessions/{a.session.id}/reward", "/v1/chat/completions"):
@@ -100,7 +100,7 @@ def test_a_client_that_leaves_inside_a_body_is_no_error(caplog: pytest.LogCaptur
         ("PUT", "/engines", "DELETE, GET, HEAD, POST"),
     ],
 )
-def test_a_method_that_is_not_there_is_answered_with_those_that_are(
+def test_wrong_method_is_405_with_the_allowed_methods(
     method: str, path: str, allowed: str
 ) -> None:
     async def test() -> None:
@@ -113,7 +113,7 @@ def test_a_method_that_is_not_there_is_answered_with_those_that_are(
     run(test)
 
 
-def test_models_can_be_asked_for_without_a_body() -> None:
+def test_models_answers_head() -> None:
     async def test() -> None:
         async with agent("x") as a:
             key = {"authorization": f"Bearer {a.session.api_key}"}
@@ -125,7 +125,7 @@ def test_models_can_be_asked_for_without_a_body() -> None:
 
 
 @pytest.mark.parametrize("path", ["/nope", "/sessions/s/nope", "/v1", "/v1/nope"])
-def test_a_path_that_is_not_there_is_refused_in_json(path: str) -> None:
+def test_unknown_path_is_404_as_json(path: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             refused = await a.http.get(a.gateway.url + path, headers=_admin(a))
@@ -136,7 +136,7 @@ def test_a_path_that_is_not_there_is_refused_in_json(path: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b"0", b'""', b"false"])
-def test_options_that_are_no_object_open_no_session(body: bytes) -> None:
+def test_options_that_are_not_an_object_open_no_session(body: bytes) -> None:
     async def test() -> None:
         async with agent("x") as a:
             refused = await a.http.post(f"{a.gateway.url}/sessions", content=body, headers=_admin(a))
@@ -190,7 +190,7 @@ def test_a_stream_is_sending_from_its_first_byte_until_it_has_left() -> None:
     run(test)
 
 
-def test_who_is_stopped_before_the_start_has_left_can_still_be_told_why() -> None:
+def test_error_response_is_possible_if_the_start_was_cancelled() -> None:
     async def test() -> None:
         server = SlowSend("start")
         exchange = server.request()
@@ -206,7 +206,7 @@ def test_who_is_stopped_before_the_start_has_left_can_still_be_told_why() -> Non
     run(test)
 
 
-def test_who_is_stopped_behind_the_start_is_told_inside_the_stream() -> None:
+def test_error_is_an_event_if_the_stream_has_started() -> None:
     async def test() -> None:
         server = SlowSend("body")
         exchange = server.request()

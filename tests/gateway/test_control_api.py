@@ -25,7 +25,7 @@ def _wait(a: Agent, timeout_s: str) -> Any:
     return a.http.get(f"{a.gateway.url}/sessions/{a.session.id}/wait?timeout_s={timeout_s}", headers=key)
 
 
-def test_a_wait_ends_with_the_session_or_with_its_time() -> None:
+def test_wait_returns_at_the_end_of_the_session_or_the_timeout() -> None:
     async def test() -> None:
         async with agent("x") as a:
             assert (await _wait(a, "0")).json()["state"] == "open"
@@ -40,7 +40,7 @@ def test_a_wait_ends_with_the_session_or_with_its_time() -> None:
     run(test)
 
 
-def test_an_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Path) -> None:
+def test_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Path) -> None:
     async def test() -> None:
         journal = tmp_path / "j"
         async with agent("x", journal=journal, config=GatewayConfig(idle_s=100)) as a:
@@ -62,7 +62,7 @@ def test_an_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Pat
     run(test)
 
 
-def test_sessions_never_expire_where_that_is_asked_for() -> None:
+def test_sessions_never_expire_with_idle_s_0() -> None:
     async def test() -> None:
         async with agent("x", config=GatewayConfig(idle_s=0)) as a:
             a.session.managed.last_used -= 10**9
@@ -72,7 +72,7 @@ def test_sessions_never_expire_where_that_is_asked_for() -> None:
     run(test)
 
 
-def test_forks_are_explained_as_they_happen_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_fork_is_logged_once_when_it_happens(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with agent("A1", "A2", "A3", config=GatewayConfig(explain_forks=True)) as a:
             await a.ask_text("p")
@@ -88,7 +88,7 @@ def test_forks_are_explained_as_they_happen_and_once(caplog: pytest.LogCaptureFi
     assert "cause edit" in line
 
 
-def test_a_gateway_in_a_program_needs_only_an_engine() -> None:
+def test_gateway_in_a_program_needs_only_an_engine() -> None:
     async def test() -> None:
         async with Gateway(engine=ScriptedEngine()) as gateway:
             session = await gateway.session(agent="main")
@@ -105,7 +105,7 @@ def test_a_gateway_in_a_program_needs_only_an_engine() -> None:
 # -- what a session may use and what it is paid ------------------------------------------------------
 
 
-def test_a_limit_of_tokens_is_kept_to_the_token() -> None:
+def test_token_limit_is_exact() -> None:
     async def test() -> None:
         async with agent("a long answer", limits={"tokens": 10}) as a:
             assert (await a.ask("p", n=3)).status_code == 200
@@ -118,7 +118,7 @@ def test_a_limit_of_tokens_is_kept_to_the_token() -> None:
     run(test)
 
 
-def test_a_limit_of_calls_counts_those_that_are_still_being_prepared() -> None:
+def test_call_limit_counts_calls_that_are_being_prepared() -> None:
     async def test() -> None:
         async with agent("x", limits={"calls": 2}) as a:
             long = "word " * 20_000  # prepared in a thread, so that all of them are under way at once
@@ -138,7 +138,7 @@ def test_a_limit_of_calls_counts_those_that_are_still_being_prepared() -> None:
         ({"sampling": {"hear": 1}}, "sampling.hear"),
     ],
 )
-def test_options_that_nobody_would_read_are_refused(body: dict[str, Any], problem: str) -> None:
+def test_unknown_session_options_are_refused(body: dict[str, Any], problem: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
@@ -150,7 +150,7 @@ def test_options_that_nobody_would_read_are_refused(body: dict[str, Any], proble
 
 
 @pytest.mark.parametrize("score", ["1", None, True, [1], float("nan"), 10**600, {"text": "good"}])
-def test_a_reward_that_is_no_finite_number_is_refused_and_leaves_nothing(score: Any) -> None:
+def test_reward_that_is_not_finite_is_refused_and_not_stored(score: Any) -> None:
     async def test() -> None:
         async with agent("x") as a:
             with pytest.raises(MessageError, match="score"):
@@ -160,7 +160,7 @@ def test_a_reward_that_is_no_finite_number_is_refused_and_leaves_nothing(score: 
     run(test)
 
 
-def test_what_travels_with_a_reward_must_be_json_and_numbers_of_numpy_are_numbers() -> None:
+def test_reward_extras_must_be_json_and_numpy_numbers_are_numbers() -> None:
     async def test() -> None:
         async with agent("x") as a:
             await a.session.reward(np.float32(0.5), note="fine")
@@ -171,7 +171,7 @@ def test_what_travels_with_a_reward_must_be_json_and_numbers_of_numpy_are_number
     run(test)
 
 
-def test_closing_a_session_stops_what_is_being_sampled_and_tells_its_client() -> None:
+def test_closing_a_session_cancels_its_calls_with_409() -> None:
     async def test() -> None:
         for stream in (False, True):
             engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
@@ -190,7 +190,7 @@ def test_closing_a_session_stops_what_is_being_sampled_and_tells_its_client() ->
     run(test)
 
 
-def test_what_the_journal_refuses_has_not_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_and_end_that_the_journal_refuses_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
@@ -213,7 +213,7 @@ def test_what_the_journal_refuses_has_not_happened(tmp_path: Path, monkeypatch: 
     run(test)
 
 
-def test_an_answer_the_journal_refused_is_not_trained(
+def test_answer_that_the_journal_refused_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -230,7 +230,7 @@ def test_an_answer_the_journal_refused_is_not_trained(
     run(test)
 
 
-def test_a_session_that_was_used_a_moment_ago_is_not_idle_though_its_call_was_cancelled() -> None:
+def test_recently_used_session_is_not_idle_after_a_cancelled_call() -> None:
     async def test() -> None:
         engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
         async with agent(engine=engine, config=GatewayConfig(idle_s=600)) as a:

@@ -139,7 +139,7 @@ def test_no_key_and_no_message_is_logged(format: LogFormat) -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_messages_are_logged_when_asked_for_and_keys_are_not(format: LogFormat) -> None:
+def test_contents_logs_messages_but_no_keys(format: LogFormat) -> None:
     told, _, keys = _logged_output(format, contents=True)
     assert told.count(SECRET) > 15
     assert "you like" in told
@@ -147,7 +147,7 @@ def test_messages_are_logged_when_asked_for_and_keys_are_not(format: LogFormat) 
         assert key not in told
 
 
-def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
+def test_call_is_one_line_with_all_fields() -> None:
     told, session, _ = _logged_output("json", contents=False)
     lines = [json.loads(line) for line in told.splitlines()]
     calls = [line for line in lines if line["logger"] == "branchline.calls"]
@@ -200,7 +200,7 @@ def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
     }
 
 
-def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
+def test_error_has_type_cause_and_field() -> None:
     told, _, _ = _logged_output("json", contents=False)
     lines = [json.loads(line) for line in told.splitlines()]
     wrong = [line for line in lines if line["message"] == "call" and line["outcome"] != "ok"]
@@ -214,7 +214,7 @@ def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
     ]
 
 
-def test_sessions_that_open_and_end_have_lines() -> None:
+def test_opened_and_ended_sessions_are_logged() -> None:
     told, session, _ = _logged_output("json", contents=False)
     lines = [json.loads(line) for line in told.splitlines()]
     opened, other, ended = [line for line in lines if line["logger"] == "branchline.sessions"]
@@ -224,7 +224,7 @@ def test_sessions_that_open_and_end_have_lines() -> None:
     assert ended["calls"] == 5
 
 
-def test_a_client_that_leaves_is_a_cancelled_call() -> None:
+def test_disconnect_is_logged_as_a_cancelled_call() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
@@ -254,7 +254,7 @@ def test_a_client_that_leaves_is_a_cancelled_call() -> None:
     assert "sampled_tokens" not in line
 
 
-def test_a_quieter_level_keeps_what_failed() -> None:
+def test_warning_level_keeps_failed_calls() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
@@ -284,14 +284,14 @@ def _record(message: str, **fields: Any) -> logging.LogRecord:
     return record
 
 
-def test_text_is_one_line_whatever_clients_call_themselves() -> None:
+def test_text_is_one_line_for_any_agent_name() -> None:
     line = TextFormatter().format(_record("call", agent="a\nb=c \x9b\x1b[2J", model="x" * 500, total_s=12.34))
     assert line.startswith('1970-01-01T00:00:01.500Z INFO    branchline.calls call agent="a\\nb=c \\u009b')
     assert line.isprintable()
     assert f" model={'x' * 200}… total=12.3s" in line.replace('"', "")
 
 
-def test_json_is_one_line_whatever_it_holds() -> None:
+def test_json_is_one_line_for_any_value() -> None:
     line = JsonFormatter().format(_record("call", agent="a\n\ud800", odd=ValueError, nothing=None))
     assert "\n" not in line
     assert json.loads(line) == {
@@ -304,7 +304,7 @@ def test_json_is_one_line_whatever_it_holds() -> None:
     }
 
 
-def test_what_other_libraries_say_of_a_task_that_failed_quotes_nothing() -> None:
+def test_asyncio_messages_about_failed_tasks_quote_nothing() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
@@ -326,7 +326,7 @@ def test_what_other_libraries_say_of_a_task_that_failed_quotes_nothing() -> None
     assert SECRET not in stream.getvalue()
 
 
-def test_a_traceback_shows_causes_and_leaves_out_their_words() -> None:
+def test_traceback_has_cause_types_without_their_texts() -> None:
     try:
         try:
             raise KeyError(SECRET)
@@ -340,13 +340,13 @@ def test_a_traceback_shows_causes_and_leaves_out_their_words() -> None:
     assert quiet.endswith("EngineError")
 
 
-def test_an_error_that_is_its_own_cause_is_told_once() -> None:
+def test_error_that_is_its_own_cause_appears_once() -> None:
     error = EngineError(SECRET)
     error.__cause__ = error
     assert exception_text(error) == CallFailure.from_error(error).error_type == "EngineError"
 
 
-def test_setting_up_again_replaces_what_was_set_up() -> None:
+def test_second_configure_logging_replaces_the_first() -> None:
     first, second = io.StringIO(), io.StringIO()
     configure_logging(stream=first)
     configure_logging(stream=second)

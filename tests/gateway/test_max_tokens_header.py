@@ -9,7 +9,7 @@ from tests.gateway.harness import agent, run
 
 @pytest.mark.parametrize(("most", "said"), [(3, "a l"), (9, "a long an")])
 @pytest.mark.parametrize("limit", ["", "6"])
-def test_a_sessions_own_limit_goes_before_the_clients_unless_the_client_says_it_is_one(
+def test_max_tokens_header_limits_the_sessions_own_sampling(
     most: int, said: str, limit: str
 ) -> None:
     async def test() -> None:
@@ -21,7 +21,7 @@ def test_a_sessions_own_limit_goes_before_the_clients_unless_the_client_says_it_
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "x", "1.5", "9" * 11])
-def test_a_limit_that_is_none_is_refused_by_name(limit: str) -> None:
+def test_invalid_max_tokens_header_is_refused(limit: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             refused = await a.ask("p", headers={"x-branchline-max-tokens": limit})

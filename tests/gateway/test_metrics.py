@@ -6,7 +6,7 @@ from branchline.core.errors import EngineError
 from tests.gateway.harness import agent, run
 
 
-def test_calls_tokens_times_echoes_and_forks_are_counted() -> None:
+def test_calls_tokens_times_equivalences_and_forks_are_counted() -> None:
     async def test() -> None:
         async with agent("A1 ", EngineError("down"), "A2", "A3") as a:
             await a.ask_text("p")

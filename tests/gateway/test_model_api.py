@@ -31,7 +31,7 @@ async def _complete(a: Agent, prompt: Any, **body: Any) -> Any:
 # -- agents ------------------------------------------------------------------------------------------
 
 
-def test_the_agent_is_named_by_header_path_user_field_or_session_in_this_order() -> None:
+def test_agent_is_named_by_header_path_user_field_or_session_in_this_order() -> None:
     async def test() -> None:
         async with agent("x", agent="of the session") as a:
             body = {"messages": [{"role": "user", "content": "p"}]}
@@ -52,7 +52,7 @@ def test_the_agent_is_named_by_header_path_user_field_or_session_in_this_order()
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/sessions/{id}/v1/chat", "/what/{id}/v1/models"])
-def test_a_path_that_is_not_there_is_404_in_the_envelope_of_chat(path: str) -> None:
+def test_unknown_path_is_404_in_the_chat_envelope(path: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             url = a.gateway.url + path.format(id=a.session.id)
@@ -62,7 +62,7 @@ def test_a_path_that_is_not_there_is_404_in_the_envelope_of_chat(path: str) -> N
     run(test)
 
 
-def test_a_wrong_method_is_405() -> None:
+def test_wrong_method_is_405() -> None:
     async def test() -> None:
         async with agent("x") as a:
             assert (await a.http.get(f"{a.session.base_url}/chat/completions")).status_code == 405
@@ -71,7 +71,7 @@ def test_a_wrong_method_is_405() -> None:
     run(test)
 
 
-def test_any_model_is_there() -> None:
+def test_any_model_name_exists() -> None:
     async def test() -> None:
         async with agent("x") as a:
             key = {"authorization": f"Bearer {a.session.api_key}"}
@@ -83,7 +83,7 @@ def test_any_model_is_there() -> None:
     run(test)
 
 
-def test_without_keys_everybody_shares_the_default_session() -> None:
+def test_without_keys_all_clients_share_the_default_session() -> None:
     async def test() -> None:
         async with agent("x", config=GatewayConfig(auth=False)) as a:
             url = f"{a.gateway.url}/v1/chat/completions"
@@ -121,7 +121,7 @@ def test_requests_over_a_limit_are_refused_with_the_limit(
     run(test)
 
 
-def test_above_the_set_number_of_generations_clients_are_told_to_come_back() -> None:
+def test_calls_over_max_in_flight_are_429_with_retry_after() -> None:
     async def test() -> None:
         engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
         assert engine.gate is not None
@@ -138,7 +138,7 @@ def test_above_the_set_number_of_generations_clients_are_told_to_come_back() -> 
     run(test)
 
 
-def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
+def test_session_whose_journal_failed_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on_behind_its_tokens(stream: bool) -> None:
+def test_stop_string_ends_the_answer_and_the_next_prompt_has_its_tokens(stream: bool) -> None:
     async def test() -> None:
         async with agent("Action: look\nObservation: a door", "done", codec=ToyCodec.chatml()) as a:
             if stream:
@@ -187,7 +187,7 @@ def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on_behind_its_tok
     run(test)
 
 
-def test_one_call_at_a_time_where_the_client_asks_for_that() -> None:
+def test_parallel_tool_calls_false_gives_one_call_per_answer() -> None:
     async def test() -> None:
         async with agent(BOTH, codec=ToyCodec.chatml()) as a:
             answer = (await a.ask("p", tools=TOOLS, parallel_tool_calls=False)).json()["choices"][0]
@@ -201,7 +201,7 @@ def test_one_call_at_a_time_where_the_client_asks_for_that() -> None:
     run(test)
 
 
-def test_how_a_call_was_sampled_is_recorded_with_it() -> None:
+def test_sampling_parameters_are_recorded_with_the_call() -> None:
     async def test() -> None:
         async with agent("x", sampling_defaults={"top_p": 0.9}, sampling={"temperature": 0.7}) as a:
             await a.ask_text("p", temperature=0, seed=3)
@@ -218,7 +218,7 @@ def test_how_a_call_was_sampled_is_recorded_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_sessions_own_limit_goes_before_the_clients_by_either_name(name: str) -> None:
+def test_session_limit_overrides_the_clients_under_either_name(name: str) -> None:
     async def test() -> None:
         async with agent("a long answer", sampling={"max_tokens": 3}) as a:
             assert await a.ask_text("p", **{name: 9}) == "a l"
@@ -231,7 +231,7 @@ def test_a_sessions_own_limit_goes_before_the_clients_by_either_name(name: str) 
 # -- bare prompts ------------------------------------------------------------------------------------
 
 
-def test_a_bare_prompt_is_recorded_to_the_token_and_a_longer_one_goes_on_from_it() -> None:
+def test_raw_prompt_is_recorded_exactly_and_a_longer_one_continues_it() -> None:
     async def test() -> None:
         async with agent("two", "four") as a:
             first = (await _complete(a, "one ", return_token_ids=True, logprobs=0)).json()
@@ -253,7 +253,7 @@ def test_a_bare_prompt_is_recorded_to_the_token_and_a_longer_one_goes_on_from_it
     run(test)
 
 
-def test_a_streamed_completion_records_what_a_whole_one_does() -> None:
+def test_streamed_completion_records_the_same_as_a_whole_one() -> None:
     async def test() -> None:
         async with agent("some words", "some words") as a:
             whole = (await _complete(a, "p ", return_token_ids=True)).json()["choices"][0]
@@ -289,7 +289,7 @@ def test_a_streamed_completion_records_what_a_whole_one_does() -> None:
         ({"prompt": "p", "n": 0}, "n"),
     ],
 )
-def test_a_wrong_completion_request_names_its_field(body: dict[str, Any], field: str) -> None:
+def test_invalid_completion_request_names_its_field(body: dict[str, Any], field: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             refused = await a.http.post(

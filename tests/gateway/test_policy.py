@@ -28,7 +28,7 @@ async def _policy_state(a: Agent) -> list[tuple[bool, int]]:
     return [(answer.json()["paused"], answer.json()["version"]) for answer in answers]
 
 
-def test_whoever_looks_is_told_whether_the_policy_is_paused() -> None:
+def test_health_and_engines_report_a_paused_policy() -> None:
     async def test() -> None:
         async with agent("x") as a:
             assert await _policy_state(a) == [(False, 0)] * 2
@@ -40,7 +40,7 @@ def test_whoever_looks_is_told_whether_the_policy_is_paused() -> None:
     run(test)
 
 
-def test_a_version_never_goes_back() -> None:
+def test_version_never_decreases() -> None:
     async def test() -> None:
         async with agent("x") as a:
             await _policy(a, "resume", {"version": 5})
@@ -67,7 +67,7 @@ def test_a_version_never_goes_back() -> None:
         ({"version": 2**31}, "version: got 2147483648, expected a whole number"),
     ],
 )
-def test_a_resume_that_cannot_be_read_leaves_the_policy_paused(body: Any, words: str) -> None:
+def test_invalid_resume_leaves_the_policy_paused(body: Any, words: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             await _policy(a, "pause", {})
@@ -89,7 +89,7 @@ def test_a_pause_takes_no_fields() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_after_a_resume_that_failed_calls_wait_for_the_one_that_succeeds(several: bool) -> None:
+def test_calls_wait_until_a_resume_succeeds(several: bool) -> None:
     async def test() -> None:
         async with FakeVllm() as server:
             engine = VllmEngine(server.url)
@@ -111,7 +111,7 @@ def test_after_a_resume_that_failed_calls_wait_for_the_one_that_succeeds(several
     run(test)
 
 
-def test_an_upstream_has_no_policy_to_pause_and_says_so() -> None:
+def test_upstream_has_no_policy_to_pause() -> None:
     async def test() -> None:
         async with agent(gateway_engine=Router(UpstreamChat("http://127.0.0.1:1", name="far"))) as a:
             assert (await _policy(a, "pause")).json() == {"paused": False, "version": 0}

@@ -43,7 +43,7 @@ def _admin(gateway: Gateway) -> dict[str, str]:
 # -- stopping ----------------------------------------------------------------------------------------
 
 
-def test_a_stop_answers_those_who_wait_for_a_session() -> None:
+def test_stop_ends_waits_for_a_session() -> None:
     async def test() -> None:
         async with agent("x", config=LONG_DRAIN) as a:
             waiting = asyncio.create_task(a.get("/wait?timeout_s=3000"))
@@ -89,7 +89,7 @@ def _held() -> ScriptedEngine:
 
 
 @pytest.mark.parametrize("how", ["drained", "hurried"])
-def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: str, tmp_path: Path) -> None:
+def test_call_that_exceeds_the_drain_time_is_recorded_as_cancelled(how: str, tmp_path: Path) -> None:
     async def test() -> None:
         config = NO_DRAIN if how == "drained" else LONG_DRAIN
         async with agent(engine=_held(), config=config, journal=tmp_path / "j") as a:
@@ -115,7 +115,7 @@ def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: 
     run(test)
 
 
-def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops() -> None:
+def test_call_that_ends_within_the_drain_time_is_delivered() -> None:
     async def test() -> None:
         async with agent(engine=_held(), config=LONG_DRAIN) as a:
             reading = await _half_streamed(a)
@@ -131,7 +131,7 @@ def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops() -> None:
     run(test)
 
 
-def test_a_policy_that_is_paused_does_not_hold_up_a_stop() -> None:
+def test_paused_policy_does_not_block_a_stop() -> None:
     async def test() -> None:
         async with agent("x", config=NO_DRAIN) as a:
             await a.gateway.app.router.pause()
@@ -145,7 +145,7 @@ def test_a_policy_that_is_paused_does_not_hold_up_a_stop() -> None:
     run(test)
 
 
-def test_a_client_that_never_sends_its_body_does_not_hold_up_a_stop() -> None:
+def test_unfinished_request_body_does_not_block_a_stop() -> None:
     async def test() -> None:
         async with agent("x", config=NO_DRAIN) as a:
             host, _, port = a.gateway.url.removeprefix("http://").rpartition(":")
@@ -168,7 +168,7 @@ def test_stopping_twice_is_fine() -> None:
     run(test)
 
 
-def test_signals_are_left_to_the_program() -> None:
+def test_gateway_installs_no_signal_handlers() -> None:
     async def test() -> None:
         before = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
         async with _gateway():
@@ -177,7 +177,7 @@ def test_signals_are_left_to_the_program() -> None:
     run(test)
 
 
-def test_a_gateway_that_cannot_start_lets_go_of_its_journal(tmp_path: Path) -> None:
+def test_gateway_that_cannot_start_closes_its_journal(tmp_path: Path) -> None:
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
             await _gateway(journal=tmp_path / "j", port=taken.getsockname()[1]).start()
@@ -208,7 +208,7 @@ def _has_ipv6() -> bool:
         pytest.param("::", "http://[::1]:", marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6")),
     ],
 )
-def test_the_addresses_it_hands_out_can_be_used(host: str, local: str) -> None:
+def test_urls_of_sessions_are_reachable(host: str, local: str) -> None:
     async def test() -> None:
         async with _gateway(host=host) as gateway, httpx.AsyncClient() as http:
             assert gateway.url.startswith(local)
@@ -225,7 +225,7 @@ def test_the_addresses_it_hands_out_can_be_used(host: str, local: str) -> None:
     run(test)
 
 
-def test_clients_are_told_the_address_they_came_by_or_the_public_one() -> None:
+def test_session_urls_have_the_requests_host_or_the_public_url() -> None:
     async def test() -> None:
         async with httpx.AsyncClient() as http:
             for public, told in (("", "http://box:81"), ("https://bl.example/x/", "https://bl.example/x")):
@@ -240,7 +240,7 @@ def test_clients_are_told_the_address_they_came_by_or_the_public_one() -> None:
     run(test)
 
 
-def test_a_public_address_must_be_one() -> None:
+def test_public_url_must_be_a_url() -> None:
     with pytest.raises(InputError, match="public_url: got 'box:81', expected http://HOST"):
         GatewayConfig(public_url="box:81")
 
@@ -251,7 +251,7 @@ OPEN = GatewayConfig(auth=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "box"])
-def test_without_keys_nothing_but_loopback_is_listened_on(host: str, tmp_path: Path) -> None:
+def test_without_keys_only_loopback_is_allowed(host: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected loopback"):
         _gateway(host=host, config=OPEN, journal=tmp_path / "j")
     assert not (tmp_path / "j").exists()
@@ -272,7 +272,7 @@ def test_without_keys_nothing_but_loopback_is_listened_on(host: str, tmp_path: P
         ({}, 200),
     ],
 )
-def test_without_keys_a_page_from_elsewhere_can_do_nothing(headers: dict[str, str], status: int) -> None:
+def test_without_keys_other_origins_are_refused(headers: dict[str, str], status: int) -> None:
     async def test() -> None:
         config = GatewayConfig(auth=False, public_url="https://bl.example")
         async with agent("x", config=config) as a:
@@ -289,7 +289,7 @@ def test_without_keys_a_page_from_elsewhere_can_do_nothing(headers: dict[str, st
     run(test)
 
 
-def test_with_keys_it_does_not_matter_where_a_request_comes_from() -> None:
+def test_with_keys_any_origin_is_accepted() -> None:
     async def test() -> None:
         async with agent("x") as a:
             headers = {"origin": "https://app.example", "host": "app.example"}
@@ -298,7 +298,7 @@ def test_with_keys_it_does_not_matter_where_a_request_comes_from() -> None:
     run(test)
 
 
-def test_behind_a_default_session_that_has_ended_comes_another(tmp_path: Path) -> None:
+def test_new_default_session_follows_an_ended_one(tmp_path: Path) -> None:
     async def test() -> None:
         async def call(gateway: Gateway) -> list[str]:
             body = {"messages": [{"role": "user", "content": "p"}]}
@@ -324,7 +324,7 @@ def test_behind_a_default_session_that_has_ended_comes_another(tmp_path: Path) -
 # -- a session in a program --------------------------------------------------------------------------
 
 
-def test_a_session_can_be_read_waited_for_and_completed_in_a_program() -> None:
+def test_session_of_a_program_is_exported_waited_for_and_completed() -> None:
     async def test() -> None:
         async with agent("A1", "A2") as a:
             assert await a.session.wait(0) == "open"
@@ -341,11 +341,11 @@ def test_a_session_can_be_read_waited_for_and_completed_in_a_program() -> None:
     run(test)
 
 
-def test_many_generations_at_once_are_taken_unless_told_otherwise() -> None:
+def test_default_max_in_flight() -> None:
     assert GatewayConfig().max_in_flight >= 2048
 
 
-def test_a_long_bare_prompt_is_encoded_beside_the_event_loop() -> None:
+def test_long_raw_prompt_is_encoded_in_a_thread() -> None:
     async def test() -> None:
         threads: dict[int, bool] = {}
 

@@ -29,7 +29,7 @@ def _attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
+def test_session_is_one_trace_with_its_calls_under_the_root_span() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -67,7 +67,7 @@ def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
     }
 
 
-def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_conventions() -> None:
+def test_call_span_follows_the_genai_conventions() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -121,7 +121,7 @@ def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_convent
     }
 
 
-def test_a_bare_prompt_is_a_text_completion() -> None:
+def test_raw_prompt_is_a_text_completion() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -138,7 +138,7 @@ def test_a_bare_prompt_is_a_text_completion() -> None:
 
 
 @pytest.mark.parametrize("contents", [False, True])
-def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> None:
+def test_failed_call_has_the_error_type_and_quotes_only_with_contents(contents: bool) -> None:
     collector = SpanCollector(contents)
 
     async def test() -> None:
@@ -163,7 +163,7 @@ def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> N
     assert _attributes(root)["error.type"] == "aborted"
 
 
-def test_messages_are_in_no_span_unless_asked_for() -> None:
+def test_spans_contain_no_messages_by_default() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -179,7 +179,7 @@ def test_messages_are_in_no_span_unless_asked_for() -> None:
         assert SECRET not in span.to_json()
 
 
-def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
+def test_messages_follow_the_conventions_with_contents() -> None:
     collector = SpanCollector(contents=True)
 
     async def test() -> None:
@@ -212,7 +212,7 @@ def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
     assert json.loads(second["gen_ai.output.messages"])[0]["parts"] == [{"type": "text", "content": "done"}]
 
 
-def test_the_span_a_client_calls_from_is_linked() -> None:
+def test_client_span_is_linked() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -232,7 +232,7 @@ def test_the_span_a_client_calls_from_is_linked() -> None:
 # -- sessions ----------------------------------------------------------------------------------------
 
 
-def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: Path) -> None:
+def test_restarted_gateway_continues_the_same_trace(tmp_path: Path) -> None:
     before, after = SpanCollector(), SpanCollector()
 
     async def test() -> None:
@@ -264,7 +264,7 @@ def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: P
     assert root.start_time <= first.start_time
 
 
-def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
+def test_sessions_without_a_journal_end_with_the_gateway() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -278,7 +278,7 @@ def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
     assert root.context.trace_id == collector.calls[0].context.trace_id
 
 
-def test_the_same_name_in_another_gateway_is_another_trace() -> None:
+def test_same_session_id_in_another_gateway_is_another_trace() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -292,7 +292,7 @@ def test_the_same_name_in_another_gateway_is_another_trace() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0, 0), (0.5, 1, 9), (1.0, 10, 10)])
-def test_a_sampler_keeps_all_of_a_session_or_nothing(ratio: float, least: int, most: int) -> None:
+def test_sampler_keeps_all_spans_of_a_session_or_none(ratio: float, least: int, most: int) -> None:
     collector = SpanCollector(sampler=ParentBased(TraceIdRatioBased(ratio)))
 
     async def test() -> None:

@@ -17,7 +17,7 @@ from branchline.gateway.server import Gateway
 from branchline.gateway.tracing import CAPTURE_CONTENT_VARIABLE, Tracing
 from tests.gateway.harness import run
 from tests.gateway.otel import SpanCollector
-from tests.gateway.otlp_receiver import OtlpReceiver
+from tests.gateway.otel import OtlpReceiver
 
 SECRET = "marzipan"
 
@@ -51,7 +51,7 @@ async def _traced(tracing: Tracing, said: str = "A1") -> float:
 
 
 @pytest.mark.parametrize("contents", ["", "false", "true", "SPAN_ONLY"])
-def test_spans_go_where_the_environment_says(
+def test_spans_are_sent_to_the_collector_of_the_environment(
     contents: str, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
@@ -73,7 +73,7 @@ def test_spans_go_where_the_environment_says(
     assert (SECRET in str(receiver.spans)) == (contents in ("true", "SPAN_ONLY"))
 
 
-def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_name_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "rollouts")
     tracing = Tracing.from_environment()
@@ -81,7 +81,7 @@ def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     assert tracing.close()
 
 
-def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_little(
+def test_collector_that_never_answers_delays_no_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silent = OtlpReceiver()  # it listens, and nobody answers
@@ -105,7 +105,7 @@ def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_litt
     assert len(silent.spans) == 11
 
 
-def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:
+def test_foreign_provider_is_flushed_and_not_shut_down() -> None:
     collector = SpanCollector()
     assert collector.tracing.close()
 
@@ -116,7 +116,7 @@ def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:
     assert len(collector.spans) == 11
 
 
-def test_a_span_that_cannot_be_made_harms_no_call(
+def test_span_that_fails_does_not_fail_its_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector = SpanCollector()
@@ -136,13 +136,13 @@ def test_a_span_that_cannot_be_made_harms_no_call(
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
-def test_a_protocol_that_is_not_spoken_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_otlp_protocol_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "grpc")
     with pytest.raises(InputError, match="got 'grpc', expected http/protobuf"):
         Tracing.from_environment()
 
 
-def test_a_provider_that_makes_no_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_without_sdk_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     with pytest.raises(InputError, match="expected the SDK's, enabled"):
         Tracing(TracerProvider(shutdown_on_exit=False))

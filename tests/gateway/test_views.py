@@ -15,7 +15,7 @@ from tests.gateway.harness import agent, run
 @pytest.mark.parametrize(
     ("path", "part"), [("/tree", "judge"), ("/samples", "export_samples"), ("/timelines", "timelines_of")]
 )
-def test_a_call_does_not_wait_for_a_view_that_takes_its_time(
+def test_call_does_not_wait_for_a_slow_view(
     path: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
@@ -47,7 +47,7 @@ def test_a_call_does_not_wait_for_a_view_that_takes_its_time(
     run(test)
 
 
-def test_a_sample_says_which_group_it_belongs_to_and_what_was_said_of_its_session() -> None:
+def test_sample_has_the_group_and_metadata_of_its_session() -> None:
     async def test() -> None:
         async with agent("A1", group="g7", metadata={"task": 3}) as a:
             await a.ask_text("p")

@@ -89,7 +89,7 @@ async def fresh(seed: int, ids: list[int], max_tokens: int) -> list[int]:
         return (await collect(engine, as_ids(ids), greedy(max_tokens))).ids
 
 
-def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
+def test_eight_streams_continue_under_new_weights_with_versions_per_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
@@ -165,7 +165,7 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
     run(body())
 
 
-def test_resuming_under_a_new_version_over_http_is_enough_where_weights_changed_in_place() -> None:
+def test_resume_with_a_version_over_http() -> None:
     """A trainer that shares the model needs no swap: it pauses, steps its optimizer, resumes."""
 
     async def body() -> None:

@@ -88,7 +88,7 @@ def _summary(found: Any) -> None:
             print(f"  {span['type']:<10} {span['name']:<20} {span['status']:<5} {used or ''}")
 
 
-def test_a_session_arrives_as_one_trace_with_its_tokens(
+def test_session_is_one_trace_with_its_tokens(
     server: MlflowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = server.make_experiment("whole")
@@ -140,7 +140,7 @@ def test_a_session_arrives_as_one_trace_with_its_tokens(
     assert "handle" not in str(found)
 
 
-def test_messages_are_shown_when_they_are_sent(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_shown_with_contents(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = server.make_experiment("contents")
     tracing = _tracing(server, experiment, monkeypatch, "true")
 
@@ -158,7 +158,7 @@ def test_messages_are_shown_when_they_are_sent(server: MlflowServer, monkeypatch
     assert second["outputs"][0]["parts"] == [{"type": "text", "content": "a door"}]
 
 
-def test_a_session_that_goes_on_is_a_trace_in_progress(
+def test_open_session_is_a_trace_in_progress(
     server: MlflowServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     experiment = server.make_experiment("in progress")

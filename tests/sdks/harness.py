@@ -168,11 +168,11 @@ class ThreadedGateway:
         # Words cut anywhere and sometimes compact JSON: a reply that is encoded again is another one.
         speaker = codec if isinstance(codec, ToyCodec) else TemplateReplyEncoder(codec, Random(7))
 
-        class Voice:
-            spell = staticmethod(speaker.encode_reply)
+        class ReplyCodec:
+            encode_reply = staticmethod(speaker.encode_reply)
             decode = staticmethod(codec.decode)
 
-        engine = RecordingEngine(Voice(), replies(*said), chunk_size=chunk_size)  # type: ignore[arg-type]
+        engine = RecordingEngine(ReplyCodec(), replies(*said), chunk_size=chunk_size)  # type: ignore[arg-type]
         engine.generations = []
         return engine
 

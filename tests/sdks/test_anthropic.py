@@ -88,7 +88,7 @@ def run_tools(s: SdkSession, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cache_control"])
-def test_a_conversation_that_only_grows_is_one_timeline(scene: Scenario, stream: bool, cached: bool) -> None:
+def test_growing_conversation_is_one_timeline(scene: Scenario, stream: bool, cached: bool) -> None:
     s = run_scenario(scene, lambda s: talk(s, stream=stream, cached=cached))
     assert s.echoes <= TOLERATED
 

@@ -31,7 +31,7 @@ def house() -> Iterator[ThreadedGateway]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_to_be_pasted_runs_and_is_one_timeline(
+def test_code_of_the_guide_runs_and_is_one_timeline(
     name: str, house: ThreadedGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (code,) = blocks(name, "python")
@@ -45,7 +45,7 @@ def test_what_is_to_be_pasted_runs_and_is_one_timeline(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_are_commands_and_their_port_is_the_one_the_code_asks(name: str) -> None:
+def test_commands_of_the_guide_exist_and_use_the_port_of_the_code(name: str) -> None:
     (commands,) = blocks(name, "sh")
     serve = [line for line in commands.splitlines() if line.startswith("branchline ")]
     assert len(serve) == 1

@@ -66,14 +66,14 @@ def converse(app: Any, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-def test_a_graph_with_a_memory_is_one_timeline(scene: Scenario, stream: bool, responses: bool) -> None:
+def test_graph_with_memory_is_one_timeline(scene: Scenario, stream: bool, responses: bool) -> None:
     s = run_scenario(scene, lambda s: converse(graph(s, stream=stream, responses=responses), stream=stream))
     rewritten = set() if responses else {"arguments_reserialised", "empty_content"}
     assert s.echoes <= {"dropped_reasoning", *rewritten}
 
 
 @templates
-def test_deleted_steps_leave_an_answer_without_what_led_to_it(voice: str) -> None:
+def test_deleted_steps_are_deleted_context(voice: str) -> None:
     with sdk_session(voice) as s:
         app = graph(s, stream=False)
         said = app.invoke({"messages": [("user", QUESTIONS[0])]}, THREAD)["messages"]
@@ -85,7 +85,7 @@ def test_deleted_steps_leave_an_answer_without_what_led_to_it(voice: str) -> Non
 
 
 @templates
-def test_a_summary_in_place_of_the_history_is_a_compaction(voice: str) -> None:
+def test_summary_of_the_history_is_a_compaction(voice: str) -> None:
     summary = "The places 1, 2 and 3 were looked at, and there is a door in one of them."
     with sdk_session(voice, [*REPLIES[:3], summary, REPLIES[3]]) as s:
         app = graph(s, stream=False)
@@ -100,7 +100,7 @@ def test_a_summary_in_place_of_the_history_is_a_compaction(voice: str) -> None:
 
 
 @templates
-def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
+def test_named_node_is_a_separate_agent(voice: str) -> None:
     with sdk_session(voice, ["A door.", "Is it?", "It is."]) as s:
         actor, critic = (
             ChatOpenAI(model="m", base_url=s.url, api_key=s.key, default_headers={"x-branchline-agent": name})
@@ -119,7 +119,7 @@ def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
 
 @pytest.mark.parametrize("responses", [False, True])
 @streamed
-def test_a_prompt_that_is_too_long_is_known_as_such(responses: bool, stream: bool) -> None:
+def test_too_long_prompt_is_recognised(responses: bool, stream: bool) -> None:
     with sdk_session("toy", [ContextLengthError.for_prompt(900, 200)]) as s:
         model = ChatOpenAI(
             model="m",

@@ -87,7 +87,7 @@ def respond(s: SdkSession, *, stream: bool, by_id: bool) -> list[str]:
 
 @scenarios
 @streamed
-def test_a_chat_that_only_grows_is_one_timeline(scene: Scenario, stream: bool) -> None:
+def test_growing_chat_is_one_timeline(scene: Scenario, stream: bool) -> None:
     s = run_scenario(scene, lambda s: chat(s, stream=stream))
     assert s.echoes <= {"empty_calls", "empty_content"}
 
@@ -95,14 +95,14 @@ def test_a_chat_that_only_grows_is_one_timeline(scene: Scenario, stream: bool) -
 @scenarios
 @streamed
 @pytest.mark.parametrize("by_id", [False, True], ids=["items", "previous_response_id"])
-def test_responses_that_follow_each_other_are_one_timeline(
+def test_consecutive_responses_are_one_timeline(
     scene: Scenario, stream: bool, by_id: bool
 ) -> None:
     s = run_scenario(scene, lambda s: respond(s, stream=stream, by_id=by_id))
     assert not s.echoes
 
 
-def test_a_call_the_sdk_sends_again_after_an_engine_error_leaves_no_fork() -> None:
+def test_sdk_retry_after_an_engine_error_makes_no_fork() -> None:
     with (
         sdk_session("toy", [EngineError("out of memory"), "here"]) as s,
         client_of(s, max_retries=1) as client,
@@ -115,7 +115,7 @@ def test_a_call_the_sdk_sends_again_after_an_engine_error_leaves_no_fork() -> No
 
 
 @templates
-def test_several_choices_and_what_follows_one_of_them(voice: str) -> None:
+def test_several_choices_and_a_continuation_of_one(voice: str) -> None:
     messages: list[Any] = [{"role": "user", "content": "a word?"}]
     with (
         sdk_session(voice, ["Luminous", "Serendipity", "Ephemeral", "Whimsical"]) as s,

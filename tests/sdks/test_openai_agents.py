@@ -69,13 +69,13 @@ def converse(s: SdkSession, protocol: str, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @protocols
-def test_a_run_that_goes_on_is_one_timeline(scene: Scenario, stream: bool, protocol: str) -> None:
+def test_continued_run_is_one_timeline(scene: Scenario, stream: bool, protocol: str) -> None:
     s = run_scenario(scene, lambda s: converse(s, protocol, stream=stream))
     assert s.echoes <= ({"dropped_reasoning", "empty_content"} if protocol == "chat" else set())
 
 
 @scenarios
-def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Scenario) -> None:
+def test_run_continued_by_response_id_is_one_timeline(scene: Scenario) -> None:
     def converse_by_id(s: SdkSession) -> list[str]:
         async def work(model: agents.Model) -> list[str]:
             looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Sce
 
 @templates
 @protocols
-def test_a_handoff_shows_the_whole_history_under_another_system_prompt(voice: str, protocol: str) -> None:
+def test_handoff_has_the_whole_history_under_another_system_prompt(voice: str, protocol: str) -> None:
     said = [Message("assistant", tool_calls=(ToolCall("transfer_to_looker", "{}"),)), LOOKS, "A door."]
 
     async def work(model: agents.Model) -> Any:
@@ -115,7 +115,7 @@ def test_a_handoff_shows_the_whole_history_under_another_system_prompt(voice: st
 
 @templates
 @protocols
-def test_an_agent_used_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(voice: str, protocol: str) -> None:
+def test_agent_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(voice: str, protocol: str) -> None:
     spawn = Message("assistant", tool_calls=(ToolCall("ask_looker", '{"input": "Is the door there?"}'),))
     said = [spawn, LOOKS, "It is.", "A door."]
 

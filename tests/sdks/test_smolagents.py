@@ -40,7 +40,7 @@ CODE = (
 @templates
 @streamed
 @pytest.mark.parametrize(("kind", "said"), [(ToolCallingAgent, CALLS), (CodeAgent, CODE)])
-def test_every_reply_it_writes_anew_is_a_fork_and_nothing_is_lost(
+def test_every_rewritten_reply_is_a_fork_and_nothing_is_lost(
     voice: str, stream: bool, kind: Any, said: Any
 ) -> None:
     # One token at a time, so that a stop text ends the engine's work where it ends the reply.

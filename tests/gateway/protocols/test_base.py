@@ -9,7 +9,7 @@ import pytest
 
 from branchline import ToyCodec
 from tests.gateway.harness import agent, run
-from tests.gateway.protocols.protocol_bodies import PROTOCOLS, post
+from tests.gateway.protocols.protocol_clients import PROTOCOLS, post
 
 ODD = "one\u2028two\u2029three\x85four grüße 🙂 \x0b\x0c\x1c end"
 
@@ -23,7 +23,7 @@ def _text(event: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_whatever_a_client_takes_for_the_end_of_a_line_stands_in_no_event(protocol: str) -> None:
+def test_no_event_contains_a_line_separator(protocol: str) -> None:
     async def test() -> None:
         async with agent(ODD, codec=ToyCodec.chatml()) as a:
             response = await post(a, protocol, "q", stream=True)

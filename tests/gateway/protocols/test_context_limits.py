@@ -14,7 +14,7 @@ from branchline.core.errors import ContextLengthError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
 from tests.gateway.harness import Agent, agent, run
-from tests.gateway.protocols.protocol_bodies import PROTOCOLS, events_in, post
+from tests.gateway.protocols.protocol_clients import PROTOCOLS, events_in, post
 
 LONG = "y" * 5000
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -37,7 +37,7 @@ def sampled(a: Agent) -> int:
 
 @protocols
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_whose_limit_nobody_says_may_fill_the_room_that_its_prompt_leaves(
+def test_answer_without_a_limit_may_fill_the_context(
     protocol: str, stream: bool
 ) -> None:
     async def test() -> None:
@@ -52,7 +52,7 @@ def test_an_answer_whose_limit_nobody_says_may_fill_the_room_that_its_prompt_lea
 
 
 @protocols
-def test_where_the_room_is_not_known_it_is_4096_tokens(protocol: str) -> None:
+def test_limit_is_4096_tokens_if_the_context_length_is_unknown(protocol: str) -> None:
     async def test() -> None:
         async with agent(engine=engine()) as a:
             await post(a, protocol, "q")
@@ -61,7 +61,7 @@ def test_where_the_room_is_not_known_it_is_4096_tokens(protocol: str) -> None:
     run(test)
 
 
-def test_a_gateway_may_set_another_limit_for_those_who_say_nothing() -> None:
+def test_default_max_tokens_applies_without_a_limit() -> None:
     async def test() -> None:
         config = GatewayConfig(default_max_tokens=7)
         async with agent(engine=engine(max_context=200_000), config=config) as a:
@@ -74,7 +74,7 @@ def test_a_gateway_may_set_another_limit_for_those_who_say_nothing() -> None:
     run(test)
 
 
-def test_an_open_limit_is_recorded_as_none() -> None:
+def test_missing_limit_is_recorded_as_none() -> None:
     async def test() -> None:
         async with agent("x") as a:
             await a.ask_text("q")
@@ -83,7 +83,7 @@ def test_an_open_limit_is_recorded_as_none() -> None:
     run(test)
 
 
-def test_an_answer_without_a_limit_leaves_some_of_a_sessions_tokens_to_calls_beside_it() -> None:
+def test_answer_without_a_limit_leaves_session_tokens_to_concurrent_calls() -> None:
     async def test() -> None:
         limits = {"tokens": 20_000}
         async with agent(engine=engine(max_context=200_000), limits=limits) as a:
@@ -99,7 +99,7 @@ def test_an_answer_without_a_limit_leaves_some_of_a_sessions_tokens_to_calls_bes
 
 
 @pytest.mark.parametrize(("most", "answered"), [(500, 8), (2048, 2)])
-def test_calls_beside_each_other_reserve_no_more_than_the_engine_can_hold(most: int, answered: int) -> None:
+def test_concurrent_calls_reserve_at_most_the_context_length(most: int, answered: int) -> None:
     async def test() -> None:
         gated = engine("hi", max_context=most)
         gated.gate = asyncio.Event()
@@ -119,7 +119,7 @@ def test_calls_beside_each_other_reserve_no_more_than_the_engine_can_hold(most: 
 
 
 @protocols
-def test_a_call_for_which_others_have_left_nothing_so_far_is_asked_to_come_again(protocol: str) -> None:
+def test_call_is_429_while_others_have_reserved_all_tokens(protocol: str) -> None:
     async def test() -> None:
         gated = engine("hi")
         gated.gate = asyncio.Event()
@@ -137,7 +137,7 @@ def test_a_call_for_which_others_have_left_nothing_so_far_is_asked_to_come_again
     run(test)
 
 
-def test_only_a_session_that_has_sampled_all_its_tokens_is_out_of_them() -> None:
+def test_out_of_tokens_only_when_all_tokens_are_sampled() -> None:
     async def test() -> None:
         async with agent(engine=engine("hi"), limits={"tokens": 5}) as a:
             many = (await a.ask("q", n=6)).json()["error"]
@@ -158,7 +158,7 @@ MESSAGE = "prompt is too long: {} tokens > {} maximum. This model's maximum cont
 @protocols
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["engine", "gateway"])
-def test_a_prompt_that_is_too_long_is_refused_in_words_and_a_code_that_make_agents_compact(
+def test_too_long_prompt_has_the_message_and_code_that_make_agents_compact(
     protocol: str, stream: bool, by: str
 ) -> None:
     async def test() -> None:
@@ -197,7 +197,7 @@ def _error(response: httpx.Response, *, in_stream: bool) -> dict[str, Any]:
 
 
 @protocols
-def test_an_engine_that_finds_out_late_is_told_by_the_same_code_in_the_stream(protocol: str) -> None:
+def test_late_context_length_error_has_the_same_code_in_the_stream(protocol: str) -> None:
     class Late(ScriptedEngine):
         async def generate(self, *args: Any, **options: Any) -> Any:
             async for chunk in super().generate(*args, **options):
@@ -217,7 +217,7 @@ def test_an_engine_that_finds_out_late_is_told_by_the_same_code_in_the_stream(pr
     run(test)
 
 
-def test_what_is_wrong_with_a_session_is_told_by_its_kind() -> None:
+def test_session_error_has_its_kind_as_code() -> None:
     async def test() -> None:
         async with agent("x") as a:
             answered = (await a.ask("q")).json()["id"]
@@ -230,7 +230,7 @@ def test_what_is_wrong_with_a_session_is_told_by_its_kind() -> None:
     run(test)
 
 
-def test_openais_own_sdk_finds_the_code() -> None:
+def test_openai_sdk_reads_the_code() -> None:
     async def test() -> None:
         async with agent(engine=engine(max_context=50)) as a:
             sdk = openai.AsyncOpenAI(

@@ -17,7 +17,7 @@ from branchline.gateway.protocols.logprobs import LogprobAligner, logprob_entrie
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from tests.chat.families import load_codec
 from tests.gateway.harness import agent, run
-from tests.gateway.protocols.protocol_bodies import events_in, post
+from tests.gateway.protocols.protocol_clients import events_in, post
 from tests.gateway.protocols.protocol_clients import TOOLS
 
 ODD = "naïve 🫠 ᚠ done"
@@ -30,11 +30,11 @@ def engine_of(family: str, said: Any) -> tuple[ScriptedEngine, Any]:
     is_plain = family == "toy" or isinstance(said, str)
     speaker = codec if is_plain else TemplateReplyEncoder(codec, Random(7))
 
-    class Voice:
-        spell = staticmethod(speaker.encode_reply)
+    class ReplyCodec:
+        encode_reply = staticmethod(speaker.encode_reply)
         decode = staticmethod(codec.decode)
 
-    return ScriptedEngine(Voice(), replies(said), chunk_size=3), codec  # type: ignore[arg-type]
+    return ScriptedEngine(ReplyCodec(), replies(said), chunk_size=3), codec  # type: ignore[arg-type]
 
 
 def spelled(told: list[dict[str, Any]]) -> str:
@@ -43,7 +43,7 @@ def spelled(told: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("family", ["toy", "qwen3"])
 @streamed
-def test_the_bytes_of_tokens_are_the_text_though_a_token_is_part_of_a_character(
+def test_bytes_of_tokens_are_the_text_even_inside_a_character(
     family: str, stream: bool
 ) -> None:
     async def test() -> None:
@@ -66,7 +66,7 @@ async def _chat(a: Any, stream: bool, **body: Any) -> list[dict[str, Any]]:
 
 
 @streamed
-def test_of_the_likeliest_tokens_the_sampled_one_is_listed(stream: bool) -> None:
+def test_top_logprobs_list_the_sampled_token(stream: bool) -> None:
     async def test() -> None:
         async with agent("yes") as a:
             for entry in await _chat(a, stream, logprobs=True, top_logprobs=5):
@@ -78,7 +78,7 @@ def test_of_the_likeliest_tokens_the_sampled_one_is_listed(stream: bool) -> None
 
 
 @pytest.mark.parametrize("family", ["toy", "qwen3"])
-def test_places_in_a_streamed_text_go_on_from_one_event_to_the_next(family: str) -> None:
+def test_text_offsets_continue_across_stream_events(family: str) -> None:
     async def test() -> None:
         engine, codec = engine_of(family, ODD)
         async with agent(engine=engine, codec=codec) as a:
@@ -110,7 +110,7 @@ CALLS = Message("assistant", "t", reasoning_content="hm", tool_calls=(ToolCall("
 @pytest.mark.parametrize("family", ["toy", "qwen3"])
 @pytest.mark.parametrize("said", [ODD, THOUGHT, CALLS], ids=["text", "thought", "calls"])
 @streamed
-def test_a_response_tells_the_tokens_of_its_text_and_no_others(family: str, said: Any, stream: bool) -> None:
+def test_response_has_logprobs_of_its_text_only(family: str, said: Any, stream: bool) -> None:
     async def test() -> None:
         engine, codec = engine_of(family, said)
         text = said if isinstance(said, str) else said.text
@@ -137,7 +137,7 @@ def test_a_response_tells_the_tokens_of_its_text_and_no_others(family: str, said
 
 
 @streamed
-def test_a_response_tells_no_tokens_to_those_who_do_not_ask(stream: bool) -> None:
+def test_response_has_no_logprobs_by_default(stream: bool) -> None:
     async def test() -> None:
         async with agent(ODD) as a:
             response = await post(a, "responses", "q", stream=stream)
@@ -148,7 +148,7 @@ def test_a_response_tells_no_tokens_to_those_who_do_not_ask(stream: bool) -> Non
 
 
 @given(st.lists(st.text(min_size=1, max_size=8)), st.integers(0, 2**32))
-def test_every_token_of_a_text_is_told_once_however_it_is_cut(texts: list[str], seed: int) -> None:
+def test_every_token_of_a_text_is_assigned_once(texts: list[str], seed: int) -> None:
     codec, random = ToyCodec.chatml(), Random(seed)
     trail = LogprobAligner(codec, with_top_logprobs=False)
     said = "".join(texts)
@@ -163,7 +163,7 @@ def test_every_token_of_a_text_is_told_once_however_it_is_cut(texts: list[str], 
     assert told == logprob_entries(ids[6:], logprobs[6:], codec, with_top_logprobs=False)
 
 
-def test_a_text_that_no_tokens_spell_has_none() -> None:
+def test_text_that_is_not_in_the_tokens_has_no_entries() -> None:
     trail = LogprobAligner(ToyCodec.chatml(), with_top_logprobs=False)
     trail.add_tokens(as_ids(list(b"abc")), np.zeros(3, np.float32))
     assert trail.entries_for_text("x") == []

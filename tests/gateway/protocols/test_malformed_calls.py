@@ -42,14 +42,14 @@ class CharacterEngine(ScriptedEngine):
     def __init__(self, *said: str) -> None:
         codec = load_codec("qwen3")
 
-        class Voice:
+        class ReplyCodec:
             decode = staticmethod(codec.decode)
 
             @staticmethod
-            def spell(message: Message) -> Ids:
+            def encode_reply(message: Message) -> Ids:
                 return codec.encode(f"{message.content}<|im_end|>")
 
-        super().__init__(Voice(), replies(*said))  # type: ignore[arg-type]
+        super().__init__(ReplyCodec(), replies(*said))  # type: ignore[arg-type]
 
 
 async def over_chat(c: MessagesClient, streamed: bool) -> tuple[str, Any]:
@@ -100,7 +100,7 @@ ProtocolClient = Callable[[MessagesClient, bool], Awaitable[tuple[str, Any]]]
 @pytest.mark.parametrize("talk", [over_chat, over_responses, over_messages])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("history", ["template", "verbatim"])
-def test_a_malformed_call_arrives_and_goes_on_the_same_timeline(
+def test_malformed_call_is_delivered_and_stays_on_one_timeline(
     talk: ProtocolClient, streamed: bool, history: str
 ) -> None:
     async def test() -> None:

@@ -30,7 +30,7 @@ BOTH = Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 1}'), ToolC
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
+def test_response_has_blocks_stop_reason_and_call_id() -> None:
     async def test() -> None:
         async with messages_client(CALL, codec=CHATML) as c:
             answer = await c.ask("p", tools=TOOLS)
@@ -57,7 +57,7 @@ def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
     run(test)
 
 
-def test_a_stream_opens_and_closes_each_block_and_counts_at_the_end() -> None:
+def test_stream_opens_and_closes_each_block_with_usage_at_the_end() -> None:
     async def test() -> None:
         async with messages_client(CALL, codec=CHATML) as c:
             events = await c.events("p", tools=TOOLS)
@@ -89,7 +89,7 @@ def test_a_stream_opens_and_closes_each_block_and_counts_at_the_end() -> None:
 @pytest.mark.parametrize(
     "said", [CALL, BOTH, "grüße 🙂", "", Message("assistant", "", reasoning_content="hm")]
 )
-def test_the_sdk_accumulates_a_stream_to_what_it_gets_whole(said: Message | str) -> None:
+def test_sdk_accumulates_a_stream_to_the_whole_response(said: Message | str) -> None:
     async def test() -> None:
         async with messages_client(said, codec=CHATML) as c:
             ask: dict[str, Any] = {"model": "toy", "max_tokens": 500, "tools": TOOLS}
@@ -117,7 +117,7 @@ def _without_ids(block: Any) -> dict[str, Any]:
     return {name: value for name, value in block.to_dict().items() if name not in ("id", "signature")}
 
 
-def test_reasons_are_told_apart() -> None:
+def test_stop_reasons() -> None:
     async def test() -> None:
         async with messages_client("one two", codec=CHATML) as c:
             assert (await c.ask("p", max_tokens=3))["stop_reason"] == "max_tokens"
@@ -133,7 +133,7 @@ def test_reasons_are_told_apart() -> None:
     run(test)
 
 
-def test_a_session_s_own_stop_goes_before_the_client_s_and_its_default_behind() -> None:
+def test_session_stop_overrides_the_clients_and_its_default_does_not() -> None:
     async def test() -> None:
         async with messages_client("one two", sampling={"stop": ["o"]}) as c:
             assert (await c.ask("p", stop_sequences=["e"]))["stop_sequence"] == "o"
@@ -147,7 +147,7 @@ def test_a_session_s_own_stop_goes_before_the_client_s_and_its_default_behind() 
     run(test)
 
 
-def test_the_last_events_leave_only_after_the_call_is_in_the_tree() -> None:
+def test_last_events_are_sent_after_the_commit() -> None:
     async def test() -> None:
         async with messages_client(rule=lambda ask: f"answer {ask.number}") as c:
             turns: list[Any] = ["p"]
@@ -173,7 +173,7 @@ def _turn(index: int, content: Any) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_the_sdk_s_tool_round_trip_is_one_timeline(streamed: bool) -> None:
+def test_sdk_tool_round_trip_is_one_timeline(streamed: bool) -> None:
     async def test() -> None:
         said = [CALL, BOTH, CALL, "done"]
         async with messages_client(*said, codec=CHATML) as c:
@@ -211,7 +211,7 @@ def _message(said: Message | str) -> Message:
     "arguments", ["north", "[1]", "", "{'at': True}", '{"at": 1.0, "at": 2}', "1e400", '{"a']
 )
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
+def test_arguments_that_are_no_object_are_wrapped_and_unwrapped(
     arguments: str, streamed: bool
 ) -> None:
     async def test() -> None:
@@ -231,7 +231,7 @@ def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
     run(test)
 
 
-def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
+def test_thinking_is_kept_when_echoed_and_restored_when_not() -> None:
     async def test() -> None:
         async with messages_client(Message("assistant", "A", reasoning_content="hm"), codec=CHATML) as c:
             content = (await c.ask("p"))["content"]
@@ -251,7 +251,7 @@ def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
     run(test)
 
 
-def test_a_signature_says_which_of_equal_answers_is_meant() -> None:
+def test_signature_selects_among_equal_answers() -> None:
     async def test() -> None:
         async with messages_client(Message("assistant", "A", reasoning_content="hm"), codec=CHATML) as c:
             first, second = await c.ask("p"), await c.ask("p")
@@ -266,7 +266,7 @@ def test_a_signature_says_which_of_equal_answers_is_meant() -> None:
     run(test)
 
 
-def test_tools_are_hidden_by_none_and_shown_by_every_other_choice() -> None:
+def test_tool_choice_none_hides_tools_and_others_show_them() -> None:
     async def test() -> None:
         async with messages_client(BOTH, codec=CHATML) as c:
             for kind in ("auto", "any", "none"):
@@ -285,7 +285,7 @@ def test_tools_are_hidden_by_none_and_shown_by_every_other_choice() -> None:
 # -- counting ----------------------------------------------------------------------------------------
 
 
-def test_count_tokens_is_the_size_of_the_prompt_and_leaves_nothing_behind() -> None:
+def test_count_tokens_is_the_prompt_length_and_records_nothing() -> None:
     async def test() -> None:
         async with messages_client(CALL, "done", codec=CHATML) as c:
             ask: Any = {"model": "toy", "system": "s", "tools": TOOLS}
@@ -316,7 +316,7 @@ def test_count_tokens_is_the_size_of_the_prompt_and_leaves_nothing_behind() -> N
 # -- errors ------------------------------------------------------------------------------------------
 
 
-def test_statuses_have_the_names_anthropic_gives_them() -> None:
+def test_statuses_have_anthropics_error_types() -> None:
     async def test() -> None:
         faults = [EngineError("GPU on fire"), "ok"]
         async with messages_client(*faults) as c:
@@ -347,7 +347,7 @@ class _FailedJournal:
     failed = JournalError("disk full")
 
 
-def test_too_many_at_once_is_a_rate_limit() -> None:
+def test_too_many_calls_is_a_rate_limit() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), replies("ok"), gate=gate)
@@ -373,7 +373,7 @@ class _FailingEngine(ScriptedEngine):
         raise EngineError("GPU on fire")
 
 
-def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event() -> None:
+def test_engine_error_inside_a_stream_is_an_error_event() -> None:
     async def test() -> None:
         async with messages_client(engine=_FailingEngine(CHATML)) as c:
             events = await c.events("p")

@@ -116,7 +116,7 @@ async def _post(path: str, body: str) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(body=_bodies, path=st.sampled_from(["", "/count_tokens"]))
-def test_no_request_makes_it_fail(body: Any, path: str) -> None:
+def test_no_request_makes_the_messages_api_fail(body: Any, path: str) -> None:
     async def test() -> None:
         await _post(path, json.dumps(body))
 
@@ -129,7 +129,7 @@ def test_no_request_makes_it_fail(body: Any, path: str) -> None:
 @example(arguments='{"a": 1e400}')
 @example(arguments="{'a': False, 'b': '\\ud800'}")
 @example(arguments='{"a":' * 2000 + "1" + "}" * 2000)
-def test_arguments_of_any_kind_come_back_as_what_they_meant(arguments: str) -> None:
+def test_any_arguments_survive_the_round_trip(arguments: str) -> None:
     call = ToolCall("look", replace_surrogates(arguments), "t1")
     block = json.loads(msgspec.json.encode(tool_use_block(call, input_json(call))))
     assert isinstance(block["input"], dict)
@@ -151,7 +151,7 @@ _deltas = st.lists(
         [MessageDelta(reasoning_content="d")],
     ]
 )
-def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_message(
+def test_any_deltas_become_blocks_that_are_read_back_as_the_message(
     bits: list[list[MessageDelta]],
 ) -> None:
     said = [delta for bit in bits for delta in bit]
@@ -190,7 +190,7 @@ def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_mess
 
 @pytest.mark.parametrize("depth", [20, 200, 500, 800, 900, 940, 960, 980, 5000])
 @pytest.mark.parametrize("place", ["input", "content", "schema", "template"])
-def test_what_is_nested_deep_is_answered_or_refused(depth: int, place: str) -> None:
+def test_deeply_nested_body_is_answered_or_refused(depth: int, place: str) -> None:
     async def test() -> None:
         deep = {place: '{"a":' * depth + "1" + "}" * depth}
         documents = '{"type":"document","source":{"type":"content","content":[', "]}}"

@@ -164,7 +164,7 @@ def _engine(name: str) -> tuple[Any, ScriptedEngine]:
 
 
 @pytest.mark.parametrize("name", ["toy", "strips", "qwen3"])
-def test_prompts_masks_and_trees_are_the_same_whoever_asks_and_however(name: str) -> None:
+def test_prompts_masks_and_trees_are_the_same_over_messages_and_chat(name: str) -> None:
     async def test() -> None:
         records = []
         for make in (ChatClient, AnthropicClient):

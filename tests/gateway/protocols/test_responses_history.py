@@ -9,10 +9,10 @@ import pytest
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.call import Call
-from branchline.gateway.protocols.responses_history import ResponseHistory, item_id
+from branchline.gateway.protocols.responses_input import ResponseHistory, item_id
 from branchline.tree.tree import Tree
 from tests.gateway.harness import Agent, agent, run
-from tests.gateway.protocols.protocol_bodies import request
+from tests.gateway.protocols.protocol_clients import request
 from tests.gateway.protocols.protocol_clients import TOOLS, respond
 
 USER = {"role": "user", "content": "p"}
@@ -22,7 +22,7 @@ SYSTEM = {"role": "system", "content": "S"}
 # -- instructions ------------------------------------------------------------------------------------
 
 
-def test_instructions_are_left_behind_though_another_call_said_the_same_words_as_a_message() -> None:
+def test_instructions_are_omitted_although_another_call_had_them_as_a_message() -> None:
     async def test() -> None:
         async with agent("A1", "A2", "A3") as a:
             await a.ask_text(SYSTEM, USER)
@@ -35,7 +35,7 @@ def test_instructions_are_left_behind_though_another_call_said_the_same_words_as
     run(test)
 
 
-def test_a_message_stays_though_another_call_had_its_words_for_instructions() -> None:
+def test_message_stays_although_another_call_had_it_as_instructions() -> None:
     async def test() -> None:
         async with agent("A1", "A2", "A3") as a:
             await respond(a, "p", instructions="S")
@@ -46,7 +46,7 @@ def test_a_message_stays_though_another_call_had_its_words_for_instructions() ->
     run(test)
 
 
-def test_a_call_of_an_older_journal_had_no_instructions() -> None:
+def test_call_without_the_instructions_field_had_none() -> None:
     call = Call(0, "resp_1", "", 1, (2,), 3, has_instructions=True)
     fields = msgspec.to_builtins(call)
     assert msgspec.convert(fields, Call).has_instructions
@@ -58,7 +58,7 @@ def test_a_call_of_an_older_journal_had_no_instructions() -> None:
 
 @pytest.mark.parametrize("name", ["", "turn-1", "turn_1", "a.b-c", "resp_x", "abc123"])
 @pytest.mark.parametrize("by_id", [False, True])
-def test_items_of_a_call_are_its_own_whatever_its_client_has_named_it(name: str, by_id: bool) -> None:
+def test_items_of_a_named_call_are_recognised(name: str, by_id: bool) -> None:
     async def test() -> None:
         said = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),) * 2)
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
@@ -89,9 +89,9 @@ async def _named(a: Agent, name: str, items: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", ["msg_68af", "call_1_2", "fc_call_1", "msg_", "msg_x_y", "odd_aa_0"])
-def test_ids_that_nobody_here_has_given_are_somebody_elses(given: str) -> None:
+def test_foreign_ids_are_not_recognised(given: str) -> None:
     assert ResponseHistory(Tree()).parse_item_id(given) == ("", "", 0)
 
 
-def test_ids_that_were_made_elsewhere_still_hold_an_answer_together() -> None:
+def test_generated_ids_of_another_session_group_the_items_of_an_answer() -> None:
     assert ResponseHistory(Tree()).parse_item_id(item_id("fc", "resp_ab12", 3)) == ("fc", "resp_ab12", 3)

@@ -46,7 +46,7 @@ async def ask(client: openai.AsyncOpenAI, way: str, **wishes: Any) -> Response:
 
 @pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
 @pytest.mark.parametrize("keeps", ["items", "ids"])
-def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None:
+def test_multi_turn_agent_is_one_timeline(way: str, keeps: str) -> None:
     async def test() -> None:
         engine, codec = engine_of("toy")
         async with sdk(engine=engine, codec=codec) as (a, client):
@@ -87,7 +87,7 @@ def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None
 
 
 @pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
-def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
+def test_responses_match_the_sdk_types(way: str) -> None:
     async def test() -> None:
         said = Message(
             "assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),)
@@ -115,7 +115,7 @@ def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
     run(test)
 
 
-def test_each_event_of_a_stream_fits_the_sdks_type_for_it() -> None:
+def test_stream_events_match_the_sdk_types() -> None:
     async def test() -> None:
         both = (ToolCall("apply_patch", '{"input": "x"}'), ToolCall("look", '{"at": 1}'))
         said = Message("assistant", "so", reasoning_content="hm", tool_calls=both)
@@ -138,7 +138,7 @@ def test_each_event_of_a_stream_fits_the_sdks_type_for_it() -> None:
     run(test)
 
 
-def test_an_answer_cut_short_is_incomplete_to_the_stream_helper_too() -> None:
+def test_stream_helper_reports_a_cut_answer_as_incomplete() -> None:
     async def test() -> None:
         async with sdk("a long answer") as (_, client):
             kinds = []
@@ -152,7 +152,7 @@ def test_an_answer_cut_short_is_incomplete_to_the_stream_helper_too() -> None:
     run(test)
 
 
-def test_errors_are_the_sdks_own() -> None:
+def test_errors_are_sdk_errors() -> None:
     async def test() -> None:
         async with sdk("ok") as (_, client):
             with pytest.raises(openai.BadRequestError) as refused:
@@ -166,7 +166,7 @@ def test_errors_are_the_sdks_own() -> None:
     run(test)
 
 
-def test_the_size_of_a_prompt_is_told_without_sampling() -> None:
+def test_input_tokens_are_counted_without_sampling() -> None:
     async def test() -> None:
         async with sdk("ok") as (a, client):
             counted = await client.responses.input_tokens.count(model="toy", input="p", instructions=SYSTEM)

@@ -37,7 +37,7 @@ streamed = pytest.mark.parametrize("stream", [False, True])
         ),
     ],
 )
-def test_a_tool_that_the_client_runs_is_shown_with_what_it_takes(
+def test_client_tool_is_shown_with_its_schema(
     tool: dict[str, Any], given: dict[str, Any]
 ) -> None:
     async def test() -> None:
@@ -56,7 +56,7 @@ def test_a_tool_that_the_client_runs_is_shown_with_what_it_takes(
     run(test)
 
 
-def test_what_runs_at_anthropics_is_not_shown() -> None:
+def test_anthropic_server_tool_is_not_shown() -> None:
     assert [anthropic_tool(kind) for kind in ("web_search_20250305", "computer_20250124", "bash", "x_1")] == [
         None
     ] * 4
@@ -95,7 +95,7 @@ OUTPUTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
 @pytest.mark.parametrize("written", [WRITTEN, ODD], ids=["well", "oddly"])
 @streamed
-def test_a_call_comes_as_an_item_of_its_own_and_goes_back_as_what_was_sampled(
+def test_vendor_call_item_is_read_back_as_sampled(
     kind: str, written: Any, stream: bool
 ) -> None:
     arguments, shown = written[kind]
@@ -121,7 +121,7 @@ def test_a_call_comes_as_an_item_of_its_own_and_goes_back_as_what_was_sampled(
 
 
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
-def test_a_call_whose_id_is_lost_is_still_known_by_what_it_says(kind: str) -> None:
+def test_vendor_call_without_its_id_is_matched_by_content(kind: str) -> None:
     async def test() -> None:
         said = Message("assistant", tool_calls=(ToolCall(kind, WRITTEN[kind][0]),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
@@ -133,7 +133,7 @@ def test_a_call_whose_id_is_lost_is_still_known_by_what_it_says(kind: str) -> No
     run(test)
 
 
-def test_openais_sdk_reads_such_items() -> None:
+def test_openai_sdk_reads_vendor_call_items() -> None:
     async def test() -> None:
         said = Message(
             "assistant", tool_calls=tuple(ToolCall(kind, WRITTEN[kind][0]) for kind in OPENAI_TOOLS)
@@ -159,7 +159,7 @@ def test_openais_sdk_reads_such_items() -> None:
     run(test)
 
 
-def test_a_shell_that_a_vendor_hosts_is_not_offered() -> None:
+def test_hosted_shell_is_not_offered() -> None:
     local, hosted = {"type": "local"}, {"type": "container_auto"}
     assert [
         len(read_openai_tools([{"type": "shell", "environment": place}])[0])
@@ -172,7 +172,7 @@ def test_a_shell_that_a_vendor_hosts_is_not_offered() -> None:
 
 
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
-def test_an_item_without_what_its_tool_is_called_with_is_refused_by_name(kind: str) -> None:
+def test_vendor_item_without_arguments_is_refused_by_name(kind: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             body = {"model": "m", "input": [USER, {"type": f"{kind}_call", "call_id": "c"}]}

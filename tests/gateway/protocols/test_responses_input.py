@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.arguments import freeform_input
 from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
-from branchline.gateway.protocols.responses_history import ResponseHistory
-from branchline.gateway.protocols.responses_items import ItemReader, decode_reasoning, encode_reasoning
+from branchline.gateway.protocols.responses_input import ResponseHistory
+from branchline.gateway.protocols.responses_input import ItemReader, decode_reasoning, encode_reasoning
 from branchline.tree.tree import Tree
 from tests.gateway.harness import agent, run
 from tests.gateway.protocols.protocol_clients import (
@@ -22,7 +22,7 @@ from tests.gateway.protocols.protocol_clients import (
     TOOLS,
     engine_of,
     parse_events,
-    post,
+    post_responses,
     respond,
     response_parts,
 )
@@ -60,7 +60,7 @@ def call_item(name: str, **more: Any) -> dict[str, Any]:
 # -- what becomes one message ------------------------------------------------------------------------
 
 
-def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_included() -> None:
+def test_agent_message_is_a_user_message_with_its_encrypted_part() -> None:
     task = {
         "type": "agent_message",
         "author": "/main",
@@ -79,7 +79,7 @@ def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_includ
     ]
 
 
-def test_the_items_of_one_answer_become_one_message() -> None:
+def test_items_of_one_answer_become_one_message() -> None:
     (message,) = read(
         reasoning_item("hm"), message_item("a"), call_item("f"), call_item("g"), message_item("b")
     )
@@ -103,14 +103,14 @@ def test_items_of_two_answers_become_two_messages(items: list[Any]) -> None:
     assert [message.role for message in read(*items)].count("assistant") == 2
 
 
-def test_ids_of_ours_hold_an_answer_together_whatever_it_looks_like() -> None:
+def test_response_ids_group_the_items_of_an_answer() -> None:
     (message,) = read(
         message_item("a", id="msg_aa_0"), reasoning_item("hm", id="rs_aa_0"), message_item("b", id="msg_aa_1")
     )
     assert (message.content, message.reasoning_content, message.id) == ("ab", "hm", "resp_aa")
 
 
-def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
+def test_items_of_vendor_servers_are_ignored() -> None:
     odd = [
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "code_interpreter_call", "code": "1", "container_id": "c"},
@@ -122,7 +122,7 @@ def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
     )
 
 
-def test_a_result_is_a_text_or_parts() -> None:
+def test_tool_result_is_a_text_or_parts() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}
     text = {"type": "input_text", "text": "seen"}
     plain, parts, mixed = read(
@@ -135,14 +135,14 @@ def test_a_result_is_a_text_or_parts() -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_what_is_sealed_can_be_read_again(text: str) -> None:
+def test_encoded_reasoning_is_decoded(text: str) -> None:
     assert decode_reasoning(encode_reasoning(text)) == text
 
 
 # -- tools -------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_what_chat_completions_calls_a_function() -> None:
+def test_function_becomes_a_chat_completions_function() -> None:
     schema = {"type": "object"}
     tool = {"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": None}
     chat = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
@@ -150,7 +150,7 @@ def test_a_function_is_what_chat_completions_calls_a_function() -> None:
         assert read_openai_tools([given_tool]) == ([chat], {})
 
 
-def test_tools_nobody_here_can_run_are_not_offered() -> None:
+def test_vendor_server_tools_are_not_offered() -> None:
     odd = [
         {"type": kind}
         for kind in ("web_search", "code_interpreter", "mcp", "image_generation", "tool_search", 7)
@@ -159,7 +159,7 @@ def test_tools_nobody_here_can_run_are_not_offered() -> None:
     assert read_openai_tools(odd) == ([], {})
 
 
-def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
+def test_namespaced_tool_is_offered_under_both_names() -> None:
     inner = [{"type": "function", "name": "read"}, {**PATCH, "name": "edit"}]
     tools, aliases = read_openai_tools(
         [
@@ -174,7 +174,7 @@ def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
     }
 
 
-def test_a_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
+def test_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
     ((tool,), aliases) = read_openai_tools([PATCH])
     function = tool["function"]
     assert (function["name"], function["description"]) == ("apply_patch", "Edits files.")
@@ -188,7 +188,7 @@ def test_a_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
     "arguments",
     ['{"input": "*** Begin\\n+ä"}', '{"patch": "x"}', '{"input": "{\\"a\\": 1}"}', "no JSON", "[1]"],
 )
-def test_a_freeform_call_comes_and_goes_as_a_text_whatever_the_model_wrote(
+def test_freeform_call_is_a_text_for_any_arguments_of_the_model(
     arguments: str, stream: bool
 ) -> None:
     async def test() -> None:
@@ -207,7 +207,7 @@ def test_a_freeform_call_comes_and_goes_as_a_text_whatever_the_model_wrote(
     run(test)
 
 
-def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
+def test_freeform_call_without_its_id_is_matched_by_input() -> None:
     async def test() -> None:
         said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
@@ -220,11 +220,11 @@ def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
     run(test)
 
 
-def test_a_freeform_call_is_streamed_as_its_input() -> None:
+def test_freeform_call_is_streamed_as_its_input() -> None:
     async def test() -> None:
         said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
         async with agent(said, codec=ToyCodec.chatml()) as a:
-            events = parse_events((await post(a, "p", tools=[PATCH], stream=True)).text)
+            events = parse_events((await post_responses(a, "p", tools=[PATCH], stream=True)).text)
             told = [event for event in events if "custom_tool_call_input" in event["type"]]
             assert [event["type"].rpartition(".")[2] for event in told] == ["delta", "done"]
             assert (told[0]["delta"], told[1]["input"]) == ("x\ny", "x\ny")
@@ -232,7 +232,7 @@ def test_a_freeform_call_is_streamed_as_its_input() -> None:
     run(test)
 
 
-def test_a_call_in_a_namespace_comes_back_in_it() -> None:
+def test_call_of_a_namespaced_tool_has_the_namespace() -> None:
     async def test() -> None:
         tools = [{"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]
         said = Message("assistant", "", tool_calls=(ToolCall("mcp__files__read", "{}"),))
@@ -247,7 +247,7 @@ def test_a_call_in_a_namespace_comes_back_in_it() -> None:
     run(test)
 
 
-def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
+def test_additional_tools_item_adds_tools_that_none_hides() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             await respond(a, [USER], tools=TOOLS)
@@ -260,7 +260,7 @@ def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
     run(test)
 
 
-def test_one_call_at_a_time_where_no_more_are_wanted() -> None:
+def test_parallel_tool_calls_false_gives_one_call() -> None:
     async def test() -> None:
         both = Message("assistant", "", tool_calls=(ToolCall("look", "{}"), ToolCall("look", '{"at": 2}')))
         async with agent(both, codec=ToyCodec.chatml()) as a:
@@ -271,7 +271,7 @@ def test_one_call_at_a_time_where_no_more_are_wanted() -> None:
     run(test)
 
 
-def test_items_can_be_sent_back_by_id_alone() -> None:
+def test_item_reference_stands_for_the_item() -> None:
     async def test() -> None:
         said = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:
@@ -352,7 +352,7 @@ def test_wrong_input_is_400_with_the_field_named(body: Any, field: str) -> None:
     run(test)
 
 
-def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
+def test_text_model_refuses_images_in_any_item() -> None:
     async def test() -> None:
         engine, codec = engine_of("qwen3")
         image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
@@ -363,7 +363,7 @@ def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
                 [{"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}],
                 [user, call, {"type": "function_call_output", "call_id": "c", "output": [image]}],
             ):
-                refused = await post(a, items, instructions=SYSTEM, stream=True)
+                refused = await post_responses(a, items, instructions=SYSTEM, stream=True)
                 assert refused.status_code == 400
                 assert "image" in refused.json()["error"]["message"]
             assert not engine.received_prompts
@@ -371,7 +371,7 @@ def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
     run(test)
 
 
-def test_however_deep_a_body_is_nested_it_is_taken_or_refused() -> None:
+def test_deeply_nested_body_is_accepted_or_refused() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             url, headers = (
@@ -453,7 +453,7 @@ bodies = st.fixed_dictionaries(
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.lists(bodies, min_size=20, max_size=20))
-def test_whatever_is_sent_it_is_answered_or_refused_by_name(sent: list[Any]) -> None:
+def test_any_input_is_answered_or_refused_by_name(sent: list[Any]) -> None:
     async def test() -> None:
         async with agent("ok", codec=ToyCodec.chatml()) as a:
             for body in sent:
