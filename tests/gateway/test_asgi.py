@@ -100,9 +100,7 @@ def test_disconnect_inside_a_body_is_not_an_error(caplog: pytest.LogCaptureFixtu
         ("PUT", "/engines", "DELETE, GET, HEAD, POST"),
     ],
 )
-def test_wrong_method_is_405_with_the_allowed_methods(
-    method: str, path: str, allowed: str
-) -> None:
+def test_wrong_method_is_405_with_the_allowed_methods(method: str, path: str, allowed: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             refused = await a.http.request(method, a.gateway.url + path, headers=_admin(a))

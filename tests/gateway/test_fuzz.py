@@ -256,9 +256,7 @@ def test_any_value_in_any_field_is_answered(target: FuzzTarget, verb: str) -> No
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("verb", CALLS)
-def test_engine_error_differs_from_a_client_error(
-    target: FuzzTarget, verb: str, stream: bool
-) -> None:
+def test_engine_error_differs_from_a_client_error(target: FuzzTarget, verb: str, stream: bool) -> None:
     _, key, _ = target.open()
     text = json.dumps({**BODIES[verb], "stream": stream})
     body = text.replace("be brief", BREAK).replace("once upon", BREAK).encode()

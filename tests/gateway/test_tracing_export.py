@@ -16,8 +16,7 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
 from branchline.gateway.tracing import CAPTURE_CONTENT_VARIABLE, Tracing
 from tests.gateway.harness import run
-from tests.gateway.otel import SpanCollector
-from tests.gateway.otel import OtlpReceiver
+from tests.gateway.otel import OtlpReceiver, SpanCollector
 
 SECRET = "marzipan"
 

@@ -15,9 +15,7 @@ from tests.gateway.harness import agent, run
 @pytest.mark.parametrize(
     ("path", "part"), [("/tree", "judge"), ("/samples", "export_samples"), ("/timelines", "timelines_of")]
 )
-def test_call_does_not_wait_for_a_slow_view(
-    path: str, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_does_not_wait_for_a_slow_view(path: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     was_let: list[bool] = []
     real = getattr(views, part)

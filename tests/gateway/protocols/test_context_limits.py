@@ -37,9 +37,7 @@ def sampled(a: Agent) -> int:
 
 @protocols
 @pytest.mark.parametrize("stream", [False, True])
-def test_answer_without_a_limit_may_fill_the_context(
-    protocol: str, stream: bool
-) -> None:
+def test_answer_without_a_limit_may_fill_the_context(protocol: str, stream: bool) -> None:
     async def test() -> None:
         async with agent(engine=engine(max_context=200_000)) as a:
             assert (await post(a, protocol, "q", stream=stream)).status_code == 200

@@ -17,8 +17,7 @@ from branchline.gateway.protocols.logprobs import LogprobAligner, logprob_entrie
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from tests.chat.families import load_codec
 from tests.gateway.harness import agent, run
-from tests.gateway.protocols.protocol_clients import events_in, post
-from tests.gateway.protocols.protocol_clients import TOOLS
+from tests.gateway.protocols.protocol_clients import TOOLS, events_in, post
 
 ODD = "naïve 🫠 ᚠ done"
 INCLUDE = ["message.output_text.logprobs"]
@@ -43,9 +42,7 @@ def spelled(told: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("family", ["toy", "qwen3"])
 @streamed
-def test_bytes_of_tokens_are_the_text_even_inside_a_character(
-    family: str, stream: bool
-) -> None:
+def test_bytes_of_tokens_are_the_text_even_inside_a_character(family: str, stream: bool) -> None:
     async def test() -> None:
         engine, codec = engine_of(family, ODD)
         async with agent(engine=engine, codec=codec) as a:

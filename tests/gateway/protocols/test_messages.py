@@ -211,9 +211,7 @@ def _message(said: Message | str) -> Message:
     "arguments", ["north", "[1]", "", "{'at': True}", '{"at": 1.0, "at": 2}', "1e400", '{"a']
 )
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_arguments_that_are_no_object_are_wrapped_and_unwrapped(
-    arguments: str, streamed: bool
-) -> None:
+def test_arguments_that_are_no_object_are_wrapped_and_unwrapped(arguments: str, streamed: bool) -> None:
     async def test() -> None:
         call = Message("assistant", tool_calls=(ToolCall("look", arguments),))
         async with messages_client(call, "done", codec=CHATML) as c:

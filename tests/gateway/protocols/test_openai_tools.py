@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.core.arguments import freeform_input
+from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.protocols.vendor_tools import warn_unsupported_tool
 from tests.chat.families import load_codec
 from tests.gateway.harness import Agent, agent, run

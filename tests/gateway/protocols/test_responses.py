@@ -168,7 +168,9 @@ def test_stream_has_the_event_order_of_the_protocol() -> None:
 def test_reasoning_is_a_summary_on_request() -> None:
     async def test() -> None:
         async with agent(THOUGHT, codec=ToyCodec.chatml()) as a:
-            events = parse_events((await post_responses(a, "p", stream=True, reasoning={"summary": "auto"})).text)
+            events = parse_events(
+                (await post_responses(a, "p", stream=True, reasoning={"summary": "auto"})).text
+            )
             kinds = [event["type"] for event in events]
             assert "response.reasoning_summary_part.added" in kinds
             deltas = [event for event in events if event["type"] == "response.reasoning_summary_text.delta"]

@@ -12,8 +12,7 @@ from branchline.core.call import Call
 from branchline.gateway.protocols.responses_input import ResponseHistory, item_id
 from branchline.tree.tree import Tree
 from tests.gateway.harness import Agent, agent, run
-from tests.gateway.protocols.protocol_clients import request
-from tests.gateway.protocols.protocol_clients import TOOLS, respond
+from tests.gateway.protocols.protocol_clients import TOOLS, request, respond
 
 USER = {"role": "user", "content": "p"}
 SYSTEM = {"role": "system", "content": "S"}

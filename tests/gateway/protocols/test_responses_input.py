@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.arguments import freeform_input
 from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
-from branchline.gateway.protocols.responses_input import ResponseHistory
-from branchline.gateway.protocols.responses_input import ItemReader, decode_reasoning, encode_reasoning
+from branchline.gateway.protocols.responses_input import (
+    ItemReader,
+    ResponseHistory,
+    decode_reasoning,
+    encode_reasoning,
+)
 from branchline.tree.tree import Tree
 from tests.gateway.harness import agent, run
 from tests.gateway.protocols.protocol_clients import (
@@ -188,9 +192,7 @@ def test_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
     "arguments",
     ['{"input": "*** Begin\\n+ä"}', '{"patch": "x"}', '{"input": "{\\"a\\": 1}"}', "no JSON", "[1]"],
 )
-def test_freeform_call_is_a_text_for_any_arguments_of_the_model(
-    arguments: str, stream: bool
-) -> None:
+def test_freeform_call_is_a_text_for_any_arguments_of_the_model(arguments: str, stream: bool) -> None:
     async def test() -> None:
         said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", arguments),))
         async with agent(said, "done", codec=ToyCodec.chatml()) as a:

@@ -37,9 +37,7 @@ streamed = pytest.mark.parametrize("stream", [False, True])
         ),
     ],
 )
-def test_client_tool_is_shown_with_its_schema(
-    tool: dict[str, Any], given: dict[str, Any]
-) -> None:
+def test_client_tool_is_shown_with_its_schema(tool: dict[str, Any], given: dict[str, Any]) -> None:
     async def test() -> None:
         said = Message("assistant", tool_calls=(ToolCall(tool["name"], json.dumps(given)),))
         async with messages_client(said, "done", codec=ToyCodec.chatml()) as c:
@@ -95,9 +93,7 @@ OUTPUTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
 @pytest.mark.parametrize("written", [WRITTEN, ODD], ids=["well", "oddly"])
 @streamed
-def test_vendor_call_item_is_read_back_as_sampled(
-    kind: str, written: Any, stream: bool
-) -> None:
+def test_vendor_call_item_is_read_back_as_sampled(kind: str, written: Any, stream: bool) -> None:
     arguments, shown = written[kind]
 
     async def test() -> None:
