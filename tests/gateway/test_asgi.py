@@ -1,4 +1,4 @@
-"""Requests as plain HTTP has them: bodies too large or cut off, methods and paths that are not there."""
+"""Requests on plain ASGI: large and incomplete bodies, wrong methods and paths, streams."""
 
 from __future__ import annotations
 
@@ -8,47 +8,43 @@ from typing import Any
 
 import pytest
 
-from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError
+from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError, parse_body
 from branchline.gateway.config import GatewayConfig
 from tests.gateway.harness import Agent, agent, run
 
 
 def _asgi_request(*parts: bytes, length: str = "") -> tuple[AsgiRequest, list[bytes]]:
-    """An exchange whose body comes in parts, and the parts that nobody has taken yet."""
-    left = list(parts)
+    """A request whose body arrives in parts, and the parts that were not read yet."""
+    unread = list(parts)
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+        return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread)}
 
     async def send(message: Any) -> None:
         raise AssertionError(message)
 
     headers = [(b"content-length", length.encode())] if length else []
-    return AsgiRequest({"method": "POST", "headers": headers}, receive, send), left
+    return AsgiRequest({"method": "POST", "headers": headers}, receive, send), unread
 
 
 @pytest.mark.parametrize("length", ["101", "9" * 5000])
 def test_body_with_a_too_large_content_length_is_not_read(length: str) -> None:
-    exchange, left = _asgi_request(b"{}", length=length)
+    http, unread = _asgi_request(b"{}", length=length)
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
-        asyncio.run(exchange.read_json(100))
-    assert left
+        asyncio.run(http.read_body(100))
+    assert unread
 
 
 def test_reading_stops_at_the_size_limit() -> None:
-    exchange, left = _asgi_request(b" " * 60, b" " * 60, b"{}")
+    http, unread = _asgi_request(b" " * 60, b" " * 60, b"{}")
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
-        asyncio.run(exchange.read_json(100))
-    assert left == [b"{}"]
+        asyncio.run(http.read_body(100))
+    assert unread == [b"{}"]
 
 
 def test_body_at_the_limit_is_accepted() -> None:
-    exchange, _ = _asgi_request(b" " * 49, b" " * 49 + b"{}", length="100")
-    assert asyncio.run(exchange.read_json(100)) == {}
-
-
-def _admin(a: Agent) -> dict[str, str]:
-    return {"authorization": f"Bearer {a.gateway.admin_key}"}
+    http, _ = _asgi_request(b" " * 49, b" " * 49 + b"{}", length="100")
+    assert parse_body(asyncio.run(http.read_body(100))) == {}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/sessions"])
@@ -103,7 +99,7 @@ def test_disconnect_inside_a_body_is_not_an_error(caplog: pytest.LogCaptureFixtu
 def test_wrong_method_is_405_with_the_allowed_methods(method: str, path: str, allowed: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
-            refused = await a.http.request(method, a.gateway.url + path, headers=_admin(a))
+            refused = await a.http.request(method, a.gateway.url + path, headers=a.admin_headers)
             assert refused.status_code == 405
             assert refused.headers["allow"] == allowed
             assert refused.json()["error"]["message"] == f"{method}: not for this path"
@@ -114,9 +110,8 @@ def test_wrong_method_is_405_with_the_allowed_methods(method: str, path: str, al
 def test_models_answers_head() -> None:
     async def test() -> None:
         async with agent("x") as a:
-            key = {"authorization": f"Bearer {a.session.api_key}"}
-            told = await a.http.head(f"{a.session.base_url}/models", headers=key)
-            assert (told.status_code, told.content) == (200, b"")
+            response = await a.http.head(f"{a.session.base_url}/models", headers=a.api_headers)
+            assert (response.status_code, response.content) == (200, b"")
             assert (await a.http.head(f"{a.session.base_url}/models")).status_code == 401
 
     run(test)
@@ -126,7 +121,7 @@ def test_models_answers_head() -> None:
 def test_unknown_path_is_404_as_json(path: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
-            refused = await a.http.get(a.gateway.url + path, headers=_admin(a))
+            refused = await a.http.get(a.gateway.url + path, headers=a.admin_headers)
             assert refused.status_code == 404
             assert refused.json()["error"]["type"] == "not_found_error"
 
@@ -137,7 +132,7 @@ def test_unknown_path_is_404_as_json(path: str) -> None:
 def test_options_that_are_not_an_object_open_no_session(body: bytes) -> None:
     async def test() -> None:
         async with agent("x") as a:
-            refused = await a.http.post(f"{a.gateway.url}/sessions", content=body, headers=_admin(a))
+            refused = await a.http.post(f"{a.gateway.url}/sessions", content=body, headers=a.admin_headers)
             assert refused.status_code == 400
             assert len(a.gateway.sessions) == 1
 
@@ -147,75 +142,56 @@ def test_options_that_are_not_an_object_open_no_session(body: bytes) -> None:
 # -- streams ------------------------------------------------------------------------------------------
 
 
-class SlowSend:
-    """A server whose `send` waits where it is told to; what it has taken, in order."""
+class SlowServer:
+    """A server whose `send` blocks on messages of one kind until `go` is set; `sent` are the others."""
 
-    def __init__(self, *waits: str) -> None:
-        self._waits = {f"http.response.{kind}" for kind in waits}
-        self.taken: list[Any] = []
+    def __init__(self, blocked_kind: str) -> None:
+        self._blocked_type = f"http.response.{blocked_kind}"
+        self.sent: list[Any] = []
         self.go = asyncio.Event()
         self.waiting = asyncio.Event()
 
     async def send(self, message: Any) -> None:
-        if message["type"] in self._waits:
+        if message["type"] == self._blocked_type:
             self.waiting.set()
             await self.go.wait()
-        self.taken.append(message.get("body", message["type"]))
+        self.sent.append(message.get("body", message["type"]))
 
     def request(self) -> AsgiRequest:
         async def receive() -> Any:
-            raise AssertionError("nobody reads")
+            raise AssertionError("the body was read")
 
         return AsgiRequest({"method": "POST", "headers": []}, receive, self.send)
 
 
-def test_a_stream_is_sending_from_its_first_byte_until_it_has_left() -> None:
-    async def test() -> None:
-        server = SlowSend("body")
-        exchange = server.request()
-        assert (exchange.is_sending, exchange.sent_count, exchange.direct) == (False, 0, None)
-        sending = asyncio.ensure_future(exchange.send_chunk(b"a"))
-        await server.waiting.wait()
-        assert (exchange.is_sending, exchange.is_streaming, exchange.sent_count) == (True, True, 0)
-        server.go.set()
-        await sending
-        assert (exchange.is_sending, exchange.sent_count) == (False, 1)
-        await exchange.send_chunk(b"b", last=True)
-        assert server.taken == ["http.response.start", b"a", b"b"]
-        assert exchange.sent_count == 2
-        assert exchange.direct is None  # there is none behind a server that is not ours
-
-    run(test)
+async def _cancelled_chunk(server: SlowServer) -> AsgiRequest:
+    """A request whose first chunk was cancelled while the server blocked."""
+    http = server.request()
+    sending = asyncio.ensure_future(http.send_chunk(b"a"))
+    await server.waiting.wait()
+    sending.cancel()
+    await asyncio.wait([sending])
+    server.go.set()
+    return http
 
 
 def test_error_response_is_possible_if_the_start_was_cancelled() -> None:
     async def test() -> None:
-        server = SlowSend("start")
-        exchange = server.request()
-        sending = asyncio.ensure_future(exchange.send_chunk(b"a"))
-        await server.waiting.wait()
-        sending.cancel()
-        await asyncio.wait([sending])
-        assert not exchange.is_streaming
-        server.go.set()
-        await exchange.send_json({"why": 1}, 409)
-        assert server.taken == ["http.response.start", b'{"why":1}']
+        server = SlowServer("start")
+        http = await _cancelled_chunk(server)
+        assert not http.is_streaming
+        await http.send_json({"why": 1}, 409)
+        assert server.sent == ["http.response.start", b'{"why":1}']
 
     run(test)
 
 
 def test_error_is_an_event_if_the_stream_has_started() -> None:
     async def test() -> None:
-        server = SlowSend("body")
-        exchange = server.request()
-        sending = asyncio.ensure_future(exchange.send_chunk(b"a"))
-        await server.waiting.wait()
-        sending.cancel()
-        await asyncio.wait([sending])
-        assert exchange.is_streaming
-        assert exchange.is_sending  # nobody else may think that all has left
-        server.go.set()
-        await exchange.send_chunk(b"why", last=True)
-        assert server.taken == ["http.response.start", b"why"]
+        server = SlowServer("body")
+        http = await _cancelled_chunk(server)
+        assert http.is_streaming
+        await http.send_chunk(b"why", last=True)
+        assert server.sent == ["http.response.start", b"why"]
 
     run(test)

@@ -1,4 +1,4 @@
-"""Spans on their way: they go where the environment says, and nobody waits for whoever collects them."""
+"""Spans are sent to the collector of the environment; no call waits for it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def receiver() -> Iterator[OtlpReceiver]:
         yield running
 
 
-async def _traced(tracing: Tracing, said: str = "A1") -> float:
-    """Ten calls of one session; how long the slowest took."""
-    engine = ScriptedEngine(ToyCodec(), replies(said))
+async def _run_calls(tracing: Tracing) -> float:
+    """Runs ten calls of one session; returns the duration of the slowest."""
+    engine = ScriptedEngine(ToyCodec(), replies("A1"))
     slowest = 0.0
     async with Gateway(
         engine=engine,
@@ -59,7 +59,7 @@ def test_spans_are_sent_to_the_collector_of_the_environment(
     tracing = Tracing.from_environment()
 
     async def test() -> None:
-        await _traced(tracing)
+        await _run_calls(tracing)
 
     run(test)
     assert tracing.close()
@@ -83,21 +83,21 @@ def test_service_name_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_collector_that_never_answers_delays_no_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    silent = OtlpReceiver()  # it listens, and nobody answers
+    silent = OtlpReceiver()  # it listens but does not answer
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{silent.url}/v1/traces")
-    # Spans are sent as soon as there are two: while calls go on.
+    # Spans are sent in pairs, while calls are running.
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     tracing = Tracing.from_environment()
 
     async def test() -> None:
-        assert await _traced(tracing) < 5
+        assert await _run_calls(tracing) < 5
 
     run(test)
     began = time.perf_counter()
     assert not tracing.close(timeout_s=0.2)
     assert time.perf_counter() - began < 5
     assert not silent.spans
-    with silent:  # now it does: what tries again and again would disturb the tests that follow
+    with silent:  # now it answers, so that no retrying thread outlives this test
         for thread in threading.enumerate():
             if thread.name == "branchline-last-spans":
                 thread.join()
@@ -109,7 +109,7 @@ def test_foreign_provider_is_flushed_and_not_shut_down() -> None:
     assert collector.tracing.close()
 
     async def test() -> None:
-        await _traced(collector.tracing)
+        await _run_calls(collector.tracing)
 
     run(test)
     assert len(collector.spans) == 11
@@ -127,7 +127,7 @@ def test_span_that_fails_does_not_fail_its_call(
     monkeypatch.setattr("branchline.gateway.tracing.session_attributes", fail)
 
     async def test() -> None:
-        await _traced(collector.tracing)
+        await _run_calls(collector.tracing)
 
     run(test)
     assert caplog.text.count("a span could not be made") == 11
