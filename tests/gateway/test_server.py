@@ -342,7 +342,9 @@ def test_session_of_a_program_is_exported_waited_for_and_completed() -> None:
             export = await a.session.finalize()
             with a.session.managed.session.snapshot() as tree:
                 samples = export_samples(tree, session=a.session.id).samples
-            assert [sample.ids.tolist() for sample in export.samples] == [s.ids.tolist() for s in samples]
+            assert [one.response_ids.tolist() for one in export.samples] == [
+                one.response_ids.tolist() for one in samples
+            ]
             assert export.report == (await a.session.export()).report
             assert await a.session.wait() == "finalized"
 

@@ -1,4 +1,4 @@
-"""Requests in every protocol, a client of the Responses protocol, and one conversation over several protocols."""
+"""Requests in every protocol, a client of Responses, and one conversation over several protocols."""
 
 from __future__ import annotations
 

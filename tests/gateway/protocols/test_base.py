@@ -1,4 +1,4 @@
-"""What every protocol's streams are made of."""
+"""Server-sent events of every protocol."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_no_event_contains_a_line_separator(protocol: str) -> None:
             assert all(line.startswith(("data: ", "event: ")) for line in lines if line)
             events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
             assert "".join(map(_text, events)) == ODD
-            assert _whole((await post(a, protocol, "q")).json()) == ODD
+            assert _text_of_response((await post(a, protocol, "q")).json()) == ODD
 
     run(test)
 
 
-def _whole(answer: dict[str, Any]) -> str:
+def _text_of_response(answer: dict[str, Any]) -> str:
     if "choices" in answer:
         choice = answer["choices"][0]
         return str(choice.get("text") or choice["message"]["content"])

@@ -1,4 +1,4 @@
-"""How long answers may be, and how a prompt that is too long is refused, in every protocol."""
+"""Limits of answers, and too long prompts, in every protocol."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LONG = "y" * 5000
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
-def engine(said: str = LONG, max_context: int | None = None) -> ScriptedEngine:
-    return ScriptedEngine(ToyCodec.chatml(), replies(said), max_context=max_context, chunk_size=500)
+def engine(reply: str = LONG, max_context: int | None = None) -> ScriptedEngine:
+    return ScriptedEngine(ToyCodec.chatml(), replies(reply), max_context=max_context, chunk_size=500)
 
 
 def sampled(a: Agent) -> int:
-    """How many tokens the last call sampled."""
+    """The number of tokens that the last call sampled."""
     tree = a.session.managed.session.tree
     ids = tree.nodes[tree.calls[-1].outputs[0]].sampled_ids
     assert ids is not None
     return len(ids)
 
 
-# -- nothing said ------------------------------------------------------------------------------------
+# -- no limit ----------------------------------------------------------------------------------------
 
 
 @protocols
@@ -85,32 +85,32 @@ def test_answer_without_a_limit_leaves_session_tokens_to_concurrent_calls() -> N
     async def test() -> None:
         limits = {"tokens": 20_000}
         async with agent(engine=engine(max_context=200_000), limits=limits) as a:
-            live = a.session.managed
-            live.reserved_tokens = 8000
+            managed = a.session.managed
+            managed.reserved_tokens = 8000
             await a.ask_text("q")
             assert sampled(a) == len(LONG) + 1
-            live.reserved_tokens = 20_000 - live.sampled_tokens - 3
+            managed.reserved_tokens = 20_000 - managed.sampled_tokens - 3
             assert (await a.ask("q")).json()["choices"][0]["finish_reason"] == "length"
             assert sampled(a) == 3
 
     run(test)
 
 
-@pytest.mark.parametrize(("most", "answered"), [(500, 8), (2048, 2)])
-def test_concurrent_calls_reserve_at_most_the_context_length(most: int, answered: int) -> None:
+@pytest.mark.parametrize(("max_context", "count"), [(500, 8), (2048, 2)])
+def test_concurrent_calls_reserve_at_most_the_context_length(max_context: int, count: int) -> None:
     async def test() -> None:
-        gated = engine("hi", max_context=most)
+        gated = engine("hi", max_context=max_context)
         gated.gate = asyncio.Event()
         async with agent(engine=gated, limits={"tokens": 4000}) as a:
-            asked = [asyncio.create_task(a.ask(f"q{number}")) for number in range(answered)]
-            while len(gated.received_prompts) < answered:
+            answers = [asyncio.create_task(a.ask(f"q{number}")) for number in range(count)]
+            while len(gated.received_prompts) < count:
                 await asyncio.sleep(0)
-            room = [most - len(ids) for ids in gated.received_prompts]
+            room = [max_context - len(ids) for ids in gated.received_prompts]
             assert a.session.managed.reserved_tokens == min(4000, sum(room))
             gated.gate.set()
-            assert [(await task).json()["choices"][0]["finish_reason"] for task in asked] == [
+            assert [(await task).json()["choices"][0]["finish_reason"] for task in answers] == [
                 "stop"
-            ] * answered
+            ] * count
             assert a.session.managed.reserved_tokens == 0
 
     run(test)
@@ -148,7 +148,7 @@ def test_out_of_tokens_only_when_all_tokens_are_sampled() -> None:
     run(test)
 
 
-# -- too much said -----------------------------------------------------------------------------------
+# -- too long prompts --------------------------------------------------------------------------------
 
 MESSAGE = "prompt is too long: {} tokens > {} maximum. This model's maximum context length is {} tokens."
 
@@ -179,7 +179,7 @@ def test_too_long_prompt_has_the_message_and_code_that_make_agents_compact(
 
 
 def _error(response: httpx.Response, *, in_stream: bool) -> dict[str, Any]:
-    """The error. A stream of Responses tells it inside: its clients know it from there and nowhere else."""
+    """The error. A Responses stream has it as an event, because its clients expect it there."""
     if not in_stream:
         assert response.status_code == 400
         problem: dict[str, Any] = response.json()["error"]

@@ -1,4 +1,4 @@
-"""What clients look for beside bodies: the id of a call in a header, a list of models in their own shape."""
+"""The call id in a response header, and the list of models in the shape of each protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands inside Anthropic's messages: blocks of every kind, and that appending stays one timeline."""
+"""Content blocks of every type; appended turns stay one timeline."""
 
 from __future__ import annotations
 
@@ -129,10 +129,10 @@ def test_unsupported_fields_are_ignored() -> None:
                 "stop_sequences": None,
             }
             beta = c.sdk.beta.messages
-            said = await beta.create(
+            answer = await beta.create(
                 model="toy", max_tokens=9, messages=[{"role": "user", "content": "p"}], betas=["x"]
             )
-            assert said.content[0].text == "A"  # type: ignore[union-attr]
+            assert answer.content[0].text == "A"  # type: ignore[union-attr]
             await c.ask("p", **wishes)
             await c.ask("p", tools=[], **wishes)
             assert set(c.prompts()) == {"user:p\nassistant:"}
@@ -148,8 +148,8 @@ def test_unsupported_fields_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("block", "shown"),
     [
-        (text("said"), "said"),
-        ("said", "said"),
+        (text("words"), "words"),
+        ("words", "words"),
         ({"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}, ""),
         (
             {
@@ -164,7 +164,7 @@ def test_unsupported_fields_are_ignored() -> None:
         ({"type": "mcp_tool_result", "tool_use_id": "m1", "content": [text("found")]}, "found"),
         ({"type": "redacted_thinking", "data": "c2VjcmV0"}, ""),
         ({"type": "container_upload", "file_id": "f1"}, ""),
-        ({"type": "compaction", "content": "what was said before"}, "what was said before"),
+        ({"type": "compaction", "content": "a summary"}, "a summary"),
         ({"type": "not_yet_invented", "text": "words", "content": 7}, "words"),
         (
             {"type": "search_result", "source": "u", "title": "t", "content": [text("one "), text("two")]},
@@ -184,23 +184,23 @@ def test_unsupported_fields_are_ignored() -> None:
     ],
     ids=lambda value: value.get("type", "") if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("place", ["user", "tool_result", "assistant", "system"])
-def test_unknown_block_gives_its_text_in_any_position(block: Any, shown: str, place: str) -> None:
+@pytest.mark.parametrize("position", ["user", "tool_result", "assistant", "system"])
+def test_unknown_block_gives_its_text_in_any_position(block: Any, shown: str, position: str) -> None:
     async def test() -> None:
         async with messages_client("A") as c:
-            if place == "user":
+            if position == "user":
                 await c.ask([block])
-                wanted = f"user:{shown}\n"
-            elif place == "tool_result":
+                expected = f"user:{shown}\n"
+            elif position == "tool_result":
                 await c.ask([{"type": "tool_result", "tool_use_id": "t", "content": [block]}])
-                wanted = f"tool:{shown}\n"
-            elif place == "assistant":
+                expected = f"tool:{shown}\n"
+            elif position == "assistant":
                 await c.ask("p", [block], "q")
-                wanted = f"user:p\nassistant:{shown}\nuser:q\n"
+                expected = f"user:p\nassistant:{shown}\nuser:q\n"
             else:
                 await c.ask("p", system=[block])
-                wanted = f"system:{shown}\nuser:p\n" if shown else "user:p\n"
-            assert c.prompts() == [f"{wanted}assistant:"]
+                expected = f"system:{shown}\nuser:p\n" if shown else "user:p\n"
+            assert c.prompts() == [f"{expected}assistant:"]
 
     run(test)
 

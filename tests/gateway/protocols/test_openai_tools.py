@@ -55,8 +55,8 @@ def test_custom_tool_is_a_function_for_the_model_and_custom_for_the_client(
     arguments: str, stream: bool
 ) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("patch", arguments), ToolCall("look", "{}")))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall("patch", arguments), ToolCall("look", "{}")))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             tools = [PATCH, LOOK]
             message, finish = await answer(a, "p", tools=tools, stream=stream)
             custom, function = message["tool_calls"]
@@ -82,8 +82,8 @@ def test_custom_tool_is_a_function_for_the_model_and_custom_for_the_client(
 
 def test_custom_call_is_recognised_without_tools() -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             message, _ = await answer(a, "p", tools=[PATCH])
             result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
             await a.ask_text("p", message, result)
@@ -95,9 +95,9 @@ def test_custom_call_is_recognised_without_tools() -> None:
 
 def test_openai_sdk_reads_a_custom_call() -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
+        reply = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
         async with (
-            agent(said, codec=ToyCodec.chatml()) as a,
+            agent(reply, codec=ToyCodec.chatml()) as a,
             openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
         ):
             completion = await sdk.chat.completions.create(
@@ -172,8 +172,8 @@ def test_unsupported_tool_type_is_logged_once(caplog: pytest.LogCaptureFixture) 
 @streamed
 def test_legacy_functions_are_tools_and_calls_use_function_call(stream: bool) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", "{}")))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", "{}")))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             functions = [{"name": "look", "parameters": {"type": "object"}}]
             message, finish = await answer(a, "p", functions=functions, function_call="auto", stream=stream)
             assert finish == "function_call"

@@ -93,30 +93,30 @@ def test_growing_conversation_is_one_timeline_without_equivalences() -> None:
 def test_response_has_all_fields_that_clients_read() -> None:
     async def test() -> None:
         async with agent(THOUGHT, codec=ToyCodec.chatml()) as a:
-            asked = {
+            fields = {
                 "instructions": "short",
                 "metadata": {"task": "7"},
                 "temperature": 0.5,
                 "max_output_tokens": 50,
                 "tools": [*TOOLS, {"type": "web_search"}],
             }
-            response = await respond(a, "p", **asked)
-            assert {name: response[name] for name in asked} == asked
+            response = await respond(a, "p", **fields)
+            assert {name: response[name] for name in fields} == fields
             assert (response["object"], response["status"]) == ("response", "completed")
             assert response["id"].startswith("resp_")
             assert (response["error"], response["incomplete_details"]) == (None, None)
             assert (response["tool_choice"], response["parallel_tool_calls"]) == ("auto", True)
             assert response["text"] == {"format": {"type": "text"}}
-            thought, message = response["output"]
-            assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
-            assert thought["encrypted_content"] is None
+            reasoning, message = response["output"]
+            assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+            assert reasoning["encrypted_content"] is None
             assert message["content"][0]["text"] == "yes"
             usage = response["usage"]
             assert usage["input_tokens"] == len(a.engine.received_prompts[0])
             assert usage["output_tokens"] == len(ToyCodec.chatml().encode_reply(THOUGHT))
             assert usage["output_tokens_details"] == {"reasoning_tokens": 2}
             assert usage["input_tokens_details"]["cached_tokens"] == 0
-            again = await respond(a, ["p", *response["output"]][1:], **asked)
+            again = await respond(a, ["p", *response["output"]][1:], **fields)
             assert again["id"] != response["id"]
 
     run(test)
@@ -135,14 +135,14 @@ def test_reused_tokens_are_reported_as_cached() -> None:
 
 def test_stream_has_the_event_order_of_the_protocol() -> None:
     async def test() -> None:
-        said = Message(
+        reply = Message(
             "assistant", "ok then", reasoning_content="hm hm", tool_calls=(ToolCall("look", '{"at": 1}'),)
         )
-        async with agent(said, codec=ToyCodec.chatml()) as a:
+        async with agent(reply, codec=ToyCodec.chatml()) as a:
             events = parse_events((await post_responses(a, "p", stream=True, tools=TOOLS)).text)
             kinds = [event["type"].removeprefix("response.") for event in events]
-            told = [kind for place, kind in enumerate(kinds) if kinds[place - 1 : place] != [kind]]
-            assert told == [
+            order = [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
+            assert order == [
                 *("created", "in_progress"),
                 *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
                 *("content_part.done", "output_item.done"),
@@ -151,7 +151,7 @@ def test_stream_has_the_event_order_of_the_protocol() -> None:
                 *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
                 *("output_item.done", "completed"),
             ]
-            assert len(kinds) > len(told)
+            assert len(kinds) > len(order)
             response = events[-1]["response"]
             assert response_parts(response) == ("ok then", "hm hm", ['look {"at": 1}'])
             done = [event["item"] for event in events if event["type"].endswith("output_item.done")]
@@ -176,8 +176,11 @@ def test_reasoning_is_a_summary_on_request() -> None:
             deltas = [event for event in events if event["type"] == "response.reasoning_summary_text.delta"]
             assert "".join(event["delta"] for event in deltas) == "hm"
             assert {event["summary_index"] for event in deltas} == {0}
-            thought = events[-1]["response"]["output"][0]
-            assert (thought["summary"], thought["content"]) == ([{"type": "summary_text", "text": "hm"}], [])
+            reasoning = events[-1]["response"]["output"][0]
+            assert (reasoning["summary"], reasoning["content"]) == (
+                [{"type": "summary_text", "text": "hm"}],
+                [],
+            )
 
     run(test)
 
@@ -270,7 +273,7 @@ def test_engine_error_is_a_status_before_the_first_event_and_an_event_after_it()
     run(test)
 
 
-# -- what comes back ---------------------------------------------------------------------------------
+# -- items sent back ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", ["all", "content", "summary", "encrypted_content", "nothing", "no ids"])
@@ -279,14 +282,14 @@ def test_reasoning_is_read_back_from_content_summary_or_encrypted_content(kept: 
         summary = {"reasoning": {"summary": "auto"}} if kept == "summary" else {}
         async with agent(LOOK, "done", codec=ToyCodec.chatml()) as a:
             response = await respond(a, "p", tools=TOOLS, **ENCRYPTED_REASONING, **summary)
-            thought, call = response["output"]
+            reasoning, call = response["output"]
             for name, empty in (("content", None), ("summary", []), ("encrypted_content", None)):
                 if kept not in ("all", "no ids", name):
-                    thought[name] = empty
+                    reasoning[name] = empty
             if kept == "no ids":
-                del thought["id"], call["id"]
+                del reasoning["id"], call["id"]
             result = {"type": "function_call_output", "call_id": call["call_id"], "output": "saw"}
-            await respond(a, [{"role": "user", "content": "p"}, thought, call, result], tools=TOOLS)
+            await respond(a, [{"role": "user", "content": "p"}, reasoning, call, result], tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
             used = [echo.equivalence for echo in a.session.managed.session.tree.calls[1].applied_equivalences]
@@ -299,10 +302,10 @@ def test_reasoning_is_read_back_from_content_summary_or_encrypted_content(kept: 
 def test_encrypted_reasoning_of_another_server_is_ignored() -> None:
     async def test() -> None:
         async with agent("ok") as a:
-            for sealed in ("gAAAAABo", "branchline:!", "branchline:/w=="):
-                thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": sealed}
+            for encrypted in ("gAAAAABo", "branchline:!", "branchline:/w=="):
+                reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": encrypted}
                 text = {"role": "assistant", "content": "x"}
-                await respond(a, [{"role": "user", "content": "p"}, thought, text])
+                await respond(a, [{"role": "user", "content": "p"}, reasoning, text])
             assert len(set(a.prompts())) == 1
 
     run(test)
@@ -358,8 +361,8 @@ def test_restarted_gateway_finds_earlier_responses(tmp_path: Path) -> None:
                 headers={"authorization": f"Bearer {key}"},
             )
             assert response_parts(response.json())[0] == "A2"
-            told = "system:one\nuser:p\nassistant:A1user:x\nassistant:"
-            assert [ToyCodec().decode(ids) for ids in engine.received_prompts] == [told]
+            expected = "system:one\nuser:p\nassistant:A1user:x\nassistant:"
+            assert [ToyCodec().decode(ids) for ids in engine.received_prompts] == [expected]
             assert len(gateway.sessions.get("s").session.tree.leaves()) == 1
 
     run(test)
@@ -370,8 +373,8 @@ def test_unknown_previous_response_is_refused_by_name() -> None:
         async with agent("ok") as a:
             other = await a.gateway.session()
             mine = await respond(a, "p")
-            for given in ("resp_unknown", 7, {}):
-                refused = await post_responses(a, "x", previous_response_id=given)
+            for response_id in ("resp_unknown", 7, {}):
+                refused = await post_responses(a, "x", previous_response_id=response_id)
                 assert (refused.status_code, refused.json()["error"]["param"]) == (
                     400,
                     "previous_response_id",
@@ -412,7 +415,7 @@ def test_session_sampling_overrides_the_clients() -> None:
 def test_text_format_becomes_the_response_format_of_chat_completions() -> None:
     async def test() -> None:
         async with agent("ok") as a:
-            wanted = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+            format = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
             seen: list[Any] = []
             generate = a.engine.generate
 
@@ -421,7 +424,7 @@ def test_text_format_becomes_the_response_format_of_chat_completions() -> None:
                 return generate(ids, params, **options)
 
             a.engine.generate = watched  # type: ignore[method-assign]
-            refused = await post_responses(a, "p", text={"format": wanted})
+            refused = await post_responses(a, "p", text={"format": format})
             assert refused.status_code == 400
             assert "response_format" in refused.json()["error"]["message"]
             await respond(a, "p", text={"format": {"type": "text"}, "verbosity": "low"})
@@ -457,7 +460,7 @@ def test_fields_for_vendor_servers_are_accepted() -> None:
                 "safety_identifier": "s",
                 "max_tool_calls": 3,
                 "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []},
-                "include": ["message.output_text.logprobs", "never heard of"],
+                "include": ["message.output_text.logprobs", "unknown"],
             }
             response = await respond(a, "p", **everything)
             assert response["truncation"] == "auto"

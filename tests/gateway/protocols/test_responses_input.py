@@ -1,25 +1,28 @@
-"""Items and tools of the Responses protocol: what becomes one message, what is passed over or refused."""
+"""Items, tools and response ids of the Responses protocol."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
 from branchline.core.arguments import freeform_input
+from branchline.core.call import Call
 from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
 from branchline.gateway.protocols.responses_input import (
     ItemReader,
     ResponseHistory,
     decode_reasoning,
     encode_reasoning,
+    item_id,
 )
 from branchline.tree.tree import Tree
-from tests.gateway.harness import agent, run
+from tests.gateway.harness import Agent, agent, run
 from tests.gateway.protocols.protocol_clients import (
     QUESTIONS,
     SYSTEM,
@@ -27,6 +30,7 @@ from tests.gateway.protocols.protocol_clients import (
     engine_of,
     parse_events,
     post_responses,
+    request,
     respond,
     response_parts,
 )
@@ -74,8 +78,8 @@ def test_agent_message_is_a_user_message_with_its_encrypted_part() -> None:
             {"type": "encrypted_content", "encrypted_content": "count the files"},
         ],
     }
-    (told,) = read(task)
-    assert (told.role, told.content) == ("user", "Payload:\ncount the files")
+    (message,) = read(task)
+    assert (message.role, message.content) == ("user", "Payload:\ncount the files")
     assert [message.role for message in read(message_item("hm"), task, call_item("look"))] == [
         "assistant",
         "user",
@@ -119,7 +123,7 @@ def test_items_of_vendor_servers_are_ignored() -> None:
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "code_interpreter_call", "code": "1", "container_id": "c"},
         {"type": "compaction", "encrypted_content": "x"},
-        {"type": "never heard of"},
+        {"type": "unknown"},
     ]
     assert read(USER, reasoning_item("hm"), *odd, message_item("a"), *odd) == read(
         USER, reasoning_item("hm"), message_item("a")
@@ -194,8 +198,8 @@ def test_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
 )
 def test_freeform_call_is_a_text_for_any_arguments_of_the_model(arguments: str, stream: bool) -> None:
     async def test() -> None:
-        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", arguments),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("apply_patch", arguments),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             response = await respond(a, [USER], tools=[PATCH], stream=stream)
             (item,) = response["output"]
             assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
@@ -211,8 +215,8 @@ def test_freeform_call_is_a_text_for_any_arguments_of_the_model(arguments: str, 
 
 def test_freeform_call_without_its_id_is_matched_by_input() -> None:
     async def test() -> None:
-        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             (item,) = (await respond(a, [USER], tools=[PATCH]))["output"]
             del item["id"]
             result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
@@ -224,12 +228,12 @@ def test_freeform_call_without_its_id_is_matched_by_input() -> None:
 
 def test_freeform_call_is_streamed_as_its_input() -> None:
     async def test() -> None:
-        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
-        async with agent(said, codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
+        async with agent(reply, codec=ToyCodec.chatml()) as a:
             events = parse_events((await post_responses(a, "p", tools=[PATCH], stream=True)).text)
-            told = [event for event in events if "custom_tool_call_input" in event["type"]]
-            assert [event["type"].rpartition(".")[2] for event in told] == ["delta", "done"]
-            assert (told[0]["delta"], told[1]["input"]) == ("x\ny", "x\ny")
+            call_events = [event for event in events if "custom_tool_call_input" in event["type"]]
+            assert [event["type"].rpartition(".")[2] for event in call_events] == ["delta", "done"]
+            assert (call_events[0]["delta"], call_events[1]["input"]) == ("x\ny", "x\ny")
 
     run(test)
 
@@ -237,8 +241,8 @@ def test_freeform_call_is_streamed_as_its_input() -> None:
 def test_call_of_a_namespaced_tool_has_the_namespace() -> None:
     async def test() -> None:
         tools = [{"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]
-        said = Message("assistant", "", tool_calls=(ToolCall("mcp__files__read", "{}"),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("mcp__files__read", "{}"),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             (item,) = (await respond(a, [USER], tools=tools))["output"]
             assert (item["name"], item["namespace"]) == ("read", "mcp__files")
             result = {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
@@ -275,8 +279,8 @@ def test_parallel_tool_calls_false_gives_one_call() -> None:
 
 def test_item_reference_stands_for_the_item() -> None:
     async def test() -> None:
-        said = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             output = (await respond(a, [USER], tools=TOOLS))["output"]
             references = [{"type": "item_reference", "id": item["id"]} for item in output]
             result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "ok"}
@@ -406,7 +410,7 @@ json_scraps: st.SearchStrategy[Any] = st.recursive(
 
 
 def valid_items(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Items of a kind as they should be, some fields left out or null."""
+    """Valid items of a kind, with some fields omitted or null."""
     known = {name: value for name, value in fields.items() if name in ("role", "name", "output")}
     rest = {name: value | st.none() for name, value in fields.items() if name not in known}
     return st.fixed_dictionaries({"type": st.just(kind), **known}, optional={"id": ids, **rest})
@@ -473,3 +477,86 @@ def test_any_input_is_answered_or_refused_by_name(sent: list[Any]) -> None:
                     assert response.json()["status"] == "completed"
 
     run(test)
+
+
+# -- response ids ------------------------------------------------------------------------------------
+
+SYSTEM_MESSAGE = {"role": "system", "content": "S"}
+
+
+# -- instructions ------------------------------------------------------------------------------------
+
+
+def test_instructions_are_omitted_although_another_call_had_them_as_a_message() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A3") as a:
+            await a.ask_text(SYSTEM_MESSAGE, USER)
+            mine = await respond(a, "q", instructions="S")
+            await respond(a, "x", instructions="S", previous_response_id=mine["id"])
+            assert a.prompts()[-1] == "system:S\nuser:q\nassistant:A2user:x\nassistant:"
+            await respond(a, "x", previous_response_id=mine["id"])
+            assert a.prompts()[-1] == "user:q\nassistant:A2user:x\nassistant:"
+
+    run(test)
+
+
+def test_message_stays_although_another_call_had_it_as_instructions() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A3") as a:
+            await respond(a, "p", instructions="S")
+            mine = await respond(a, [SYSTEM_MESSAGE, USER])
+            await respond(a, "x", previous_response_id=mine["id"])
+            assert a.prompts()[-1] == "system:S\nuser:p\nassistant:A2user:x\nassistant:"
+
+    run(test)
+
+
+def test_call_without_the_instructions_field_had_none() -> None:
+    call = Call(0, "resp_1", "", 1, (2,), 3, has_instructions=True)
+    fields = msgspec.to_builtins(call)
+    assert msgspec.convert(fields, Call).has_instructions
+    assert not msgspec.convert(fields[:-1], Call).has_instructions
+
+
+# -- items -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "turn-1", "turn_1", "a.b-c", "resp_x", "abc123"])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_items_of_a_named_call_are_recognised(name: str, by_id: bool) -> None:
+    async def test() -> None:
+        reply = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),) * 2)
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
+            first = await _named(a, name, [USER])
+            output = first["output"]
+            assert first["id"] == name or not name
+            items = [{"type": "item_reference", "id": item["id"]} for item in output] if by_id else output
+            results = [
+                {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+                for item in output[-2:]
+            ]
+            await respond(a, [USER, *items, *results], tools=TOOLS)
+            (line,) = await a.timelines()
+            assert len(line["calls"]) == 2
+            assert not a.session.managed.session.tree.calls[1].applied_equivalences
+
+    run(test)
+
+
+async def _named(a: Agent, name: str, items: Any) -> dict[str, Any]:
+    sent = request(a, "responses", "", input=items, tools=TOOLS)
+    if name:
+        sent.headers["x-branchline-call"] = name
+    response = await a.http.send(sent)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+@pytest.mark.parametrize("id", ["msg_68af", "call_1_2", "fc_call_1", "msg_", "msg_x_y", "odd_aa_0"])
+def test_foreign_ids_are_not_recognised(id: str) -> None:
+    assert ResponseHistory(Tree()).parse_item_id(id) == ("", "", 0)
+
+
+def test_generated_ids_of_another_session_group_the_items_of_an_answer() -> None:
+    assert ResponseHistory(Tree()).parse_item_id(item_id("fc", "resp_ab12", 3)) == ("fc", "resp_ab12", 3)

@@ -19,11 +19,11 @@ PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 
 
 @asynccontextmanager
-async def sdk(*said: Any, **options: Any) -> AsyncIterator[tuple[Agent, openai.AsyncOpenAI]]:
-    """A gateway and the SDK, told only a base URL and a key."""
+async def sdk(*replies: Any, **options: Any) -> AsyncIterator[tuple[Agent, openai.AsyncOpenAI]]:
+    """A gateway and the SDK, which knows only a base URL and a key."""
     options = {"codec": ToyCodec.chatml(), **options}
     async with (
-        agent(*said, **options) as a,
+        agent(*replies, **options) as a,
         openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key, max_retries=0) as client,
     ):
         yield a, client
@@ -73,15 +73,15 @@ def test_multi_turn_agent_is_one_timeline(way: str, keeps: str) -> None:
                     ]
                     if not calls:
                         break
-            assert [response.output_text for response in answers] == [said.content for said in REPLIES]
+            assert [response.output_text for response in answers] == [reply.content for reply in REPLIES]
             (line,) = await a.timelines()
             assert line["calls"] == [response.id for response in answers]
             tree = a.session.managed.session.tree
             assert not [call.applied_equivalences for call in tree.calls if call.applied_equivalences]
-            for call, asked in zip(tree.calls, engine.received_prompts, strict=True):
+            for call, prompt_ids in zip(tree.calls, engine.received_prompts, strict=True):
                 node = tree.nodes[call.outputs[0]]
-                assert tree.path_ids(node)[: len(asked)].tolist() == asked.tolist()
-                assert tree.path_ids(node)[len(asked) :].tolist() == node.sampled_ids.tolist()
+                assert tree.path_ids(node)[: len(prompt_ids)].tolist() == prompt_ids.tolist()
+                assert tree.path_ids(node)[len(prompt_ids) :].tolist() == node.sampled_ids.tolist()
 
     run(test)
 
@@ -89,10 +89,10 @@ def test_multi_turn_agent_is_one_timeline(way: str, keeps: str) -> None:
 @pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
 def test_responses_match_the_sdk_types(way: str) -> None:
     async def test() -> None:
-        said = Message(
+        reply = Message(
             "assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),)
         )
-        async with sdk(said) as (_, client):
+        async with sdk(reply) as (_, client):
             wishes: dict[str, Any] = {
                 "input": "p",
                 "tools": [*TOOLS, PATCH],
@@ -102,11 +102,11 @@ def test_responses_match_the_sdk_types(way: str) -> None:
             response = await ask(client, way, **wishes)
             # Reading is lenient; validating is not.
             Response.model_validate(response.model_dump())
-            thought, message, call = response.output
-            assert isinstance(thought, ResponseReasoningItem)
+            reasoning, message, call = response.output
+            assert isinstance(reasoning, ResponseReasoningItem)
             assert isinstance(call, ResponseCustomToolCall)
-            assert thought.content is not None
-            assert (thought.content[0].text, call.input) == ("hm", "x")
+            assert reasoning.content is not None
+            assert (reasoning.content[0].text, call.input) == ("hm", "x")
             assert message.type == "message"
             assert response.output_text == "so"
             assert response.usage is not None
@@ -118,8 +118,8 @@ def test_responses_match_the_sdk_types(way: str) -> None:
 def test_stream_events_match_the_sdk_types() -> None:
     async def test() -> None:
         both = (ToolCall("apply_patch", '{"input": "x"}'), ToolCall("look", '{"at": 1}'))
-        said = Message("assistant", "so", reasoning_content="hm", tool_calls=both)
-        async with sdk(said) as (_, client):
+        reply = Message("assistant", "so", reasoning_content="hm", tool_calls=both)
+        async with sdk(reply) as (_, client):
             for summary in (None, "auto"):
                 kinds = set()
                 stream = await client.responses.create(

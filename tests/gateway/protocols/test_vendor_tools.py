@@ -23,7 +23,7 @@ streamed = pytest.mark.parametrize("stream", [False, True])
 
 
 @pytest.mark.parametrize(
-    ("tool", "given"),
+    ("tool", "input"),
     [
         ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
         ({"type": "bash_20241022", "name": "bash"}, {"restart": True}),
@@ -37,16 +37,16 @@ streamed = pytest.mark.parametrize("stream", [False, True])
         ),
     ],
 )
-def test_client_tool_is_shown_with_its_schema(tool: dict[str, Any], given: dict[str, Any]) -> None:
+def test_client_tool_is_shown_with_its_schema(tool: dict[str, Any], input: dict[str, Any]) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall(tool["name"], json.dumps(given)),))
-        async with messages_client(said, "done", codec=ToyCodec.chatml()) as c:
+        reply = Message("assistant", tool_calls=(ToolCall(tool["name"], json.dumps(input)),))
+        async with messages_client(reply, "done", codec=ToyCodec.chatml()) as c:
             answer = await c.ask("p", tools=[tool])
             (block,) = answer["content"]
-            assert (block["name"], block["input"]) == (tool["name"], given)
+            assert (block["name"], block["input"]) == (tool["name"], input)
             shown = json.loads(c.prompts()[0].split("\n")[0].removeprefix("tools:"))[0][0]["function"]
             assert shown["name"] == tool["name"]
-            assert set(given) <= set(shown["parameters"]["properties"])
+            assert set(input) <= set(shown["parameters"]["properties"])
             result = {"type": "tool_result", "tool_use_id": block["id"], "content": "ok"}
             await c.ask("p", answer["content"], [result], tools=[tool])
             assert [len(calls) for calls in await c.calls()] == [2]
@@ -97,13 +97,13 @@ def test_vendor_call_item_is_read_back_as_sampled(kind: str, written: Any, strea
     arguments, shown = written[kind]
 
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall(kind, arguments),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall(kind, arguments),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             tools = [{"type": kind}]
             (call,) = (await respond(a, [USER], tools=tools, stream=stream))["output"]
             assert (call["type"], call["status"]) == (f"{kind}_call", "completed")
             assert call[OPENAI_TOOLS[kind].arguments_field] == shown
-            # Clients write nulls where there was nothing.
+            # Clients write null for absent fields.
             call = {**call, OPENAI_TOOLS[kind].arguments_field: {**shown, "user": None}}
             await respond(a, [USER, call, OUTPUTS[kind](call)], tools=tools)
             (line,) = await a.timelines()
@@ -119,8 +119,8 @@ def test_vendor_call_item_is_read_back_as_sampled(kind: str, written: Any, strea
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
 def test_vendor_call_without_its_id_is_matched_by_content(kind: str) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall(kind, WRITTEN[kind][0]),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall(kind, WRITTEN[kind][0]),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             (call,) = (await respond(a, [USER], tools=[{"type": kind}]))["output"]
             del call["id"]
             await respond(a, [USER, call, OUTPUTS[kind](call)], tools=[{"type": kind}])
@@ -131,11 +131,11 @@ def test_vendor_call_without_its_id_is_matched_by_content(kind: str) -> None:
 
 def test_openai_sdk_reads_vendor_call_items() -> None:
     async def test() -> None:
-        said = Message(
+        reply = Message(
             "assistant", tool_calls=tuple(ToolCall(kind, WRITTEN[kind][0]) for kind in OPENAI_TOOLS)
         )
         async with (
-            agent(said, codec=ToyCodec.chatml()) as a,
+            agent(reply, codec=ToyCodec.chatml()) as a,
             openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
             sdk.responses.stream(
                 model="m",
@@ -158,8 +158,8 @@ def test_openai_sdk_reads_vendor_call_items() -> None:
 def test_hosted_shell_is_not_offered() -> None:
     local, hosted = {"type": "local"}, {"type": "container_auto"}
     assert [
-        len(read_openai_tools([{"type": "shell", "environment": place}])[0])
-        for place in (None, local, hosted)
+        len(read_openai_tools([{"type": "shell", "environment": environment}])[0])
+        for environment in (None, local, hosted)
     ] == [
         1,
         1,
