@@ -1,4 +1,4 @@
-"""What the guides say can be pasted: their commands are run, against a gateway that they start."""
+"""The commands of the guides are run, against a gateway that they start."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_code_of_the_guides_can_be_pasted(guide: str, tmp_path: Path) -> None:
         try:
             ended = process.wait(TIMEOUT_S)
         finally:
-            # The gateway too: it was started behind the script's back, in its group.
+            # The gateway too: the script started it in its process group.
             kill_group(process.pid)
     printed = log.read_text()
     assert ended == 0, printed[-3000:]

@@ -53,9 +53,7 @@ def test_2_sub_agent_with_another_system_prompt_is_a_separate_timeline() -> None
     run(test)
 
 
-def test_3_concurrent_identical_requests_and_their_four_continuations_are_four_branches() -> (
-    None
-):
+def test_3_concurrent_identical_requests_and_their_four_continuations_are_four_branches() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), lambda ask: f"answer {ask.call_index}", gate=gate)
@@ -108,7 +106,7 @@ def test_4_tolerated_changes_of_a_reply_stay_one_trajectory(change: dict[str, An
             await a.ask_text({"role": "user", "content": "p"}, message, *results, tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
-            # Results stand in the order their calls were sampled.
+            # Results are in the order in which their calls were sampled.
             assert a.prompts()[-1].index("tool:look") < a.prompts()[-1].index("tool:hear")
 
     run(test)
@@ -346,8 +344,8 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
             await a.ask_text("p")
             await policy("resume", version=4)
             gate.release(1)
-            talk = (("user", "p"), ("assistant", "one"), ("user", "q"))
-            body = {"messages": [{"role": role, "content": text} for role, text in talk], "stream": True}
+            turns = (("user", "p"), ("assistant", "one"), ("user", "q"))
+            body = {"messages": [{"role": role, "content": text} for role, text in turns], "stream": True}
             url, headers = (
                 f"{a.session.base_url}/chat/completions",
                 {"authorization": f"Bearer {a.session.api_key}"},
@@ -513,8 +511,8 @@ def test_token_ids_and_logprobs_on_request() -> None:
             assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["A", "1"]
             assert bytes(response["prompt_token_ids"]) == b"user:p\nassistant:"
             events = await a.stream("p", logprobs=True, return_token_ids=True)
-            told = [token for event in events for token in event["choices"][0].get("token_ids", ())]
-            assert told == list(b"A1")
+            streamed_ids = [token for event in events for token in event["choices"][0].get("token_ids", ())]
+            assert streamed_ids == list(b"A1")
             assert json.dumps(events)
 
     run(test)
