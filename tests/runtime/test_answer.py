@@ -14,7 +14,7 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.chat.parsing.base import OutputParser
 from branchline.chat.parsing.registry import create_text_parser
 from branchline.core.token_arrays import as_ids
-from branchline.engines.base import Chunk
+from branchline.engines.base import Chunk, FinishReason
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta, StopStringMatcher
 
 CODEC = ToyCodec.chatml()
@@ -27,7 +27,7 @@ def _feed(builder: AnswerBuilder, ids: Sequence[int], cuts: Sequence[int] = ()) 
     bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     for start, end in pairwise(bounds) if ids else [(0, 0)]:
         logprobs = -np.arange(start, end, dtype=np.float32)
-        finish_reason = "stop" if end == len(ids) else None
+        finish_reason: FinishReason | None = "stop" if end == len(ids) else None
         deltas.append(builder.add(Chunk(as_ids(ids[start:end]), logprobs, start // 3, finish_reason)))
         if builder.is_stopped:
             break

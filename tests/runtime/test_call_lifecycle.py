@@ -94,7 +94,7 @@ def test_an_engine_buffers_only_calls_that_are_not_streamed_and_cannot_end_early
 
         engine, managed = ScriptedEngine(rule=rule), open_session()
         for fields in ({}, {"stream": True}, {"stop": ("y",)}, {"single_tool_call": True}):
-            await complete_call(managed, engine, call_request(**fields), flush_s=0.01)  # type: ignore[arg-type]
+            await complete_call(managed, engine, call_request(**fields), flush_s=0.01)
         assert seen == [BUFFERED_FLUSH_S, 0.01, 0.01, 0.01]
 
     run(test)

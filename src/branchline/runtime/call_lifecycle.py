@@ -30,7 +30,7 @@ from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 from branchline.tree.delta import Delivered
 from branchline.tree.tree import Turn
 
-log = logging.getLogger("branchline.gateway")
+log = logging.getLogger("branchline.runtime")
 
 _THREAD_CHARACTERS = 50_000
 """Requests with more text than this are prepared in a thread, so that the event loop is not blocked."""

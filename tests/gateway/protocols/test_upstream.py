@@ -44,8 +44,9 @@ async def _ask_each_protocol(a: Agent) -> tuple[Any, Any, Any]:
 # -- requests ----------------------------------------------------------------------------------------
 
 
-def _sent_body(options: dict[str, Any], headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+def _sent_body(options: dict[str, Any], max_tokens_header: str, body: dict[str, Any]) -> dict[str, Any]:
     """The fields that an upstream gets for a Chat Completions request, without its messages."""
+    headers = {"x-branchline-max-tokens": max_tokens_header} if max_tokens_header else {}
     bodies: list[dict[str, Any]] = []
 
     async def test() -> None:
@@ -73,13 +74,14 @@ def test_fields_that_are_not_read_here_are_forwarded() -> None:
         "tools": [TOOL],
     }
     own = {"n": 1, "return_token_ids": True, "stream": False, "seed": None}
-    assert _sent_body({}, **forwarded, **own) == {**MINIMAL_BODY, **forwarded}
+    assert _sent_body({}, "", {**forwarded, **own}) == {**MINIMAL_BODY, **forwarded}
 
 
 @pytest.mark.parametrize("choice", ["none", "auto"])
 def test_without_tools_an_upstream_gets_no_fields_about_them(choice: str) -> None:
     tools = {"tools": [TOOL]} if choice == "none" else {}
-    assert _sent_body({}, tool_choice=choice, parallel_tool_calls=False, **tools) == MINIMAL_BODY
+    body = {"tool_choice": choice, "parallel_tool_calls": False, **tools}
+    assert _sent_body({}, "", body) == MINIMAL_BODY
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,7 @@ def test_without_tools_an_upstream_gets_no_fields_about_them(choice: str) -> Non
 def test_an_upstream_gets_one_limit_under_the_name_of_the_client(
     options: dict[str, Any], header: str, body: dict[str, Any], limit: dict[str, int]
 ) -> None:
-    headers = {"x-branchline-max-tokens": header} if header else {}
-    assert _sent_body(options, headers, **body) == {**MINIMAL_BODY, **limit}
+    assert _sent_body(options, header, body) == {**MINIMAL_BODY, **limit}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_the_limit_of_another_protocol_is_sent_as_max_tokens(protocol: str, name
 
 
 def _sent_tool_fields(**body: Any) -> dict[str, Any]:
-    return {name: value for name, value in _sent_body({}, **body).items() if name not in MINIMAL_BODY}
+    return {name: value for name, value in _sent_body({}, "", body).items() if name not in MINIMAL_BODY}
 
 
 def test_an_upstream_is_offered_the_tools_that_it_may_run_itself() -> None:
