@@ -340,8 +340,7 @@ def test_session_of_a_program_is_exported_waited_for_and_completed() -> None:
             assert a.session.managed.reason == "done"
             await a.ask_text("p", "A1", "q")
             export = await a.session.finalize()
-            with a.session.managed.session.snapshot() as tree:
-                samples = export_samples(tree, session=a.session.id).samples
+            samples = export_samples(a.session.managed.session.tree, session=a.session.id).samples
             assert [one.response_ids.tolist() for one in export.samples] == [
                 one.response_ids.tolist() for one in samples
             ]

@@ -78,18 +78,18 @@ class ForkLogger:
         if record.result is None:
             return
         managed = self._sessions.get(record.session_id)
-        with managed.session.snapshot() as tree:
-            for fork in classify_forks(tree).forks:
-                if (record.session_id, fork.branch.id) in self._logged:
-                    continue
-                self._logged.add((record.session_id, fork.branch.id))
-                fork_log.warning(
-                    "fork in session %s by call %s: %s",
-                    record.session_id,
-                    fork.call.id,
-                    diagnose(tree, fork, managed.session.codec.decode),
-                    extra={"session": record.session_id, "call": fork.call.id, "cause": str(fork.cause)},
-                )
+        tree = managed.session.snapshot()
+        for fork in classify_forks(tree).forks:
+            if (record.session_id, fork.branch.id) in self._logged:
+                continue
+            self._logged.add((record.session_id, fork.branch.id))
+            fork_log.warning(
+                "fork in session %s by call %s: %s",
+                record.session_id,
+                fork.call.id,
+                diagnose(tree, fork, managed.session.codec.decode),
+                extra={"session": record.session_id, "call": fork.call.id, "cause": str(fork.cause)},
+            )
 
 
 def call_fields(record: CallRecord, contents: bool = False) -> dict[str, Any]:

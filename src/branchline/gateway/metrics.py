@@ -69,9 +69,9 @@ class GatewayMetrics:
 
     def record_session_end(self, managed: ManagedSession) -> None:
         """Counts the forks of a session, once, when no call can change them any more."""
-        with managed.session.snapshot() as tree:
-            for fork in classify_forks(tree).forks if tree.calls else ():
-                self._forks.labels(fork.cause).inc()
+        tree = managed.session.snapshot()
+        for fork in classify_forks(tree).forks if tree.calls else ():
+            self._forks.labels(fork.cause).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

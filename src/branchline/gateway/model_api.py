@@ -102,7 +102,7 @@ class _ModelCall:
     async def stream(self, keepalive_s: float) -> None:
         """Sends the answer as it arrives."""
         encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
-        with StreamWriter(self.http, encoder, keepalive_s) as writer:
+        async with StreamWriter(self.http, encoder, keepalive_s) as writer:
             try:
                 async with _closed_session_errors(self.managed), aclosing(self.events) as events:
                     async for event in events:
@@ -114,7 +114,7 @@ class _ModelCall:
                     raise
                 self.record.outcome = "failed" if self.http.is_streaming else "refused"
                 self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
-                await writer.finish(encoder.encode_error(info))
+                await writer.write_error(info)
 
 
 class ModelApi:

@@ -1,9 +1,8 @@
 """Writes a streamed answer to its client, event by event, with keepalives while nothing else is sent.
 
 Clients disconnect from a silent stream. A tool call is sent when it is complete, and a prompt may wait in a
-queue; meanwhile no bytes would be sent. One timer per stream checks whether anything was sent since its last
-check, so events cost nothing extra. A keepalive and an event never overlap: no keepalive starts while an
-event is being sent, and an event waits for a keepalive in progress.
+queue; meanwhile no bytes would be sent. So one task per stream sends a keepalive if nothing was sent for a
+while. A lock keeps keepalives and events from overlapping and their numbers in order.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from types import TracebackType
 from typing import Self
 
 from branchline.gateway.asgi import AsgiRequest
-from branchline.gateway.protocols.base import StreamEncoder
+from branchline.gateway.protocols.base import ErrorInfo, StreamEncoder
 from branchline.runtime.call_record import CallEvent, CallResult
 
 
 class StreamWriter:
     """Sends one streamed answer; at most `keepalive_s` pass without a byte.
 
-    with StreamWriter(http, encoder, 10.0) as writer:
+    async with StreamWriter(http, encoder, 10.0) as writer:
         async for event in run_call(...):
             await writer.write(event)
     """
@@ -30,64 +29,43 @@ class StreamWriter:
         self._encoder = encoder
         # A send right after a check is noticed by the next check but one.
         self._check_every_s = keepalive_s / 2
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_sending = False
-        self._sent_count = 0
-        self._sent_at_last_check = 0
-        self._ping: asyncio.Task[None] | None = None
-        """A keepalive in progress."""
+        self._lock = asyncio.Lock()
+        """Held from the encoding of an event until it is sent."""
+        self._is_silent = True
+        """Whether nothing was sent since the last check."""
 
-    def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(self._check_every_s, self._check)
+    async def __aenter__(self) -> Self:
+        self._keepalive_task = asyncio.create_task(self._send_keepalives())
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop_timer()
-        if self._ping is not None:
-            self._ping.cancel()
+        self._keepalive_task.cancel()
+        await asyncio.gather(self._keepalive_task, return_exceptions=True)
 
     async def write(self, event: CallEvent) -> None:
         """Sends an event; the result of the call ends the stream."""
-        if isinstance(event, CallResult):
-            await self.finish(self._encoder.encode_end(event))
-        elif data := self._encoder.encode_delta(event):
-            await self._flush_ping()
-            await self._send(data)
+        async with self._lock:
+            if isinstance(event, CallResult):
+                await self._send_last(self._encoder.encode_end(event))
+            elif data := self._encoder.encode_delta(event):
+                await self._http.send_chunk(data)
+                self._is_silent = False
 
-    async def finish(self, data: bytes) -> None:
-        """Sends the last bytes."""
-        self._stop_timer()
-        await self._flush_ping()
-        await self._send(data, last=True)
+    async def write_error(self, info: ErrorInfo) -> None:
+        """Ends the stream with an error."""
+        async with self._lock:
+            await self._send_last(self._encoder.encode_error(info))
 
-    async def _send(self, data: bytes, *, last: bool = False) -> None:
-        self._is_sending = True
-        await self._http.send_chunk(data, last=last)
-        # Not reached if the send is cancelled: an event may be half sent, so no keepalive may follow.
-        self._is_sending = False
-        self._sent_count += 1
+    async def _send_last(self, data: bytes) -> None:
+        self._keepalive_task.cancel()
+        await self._http.send_chunk(data, last=True)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    async def _flush_ping(self) -> None:
-        """Waits for the keepalive in progress, if there is one."""
-        while (ping := self._ping) is not None:
-            # The caller may be cancelled; the keepalive, half sent, must not be.
-            await asyncio.wait({ping})
-            if not ping.cancelled():
-                ping.result()
-            if self._ping is ping:
-                self._ping = None
-
-    def _check(self) -> None:
-        self._timer = self._loop.call_later(self._check_every_s, self._check)
-        is_silent = self._sent_count == self._sent_at_last_check and not self._is_sending
-        self._sent_at_last_check = self._sent_count
-        if is_silent and (self._ping is None or self._ping.done()):
-            self._ping = self._loop.create_task(self._send(self._encoder.encode_ping()))
+    async def _send_keepalives(self) -> None:
+        while True:
+            await asyncio.sleep(self._check_every_s)
+            if self._is_silent and not self._lock.locked():
+                async with self._lock:
+                    await self._http.send_chunk(self._encoder.encode_ping())
+            self._is_silent = True

@@ -40,8 +40,7 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
 
 def tree_view(managed: ManagedSession) -> dict[str, Any]:
     """Every node, with the cause of the branch it begins."""
-    with managed.session.snapshot() as tree:
-        return {"nodes": _node_views(tree)}
+    return {"nodes": _node_views(managed.session.snapshot())}
 
 
 def _node_views(tree: Tree) -> list[dict[str, Any]]:
@@ -70,20 +69,19 @@ def _node_views(tree: Tree) -> list[dict[str, Any]]:
 
 def timelines_view(managed: ManagedSession) -> dict[str, Any]:
     """Every root-to-leaf path."""
-    with managed.session.snapshot() as tree:
-        return {
-            "timelines": [
-                {
-                    "ids": timeline.ids.tolist(),
-                    "mask": timeline.mask.tolist(),
-                    "logprobs": _nan_to_none(timeline.logprobs),
-                    "versions": timeline.versions.tolist(),
-                    "agent": timeline.agent or None,
-                    "calls": [call.id for call in timeline.calls],
-                }
-                for timeline in timelines_of(tree)
-            ]
-        }
+    return {
+        "timelines": [
+            {
+                "ids": timeline.ids.tolist(),
+                "mask": timeline.mask.tolist(),
+                "logprobs": _nan_to_none(timeline.logprobs),
+                "versions": timeline.versions.tolist(),
+                "agent": timeline.agent or None,
+                "calls": [call.id for call in timeline.calls],
+            }
+            for timeline in timelines_of(managed.session.snapshot())
+        ]
+    }
 
 
 def samples_view(managed: ManagedSession) -> dict[str, Any]:
