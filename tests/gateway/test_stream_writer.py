@@ -216,7 +216,7 @@ class BlockingServer:
 def test_no_keepalive_starts_while_an_event_is_being_sent() -> None:
     async def test() -> None:
         server = BlockingServer()
-        async with server.writer(0.002) as writer:
+        with server.writer(0.002) as writer:
             server.open.clear()
             sending = asyncio.ensure_future(writer.write(EVENT))
             await server.blocked.wait()
@@ -232,7 +232,7 @@ def test_event_waits_for_a_keepalive_in_progress() -> None:
     async def test() -> None:
         server = BlockingServer()
         server.open.clear()
-        async with server.writer(0.002) as writer:
+        with server.writer(0.002) as writer:
             await server.blocked.wait()
             sending = asyncio.ensure_future(writer.write_error(ErrorInfo(500, "")))
             await asyncio.sleep(0)
@@ -248,9 +248,10 @@ def test_leaving_the_block_cancels_a_keepalive_in_progress() -> None:
     async def test() -> None:
         server = BlockingServer()
         server.open.clear()
-        async with server.writer(0.002) as writer:
+        with server.writer(0.002) as writer:
             await server.blocked.wait()
-        assert writer._keepalive_task.cancelled()
+        with pytest.raises(asyncio.CancelledError):
+            await writer._keepalive_task
         assert server.sent == []
 
     run(test)
@@ -259,7 +260,7 @@ def test_leaving_the_block_cancels_a_keepalive_in_progress() -> None:
 def test_empty_deltas_are_not_sent() -> None:
     async def test() -> None:
         server = BlockingServer()
-        async with server.writer(60) as writer:
+        with server.writer(60) as writer:
             await writer.write(AnswerDelta(0, [MessageDelta(content="")]))
             assert server.sent == []
 

@@ -126,6 +126,8 @@ class AsgiRequest:
         self._raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.is_streaming = False
         """Whether the response has started as a stream; errors then become events of it."""
+        self.is_complete = False
+        """Whether the whole response was sent; a disconnect after that cancels nothing."""
         self.extra_headers: list[tuple[bytes, bytes]] = []
         """Headers of the response, whether it succeeds or fails."""
 
@@ -150,6 +152,7 @@ class AsgiRequest:
         start = [_JSON_HEADER, length, *self.extra_headers, *more]
         await self._send({"type": "http.response.start", "status": status, "headers": start})
         await self._send({"type": "http.response.body", "body": data})
+        self.is_complete = True
 
     async def send_chunk(self, data: bytes, *, last: bool = False) -> None:
         """Sends the next bytes of a stream of events."""
@@ -159,6 +162,7 @@ class AsgiRequest:
             # Set after the send: if that is cancelled, an error response is still possible.
             self.is_streaming = True
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self.is_complete = last
 
     async def run_until_disconnect(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:
         """The result of `work`. A client that disconnects cancels it: raises ClientDisconnectedError.
@@ -172,7 +176,7 @@ class AsgiRequest:
 
         def cancel(watch: asyncio.Task[None]) -> None:
             nonlocal is_gone
-            if is_working and not watch.cancelled():
+            if is_working and not self.is_complete and not watch.cancelled():
                 # A watch that failed also means that the connection is gone.
                 watch.exception()
                 is_gone = task.cancel()

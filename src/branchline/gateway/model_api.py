@@ -102,7 +102,7 @@ class _ModelCall:
     async def stream(self, keepalive_s: float) -> None:
         """Sends the answer as it arrives."""
         encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
-        async with StreamWriter(self.http, encoder, keepalive_s) as writer:
+        with StreamWriter(self.http, encoder, keepalive_s) as writer:
             try:
                 async with _closed_session_errors(self.managed), aclosing(self.events) as events:
                     async for event in events:
@@ -151,7 +151,7 @@ class ModelApi:
             pass
         except Exception:
             log.exception("request failed")
-            if not http.is_streaming:
+            if not http.is_streaming and not http.is_complete:
                 await http.send_json(error_body(ErrorInfo(500, "internal error")), 500)
 
     async def _list_models(self, route: ModelRoute, http: AsgiRequest) -> None:

@@ -8,6 +8,7 @@ while. A lock keeps keepalives and events from overlapping and their numbers in 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,7 @@ from branchline.runtime.call_record import CallEvent, CallResult
 class StreamWriter:
     """Sends one streamed answer; at most `keepalive_s` pass without a byte.
 
-    async with StreamWriter(http, encoder, 10.0) as writer:
+    with StreamWriter(http, encoder, 10.0) as writer:
         async for event in run_call(...):
             await writer.write(event)
     """
@@ -34,15 +35,15 @@ class StreamWriter:
         self._is_silent = True
         """Whether nothing was sent since the last check."""
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         self._keepalive_task = asyncio.create_task(self._send_keepalives())
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Not awaited: the call must end with its last event, before its client can act on that.
         self._keepalive_task.cancel()
-        await asyncio.gather(self._keepalive_task, return_exceptions=True)
 
     async def write(self, event: CallEvent) -> None:
         """Sends an event; the result of the call ends the stream."""
@@ -67,5 +68,6 @@ class StreamWriter:
             await asyncio.sleep(self._check_every_s)
             if self._is_silent and not self._lock.locked():
                 async with self._lock:
-                    await self._http.send_chunk(self._encoder.encode_ping())
+                    with suppress(OSError):  # the client has disconnected, which cancels the call
+                        await self._http.send_chunk(self._encoder.encode_ping())
             self._is_silent = True
