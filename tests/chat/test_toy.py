@@ -68,9 +68,9 @@ def test_streamed_deltas_add_up_to_the_whole_parse(ids: list[int], cuts: list[in
     deltas += streamed.finish("stop")
     assert streamed.message == whole.message
     assert streamed.problems == whole.problems
-    assert "".join(delta.text for delta in deltas) == whole.message.content
-    assert "".join(delta.reasoning for delta in deltas) == whole.message.reasoning_content
-    assert tuple(delta.call for delta in deltas if delta.call is not None) == whole.message.tool_calls
-    assert [delta.index for delta in deltas if delta.call is not None] == list(
+    assert "".join(delta.content for delta in deltas) == whole.message.content
+    assert "".join(delta.reasoning_content for delta in deltas) == whole.message.reasoning_content
+    assert tuple(delta.tool_call for delta in deltas if delta.tool_call is not None) == whole.message.tool_calls
+    assert [delta.index for delta in deltas if delta.tool_call is not None] == list(
         range(len(whole.message.tool_calls))
     )

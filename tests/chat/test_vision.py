@@ -197,8 +197,8 @@ def test_a_path_with_images_in_earlier_turns_is_kept_as_it_is(codec: RenderersCo
     for step in range(3):
         turn, output = commit_reply(session, codec, talk, f"answer {step}")
         assert turn.prompt_ids[: len(before)].tolist() == before
-        assert turn.rewritten == ""
-        assert turn.encoded <= len(turn.prompt_ids) - len(before)
+        assert turn.rewrite_reason == ""
+        assert turn.encoded_tokens <= len(turn.prompt_ids) - len(before)
         assert [place.media for place in codec.image_spans(talk, turn.prompt_ids)] == images
         before = [*turn.prompt_ids.tolist(), *output.tolist()]
         image = make_image(200 + 50 * step, 90, step)

@@ -34,7 +34,7 @@ class ToyCodec:
     """Ids are bytes plus a few frames.
 
     >>> codec = ToyCodec()
-    >>> codec.decode(codec.extend((), [Shown(Message("user", "p"))]).pieces[0].ids)
+    >>> codec.decode(codec.extend((), [NewMessage(Message("user", "p"))]).message_tokens[0].ids)
     'user:p\\n'
     """
 

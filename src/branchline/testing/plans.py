@@ -229,7 +229,7 @@ class PlanGenerator:
         good = self._add_call(aside)
         self._append_results(talk, self._append_output(talk, good))
         talk.depends_on |= aside.depends_on
-        self._turn(talk, truth=Cause.REPAIR_LOOP)
+        self._turn(talk, expected_cause=Cause.REPAIR_LOOP)
 
     def _edit(self, talk: ScriptedConversation) -> None:
         places = [
@@ -245,7 +245,7 @@ class PlanGenerator:
                 del talk.messages[place + 1]
         if talk.messages[-1].role == "assistant":
             talk.messages.append(Message("user", self._unique_text("ask")))
-        self._turn(talk, truth=Cause.EDIT)
+        self._turn(talk, expected_cause=Cause.EDIT)
 
     def _context_delete(self, talk: ScriptedConversation) -> None:
         tools = [place for place, message in enumerate(talk.messages) if message.role == "tool"][:-1]
@@ -267,7 +267,7 @@ class PlanGenerator:
             if end > len(talk.messages) - 4:
                 return
             del talk.messages[start:end]
-        self._turn(talk, truth=Cause.CONTEXT_DELETE)
+        self._turn(talk, expected_cause=Cause.CONTEXT_DELETE)
 
     def _compaction(self, talk: ScriptedConversation) -> None:
         ask = talk.copy()
@@ -278,7 +278,7 @@ class PlanGenerator:
         said = self.calls[summary].outputs[0].message.content
         talk.depends_on |= ask.depends_on | {summary}
         talk.messages = [talk.messages[0], Message("user", f"Earlier: {said} Go on.")]
-        self._turn(talk, truth=Cause.COMPACTION)
+        self._turn(talk, expected_cause=Cause.COMPACTION)
 
     def _sub_agent(self, talk: ScriptedConversation) -> None:
         if not self._style.max_tool_calls:
@@ -313,7 +313,7 @@ class PlanGenerator:
 
     def _tools_changed(self, talk: ScriptedConversation) -> None:
         talk.tools = (*talk.tools[:2], _tool(f"extra{len(self.calls)}"))
-        self._turn(talk, truth=Cause.TOOLS_CHANGED)
+        self._turn(talk, expected_cause=Cause.TOOLS_CHANGED)
 
 
 def _echo_as_client(said: Message, rng: Random) -> Message:

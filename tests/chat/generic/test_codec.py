@@ -173,10 +173,10 @@ def test_an_empty_thought_of_the_generation_prompt_may_stand(keep: bool) -> None
     off = {"enable_thinking": False}
     history = [user("p")]
     for count in range(3):
-        turn = talk.prepare(*history, template=off)
+        turn = talk.prepare(*history, chat_template_kwargs=off)
         assert talk.decode(turn.generation_prompt_ids.tolist()).endswith("<think>\n\n</think>\n\n")
         assert (turn.parent.depth == len(history) - 1) is (keep or count == 0)
-        node = talk.commit_reply(history, [*talk.encode(f"answer {count}"), IM_END], template=off)
+        node = talk.commit_reply(history, [*talk.encode(f"answer {count}"), IM_END], chat_template_kwargs=off)
         history += [node.message, user(f"and {count}?")]
 
 
@@ -257,7 +257,7 @@ def test_ids_of_calls_are_what_the_template_requires_and_results_follow_them() -
 
 
 def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
-    talk = SessionDriver(load_codec("llama3_2"), started=datetime(2026, 3, 1))
+    talk = SessionDriver(load_codec("llama3_2"), started_at=datetime(2026, 3, 1))
     node = talk.commit_reply([user("p")], [*talk.encode("yes"), *talk.encode("<|eot_id|>")])
     turn = talk.prepare(user("p"), node.message, user("q"))
     assert turn.parent is node
@@ -266,7 +266,7 @@ def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
 
 def test_template_arguments_are_part_of_a_prompts_identity(qwen: SessionDriver) -> None:
     qwen.commit_reply([user("p")], [*qwen.encode("yes"), IM_END])
-    assert qwen.prepare(user("p"), template={"enable_thinking": False}).parent is qwen.session.tree.root
+    assert qwen.prepare(user("p"), chat_template_kwargs={"enable_thinking": False}).parent is qwen.session.tree.root
 
 
 GLM_LIKE = (

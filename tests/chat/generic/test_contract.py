@@ -186,7 +186,7 @@ def test_a_codec_that_ignores_what_the_template_drops_is_caught(monkeypatch: pyt
 
 def test_a_codec_that_encodes_a_sampled_message_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     load_codec("qwen3")
-    monkeypatch.setattr(PromptBuilder, "_is_slot", lambda self, index: False)
+    monkeypatch.setattr(PromptBuilder, "_is_marked", lambda self, index: False)
     assert detects_violation("qwen3")
     assert detects_violation("qwen2_5")
 

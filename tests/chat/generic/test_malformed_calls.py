@@ -314,8 +314,8 @@ class MalformedReplyEncoder(TemplateReplyEncoder):
 def run_malformed_plan(family: str, seed: int, count: int, history: Any, odd: list[str]) -> PlanRunner:
     codec, rng = load_codec(family), Random(seed)
     # Clients that send everything back in their own spelling have theirs for objects only.
-    manners = replace(FAMILIES[family], mangle=False)
-    behaviour = MalformedPlanGenerator(Random(seed), odd, reasoning=family == "qwen3", manners=manners)
+    style = replace(FAMILIES[family], reserialize_echoes=False)
+    behaviour = MalformedPlanGenerator(Random(seed), odd, reasoning=family == "qwen3", style=style)
     plan = behaviour.generate(count)
     player = PlanRunner(Session("s", codec, history=history), MalformedReplyEncoder(codec, Random(seed)))
     player.run(plan, causal_order(plan, rng), overlap=rng)

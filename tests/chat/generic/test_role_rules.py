@@ -178,7 +178,7 @@ def test_nothing_that_mistral_takes_is_shown_otherwise() -> None:
     codec = load_codec("mistral_nemo")
     template = codec.tokenizer.chat_template(tools=True)
     dialect = codec.template_traits(template)
-    plain = replace(dialect, turns=UNRESTRICTED_ROLES)
+    plain = replace(dialect, role_rules=UNRESTRICTED_ROLES)
     speak = {"s": system, "u": user, "a": assistant, "c": lambda _: CALL, "r": lambda _: RESULT}
     taken = shown = 0
     for count in range(1, 6):

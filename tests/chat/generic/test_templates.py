@@ -40,7 +40,7 @@ def verify(talk: SessionDriver, *messages: Message, **about: Any) -> Any:
     plain = template.render(
         talk.codec.template_traits(template).to_template_messages(shown),
         tools,
-        about.get("template"),
+        about.get("chat_template_kwargs"),
         now=talk.session.started_at,
     )
     assert without_whitespace(talk.decode(turn.prompt_ids.tolist())) == without_whitespace(plain)
@@ -60,7 +60,7 @@ def test_a_template_that_writes_around_or_inside_a_reply_forks(content: str) -> 
     talk = SessionDriver(load_codec_with_template(chatml(content)))
     node = commit_text(talk, [user("p")], "a cat<|im_end|>")
     turn = verify(talk, user("p"), node.message, user("q"))
-    assert turn.rewritten
+    assert turn.rewrite_reason
     verify(talk, user("other"), node.message, user("q"))
 
 
@@ -81,14 +81,14 @@ HYBRID = (
 def test_what_opens_a_reply_depends_on_the_templates_arguments() -> None:
     off = {"enable_thinking": False}
     talk = SessionDriver(load_codec_with_template(HYBRID, reasoning_parser="think"))
-    node = commit_text(talk, [user("p")], "hello<|im_end|>", template=off)
-    assert (node.message.text, node.message.reasoning) == ("hello", "")
-    turn = verify(talk, Message("system", "new"), user("p"), node.message, user("q"), template=off)
+    node = commit_text(talk, [user("p")], "hello<|im_end|>", chat_template_kwargs=off)
+    assert (node.message.content, node.message.reasoning_content) == ("hello", "")
+    turn = verify(talk, Message("system", "new"), user("p"), node.message, user("q"), chat_template_kwargs=off)
     assert "<|im_start|>assistant\nhello<|im_end|>" in talk.decode(turn.prompt_ids.tolist())
-    assert talk.decode(turn.opening.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert talk.decode(turn.generation_prompt_ids.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     thinking = commit_text(talk, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
-    assert (thinking.message.text, thinking.message.reasoning) == ("hello", "hm")
-    assert talk.prepare(user("p"), user("q"), template=off).parent.message.content == "p"
+    assert (thinking.message.content, thinking.message.reasoning_content) == ("hello", "hm")
+    assert talk.prepare(user("p"), user("q"), chat_template_kwargs=off).parent.message.content == "p"
 
 
 CROSSING = (
@@ -212,7 +212,7 @@ def test_arguments_nested_beyond_reason_do_not_raise() -> None:
 
 def test_names_of_ours_are_not_the_clients_to_set() -> None:
     talk = SessionDriver(load_codec("qwen3"))
-    turn = talk.prepare(user("p"), template={"add_generation_prompt": False, "messages": []})
+    turn = talk.prepare(user("p"), chat_template_kwargs={"add_generation_prompt": False, "messages": []})
     assert talk.decode(turn.prompt_ids.tolist()).endswith("<|im_start|>assistant\n")
 
 

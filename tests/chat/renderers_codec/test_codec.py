@@ -114,7 +114,7 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
                 reasoning_content=message.reasoning_content,
                 tool_calls=tuple(calls),
             )
-        inside = self._codec._starts_inside({})
+        inside = self._codec._starts_in_reasoning({})
         plain = Message("assistant", message.content, tool_calls=message.tool_calls) if inside else message
         text, end = self._render(plain)
         if inside:
@@ -270,7 +270,7 @@ def test_verbatim_keeps_thinking_that_the_template_would_drop(qwen3: RenderersCo
         commit_reply(session, qwen3, [ask], output)
         turn = commit_reply(session, qwen3, [ask, qwen3.parse(output), more], output)
         assert ("hm" not in qwen3.decode(turn.prompt_ids)) == dropped
-        assert turn.rewritten == ("think_strip" if dropped else "")
+        assert turn.rewrite_reason == ("think_strip" if dropped else "")
 
 
 def test_disabled_thinking_extends_although_the_prompt_begins_the_answer(qwen3: RenderersCodec) -> None:
@@ -280,8 +280,8 @@ def test_disabled_thinking_extends_although_the_prompt_begins_the_answer(qwen3: 
     for step in range(4):
         output = codec.tokenizer.encode(f"answer {step}<|im_end|>")
         turn = commit_reply(session, codec, talk, output)
-        assert turn.rewritten == ""
-        assert codec.decode(turn.opening).endswith("<think>\n\n</think>\n\n")
+        assert turn.rewrite_reason == ""
+        assert codec.decode(turn.generation_prompt_ids).endswith("<think>\n\n</think>\n\n")
         talk += [codec.parse(output), Message("user", f"q{step + 1}")]
 
 
@@ -414,8 +414,8 @@ def thinking_session(codec: RenderersCodec) -> PlanRunner:
 def test_a_codec_that_ignores_what_is_dropped_is_found_out(
     qwen3: RenderersCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Splicer, "_same", lambda *_, **__: True)
-    monkeypatch.setattr(RenderersCodec, "_markers_of", lambda *_: [])
+    monkeypatch.setattr(Splicer, "_has_same_meaning", lambda *_, **__: True)
+    monkeypatch.setattr(RenderersCodec, "_control_tokens_in", lambda *_: [])
     with pytest.raises(AssertionError):
         check_shows_the_plain_render(thinking_session(qwen3), qwen3)
 
@@ -423,7 +423,7 @@ def test_a_codec_that_ignores_what_is_dropped_is_found_out(
 def test_a_codec_that_encodes_a_sampled_message_again_is_found_out(
     markers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Splicer, "_fit", lambda *_: "again")
+    monkeypatch.setattr(Splicer, "_match", lambda *_: "again")
     codec = codec_of("deepseek_v3", markers)
     player, _ = run_plan(codec, 3, 6, [], False, "template")
     with pytest.raises(AssertionError):

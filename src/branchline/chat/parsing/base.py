@@ -76,8 +76,9 @@ class ParsedOutput:
 class OutputParser:
     """One output, read as ids.
 
-    >>> from branchline.chat.parsing.registry import parser_for
-    >>> parser = OutputParser(parser_for("plain", reasoning_content="think"), lambda token: bytes([token]), {0})
+    >>> from branchline.chat.parsing.registry import create_text_parser
+    >>> text_parser = create_text_parser("plain", reasoning_format="think")
+    >>> parser = OutputParser(text_parser, lambda token: bytes([token]), {0})
     >>> parser.feed(b"<think>\\nhm")
     [MessageDelta(content='', reasoning_content='hm', tool_call=None, index=0)]
     >>> parser.feed(b"\\n</think>\\n\\nyes\\0")
