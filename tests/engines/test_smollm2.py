@@ -184,10 +184,10 @@ def test_digits_stand_apart_and_what_is_before_them_stays_whole(folder: Path) ->
 def test_the_codec_knows_the_template_and_what_ends_a_reply(folder: Path) -> None:
     codec = GenericCodec.open(folder)
     assert codec.stop_ids == {2}
-    assert codec.terminator_ids == {2}
+    assert codec.profile().terminator_ids == {2}
     assert codec.tokenizer.special_tokens["bos_token"] == "<|im_start|>"
     asked = [Message("user", "hi")]
-    assert codec.tokenizer.render_prompt(asked) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert codec.probe().render(asked) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @needs_gguf

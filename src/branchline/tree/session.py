@@ -11,7 +11,7 @@ and applied; `durable` resolves once the record is safe, and a reply must not le
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,8 +56,7 @@ class Session:
         self.id = id
         self.started_at = started_at or datetime.now()
         """What the clock of a template shows throughout; kept with every call, so that a restart keeps it."""
-        stop_clock: Callable[[datetime], Codec] | None = getattr(codec, "with_clock", None)
-        self.codec = codec if stop_clock is None else stop_clock(self.started_at)
+        self.codec = codec.with_clock(self.started_at)
         self.history: HistoryPolicy = history
         self.tree = tree or Tree(restore_reasoning=restore_reasoning)
         self._journal = journal

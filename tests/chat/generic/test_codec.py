@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -10,47 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from branchline import CodecError, Generation, Media, Message, Request, Session, ToolCall, Turn, timelines_of
+from branchline import CodecError, Generation, Media, Message, Request, ToolCall, timelines_of
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.token_arrays import as_ids
-from branchline.tree.node import Node
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
-from tests.chat.test_tokenizer import save_byte_level
-
-TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
-
-
-def user(text: str) -> Message:
-    return Message("user", text)
-
-
-def assistant(text: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
-    return Message("assistant", text, tool_calls=calls, reasoning_content=reasoning)
-
-
-class SessionDriver:
-    """A session on a real codec, driven by hand-written ids and texts."""
-
-    def __init__(self, codec: GenericCodec, **options: object) -> None:
-        self.codec = codec
-        self.session = Session("s", codec, **options)  # type: ignore[arg-type]
-
-    def encode(self, text: str) -> list[int]:
-        return self.codec.tokenizer.encode(text).tolist()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.codec.decode(as_ids(ids))
-
-    def commit_reply(
-        self, messages: list[Message], ids: list[int], finish_reason: str = "stop", **about: object
-    ) -> Node:
-        turn = self.prepare(*messages, **about)
-        call = self.session.commit(turn, Generation(as_ids(ids), finish_reason=finish_reason)).call
-        return self.session.tree.nodes[call.outputs[0]]
-
-    def prepare(self, *messages: Message, **about: object) -> Turn:
-        return self.session.prepare(Request(messages, **about))  # type: ignore[arg-type]
+from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user
 
 
 @pytest.fixture
@@ -212,7 +176,7 @@ def test_b6_an_assistant_message_anywhere_is_context(qwen: SessionDriver) -> Non
 def test_letters_of_any_kind_survive_both_ways(qwen: SessionDriver, text: str) -> None:
     node = qwen.commit_reply([user(text)], [*qwen.encode("antwort: größer 🙂"), IM_END])
     assert node.message.content == "antwort: größer 🙂"
-    qwen.codec.clear_prompt_cache()
+    qwen.codec.prompt_cache.clear()
     turn = qwen.prepare(user(text), node.message, user("q"))
     assert turn.parent is node
 
@@ -266,7 +230,10 @@ def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
 
 def test_template_arguments_are_part_of_a_prompts_identity(qwen: SessionDriver) -> None:
     qwen.commit_reply([user("p")], [*qwen.encode("yes"), IM_END])
-    assert qwen.prepare(user("p"), chat_template_kwargs={"enable_thinking": False}).parent is qwen.session.tree.root
+    assert (
+        qwen.prepare(user("p"), chat_template_kwargs={"enable_thinking": False}).parent
+        is qwen.session.tree.root
+    )
 
 
 GLM_LIKE = (
@@ -277,7 +244,7 @@ GLM_LIKE = (
 
 def test_a_stop_token_may_be_the_next_messages_opener(tmp_path: Path) -> None:
     added = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
-    talk = SessionDriver(GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, added=added)))
+    talk = SessionDriver(GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, special=added)))
     stop = talk.encode("<|user|>")
     assert set(stop) <= talk.codec.stop_ids
     node = talk.commit_reply([user("p")], [*talk.encode("yes"), *stop])
@@ -334,14 +301,14 @@ def test_somebody_who_writes_our_nonce_changes_nothing(history: str, places: tup
     tokenizer = load_codec("qwen3").tokenizer
     codec = GenericCodec(tokenizer)
     talk = SessionDriver(codec, history=history)
-    salt = codec._markers.nonce
+    salt = codec.prompt_cache.markers.nonce
 
     def text(place: int, words: str) -> str:
         return f"{words} {salt}{place}x0a_ {salt}1x0b_ end" if places[place] else words
 
     messages = [user(text(0, "ask"))]
     for reply, more in ((1, 2), (3, 0)):
-        assert talk.prepare(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
+        assert talk.prepare(*messages).prompt_ids.tolist() == codec.encode_prompt(messages).tolist()
         node = talk.commit_reply(messages, [*talk.encode(text(reply, "reply")), IM_END])
         messages += [node.message, user(text(more, "more"))]
-    assert talk.prepare(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
+    assert talk.prepare(*messages).prompt_ids.tolist() == codec.encode_prompt(messages).tolist()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from branchline import Session, export_samples, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.field_markers import Mismatch, SpanFinder, TextSpan
+from branchline.chat.generic.field_markers import SpanFinder, TextSpan
 from branchline.chat.generic.prompt_builder import PromptBuilder
 from branchline.core.message import Message
 from branchline.testing.plan_runner import PlanRunner, causal_order
@@ -23,6 +23,7 @@ from branchline.testing.plans import PlanGenerator, PlannedCall
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.tree.tree import Tree
 from tests.chat.families import FAMILIES, load_codec
+from tests.chat.harness import without_whitespace
 
 seeds = st.integers(0, 2**32)
 steps = st.integers(0, 6)
@@ -47,17 +48,9 @@ def run_plan(
     return player
 
 
-def without_whitespace(text: str) -> str:
-    return "".join(text.split())
-
-
 def plain_text(codec: GenericCodec, messages: list[Message], planned: PlannedCall) -> str:
     """The conversation as the template writes it, nothing reused."""
-    template = codec.tokenizer.chat_template(tools=bool(planned.tools))
-    tools = [dict(tool) for tool in planned.tools]
-    return template.render(
-        codec.template_traits(template).to_template_messages(messages), tools, now=codec.now
-    )
+    return codec.probe(tools=bool(planned.tools)).render(messages, [dict(tool) for tool in planned.tools])
 
 
 def verify(family: str, player: PlanRunner) -> None:
@@ -151,7 +144,7 @@ def test_what_is_remembered_changes_nothing(family: str, seed: int, count: int) 
 
 def _clearing_prompt_cache(codec: GenericCodec, prepare: Any) -> Any:
     def forget_and_prepare(planned: PlannedCall) -> Any:
-        codec.clear_prompt_cache()
+        codec.prompt_cache.clear()
         return prepare(planned)
 
     return forget_and_prepare
@@ -175,7 +168,7 @@ def test_a_codec_that_ignores_what_the_template_drops_is_caught(monkeypatch: pyt
 
     def careless(self: SpanFinder, text: str, index: int, message: Message, sampled: Any, start: int) -> Any:
         found = find(self, text, index, message, sampled, start)
-        if isinstance(found, Mismatch):
+        if not isinstance(found, TextSpan):
             stop = self.find_next_stop(text, start)
             return TextSpan(start, stop[1]) if stop else found
         return found

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 
 from branchline import Message, Request, Session, ToolCall, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.chat.template_traits import TemplateTraits
 from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator, PlannedOutput
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from tests.chat.families import FAMILIES, load_codec, load_codec_with_template
-from tests.chat.generic.test_codec import TOOLS, SessionDriver, assistant, user
 from tests.chat.generic.test_contract import verify
-from tests.chat.test_tokenizer import save_byte_level
+from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user
 
 VALUES = ["[1]", '"x"', '"{}"', "null", "3", "[]", '""']
 NO_JSON = [
@@ -56,14 +55,14 @@ FORMATTED_CALLS = {
 )
 def test_each_template_is_asked_how_it_takes_them(family: str, odd: str) -> None:
     codec = load_codec(family)
-    dialect = codec.template_traits(codec.tokenizer.chat_template(tools=True))
+    dialect = codec.profile(tools=True).traits
     assert (dialect.arguments_format, dialect.malformed_arguments_format) == ("object", odd)
 
 
 def assert_continues(talk: SessionDriver, text: str, finish: str = "stop") -> None:
     """A reply is sampled, and a client sends it back with results: the next prompt must begin with it."""
     prompt = talk.prepare(user("p"), tools=TOOLS).prompt_ids.tolist()
-    sampled = [*talk.encode(text), *[min(talk.codec.terminator_ids)] * (finish == "stop")]
+    sampled = [*talk.encode(text), *[min(talk.codec.profile().terminator_ids)] * (finish == "stop")]
     node = talk.commit_reply([user("p")], sampled, finish, tools=TOOLS)
     assert node.message.tool_calls, node.message
     messages: list[Any] = [{"role": "user", "content": "p"}]
@@ -85,9 +84,11 @@ def assert_continues(talk: SessionDriver, text: str, finish: str = "stop") -> No
         behind = talk.decode(turn.prompt_ids.tolist()[node.end :])
         assert "Invalid JSON" in behind
         if finish == "length":
-            assert behind.startswith(talk.decode([min(talk.codec.terminator_ids)])), "and is closed once"
+            assert behind.startswith(talk.decode([min(talk.codec.profile().terminator_ids)])), (
+                "and is closed once"
+            )
         # Once more without what is remembered: found by brackets instead of by comparing.
-        talk.codec.clear_prompt_cache()
+        talk.codec.prompt_cache.clear()
 
 
 SAMPLED = [
@@ -143,7 +144,9 @@ def test_so_is_one_behind_which_the_output_was_cut(family: str, history: str) ->
 def test_what_the_template_drops_beside_one_still_forks() -> None:
     talk = SessionDriver(load_codec("qwen3"))
     text = "<think>\nwhere?\n</think>\n\n" + FORMATTED_CALLS["qwen3"].format("{at: 1")
-    node = talk.commit_reply([user("p")], [*talk.encode(text), min(talk.codec.terminator_ids)], tools=TOOLS)
+    node = talk.commit_reply(
+        [user("p")], [*talk.encode(text), min(talk.codec.profile().terminator_ids)], tools=TOOLS
+    )
     turn = talk.prepare(
         user("p"), node.message, Message("tool", "r"), assistant("so"), user("q"), tools=TOOLS
     )
@@ -200,7 +203,7 @@ def codec_with_template(template: str, path: Path) -> GenericCodec:
     if template is not GLM:
         return load_codec_with_template(template)
     # Its tags are tokens of their own.
-    return GenericCodec.open(save_byte_level(path, chat_template=template, added=GLM_TOKENS))
+    return GenericCodec.open(save_byte_level(path, chat_template=template, special=GLM_TOKENS))
 
 
 @histories
@@ -209,7 +212,7 @@ def test_a_template_that_walks_through_arguments_is_given_an_object(
     template: str, text: str, history: str, tmp_path: Path
 ) -> None:
     codec = codec_with_template(template, tmp_path)
-    dialect = codec.template_traits(codec.tokenizer.chat_template(tools=True))
+    dialect = codec.profile(tools=True).traits
     assert (dialect.arguments_format, dialect.malformed_arguments_format) == ("object", "object")
     assert_continues(SessionDriver(codec, history=history), text)
     assert_continues(SessionDriver(codec, history=history), f"Well.\n{text}\n{text}")
@@ -224,7 +227,9 @@ def test_an_empty_thought_that_the_template_puts_before_one_forks_as_before_any_
     for arguments in ("[1]", "<parameter=at>\n1\n</parameter>"):
         talk = SessionDriver(codec)
         text = f"<tool_call>\n<function=look>\n{arguments}\n</function>\n</tool_call>"
-        node = talk.commit_reply([user("p")], [*talk.encode(text), min(codec.terminator_ids)], tools=TOOLS)
+        node = talk.commit_reply(
+            [user("p")], [*talk.encode(text), min(codec.profile().terminator_ids)], tools=TOOLS
+        )
         turn = talk.prepare(user("p"), node.message, Message("tool", "r"), tools=TOOLS)
         assert (len(node.message.tool_calls), turn.rewrite_reason) == (1, "rewritten")
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from branchline.chat.parsing import OutputParser, ParsedOutput, TextParser, create_text_parser
+from branchline.chat.parsing.base import OutputParser, ParsedOutput, TextParser
+from branchline.chat.parsing.registry import create_text_parser
 from branchline.core.message import ToolCall
 
 Writer = Callable[[str, Sequence[ToolCall]], str]

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, byte_parser, call
 
-from branchline.chat.parsing import MessageDelta, OutputParser, ParsedOutput, ParseProblem, create_text_parser
-from branchline.chat.parsing.base import REPLACEMENT
+from branchline.chat.parsing.base import REPLACEMENT, MessageDelta, OutputParser, ParsedOutput, ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object
 from branchline.chat.parsing.reasoning import REASONING_MARKERS
+from branchline.chat.parsing.registry import create_text_parser
 from branchline.core.message import Message
+from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, byte_parser, call
 
 MARKERS = {
     "plain": [],

@@ -7,11 +7,12 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from branchline.chat.parsing.base import ParseProblem
+from branchline.chat.parsing.registry import create_text_parser
+from branchline.core.errors import CodecError
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import WITH_CALLS, WRITER_IDS, WRITERS, Writer, call, parse_text
-
-from branchline.chat.parsing import ParseProblem, create_text_parser
-from branchline.core.errors import CodecError
 
 CUT = (ParseProblem.CUT_CALL,)
 MALFORMED = (ParseProblem.MALFORMED_CALL,)

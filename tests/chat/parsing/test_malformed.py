@@ -10,12 +10,12 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.chat.parsing import samples
-from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
-from branchline.chat.parsing import ParseProblem
+from branchline.chat.parsing.base import ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object, parse_lenient, split_object
 from branchline.loop.tools.arguments import parse_arguments
+from tests.chat.parsing import samples
+from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
 MALFORMED = (ParseProblem.MALFORMED_ARGUMENTS,)
 JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]

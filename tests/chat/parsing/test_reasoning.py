@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.chat.parsing.samples import call, hermes, parse_text
 
-from branchline.chat.parsing import ParseProblem
+from branchline.chat.parsing.base import ParseProblem
+from tests.chat.parsing.samples import call, hermes, parse_text
 
 UNCLOSED = (ParseProblem.UNCLOSED_REASONING,)
 

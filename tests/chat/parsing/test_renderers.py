@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+
 from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
 renderers = pytest.importorskip(

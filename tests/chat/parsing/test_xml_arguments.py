@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+from branchline.chat.parsing.base import ParseProblem
+from branchline.chat.parsing.registry import create_text_parser
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import call, parse_text
-
-from branchline.chat.parsing import ParseProblem, create_text_parser
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from branchline import ExportPolicy, Session, export_samples
-from branchline.chat.base import NewMessage
+from branchline.chat.base import NewMessage, RewriteReason
 from branchline.chat.renderers_codec.codec import RenderersCodec
 from branchline.chat.renderers_codec.families import FAMILIES
 from branchline.chat.renderers_codec.splice import Splicer
+from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Media, Message, ToolCall
@@ -35,6 +37,7 @@ from branchline.testing.plans import PlanGenerator, PlannedCall, ReplyStyle
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.timelines.causes import Cause
 from tests.chat.families import load_tokenizer
+from tests.chat.harness import without_whitespace
 
 pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
 
@@ -114,7 +117,7 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
                 reasoning_content=message.reasoning_content,
                 tool_calls=tuple(calls),
             )
-        inside = self._codec._starts_in_reasoning({})
+        inside = self._codec.output_format((), {}).starts_in_reasoning
         plain = Message("assistant", message.content, tool_calls=message.tool_calls) if inside else message
         text, end = self._render(plain)
         if inside:
@@ -148,7 +151,7 @@ def reply_style_of(family: str) -> ReplyStyle:
 def run_plan(
     codec: RenderersCodec, seed: int, steps: int, only: list[Cause], think: bool, history: str
 ) -> tuple[PlanRunner, list[PlannedCall]]:
-    think = think and codec._family_config.reasoning_format != "none"
+    think = think and codec._family_config.output_format.reasoning_format != "none"
     plan = PlanGenerator(Random(seed), reasoning=think, style=reply_style_of(codec.family)).generate(
         steps, only=only
     )
@@ -167,10 +170,6 @@ def check(player: PlanRunner, codec: RenderersCodec) -> None:
     report = export_samples(tree, ExportPolicy()).report
     assert report.is_balanced
     assert report.sampled_tokens == sum(len(ids) for one in player.executed for ids in one.outputs)
-
-
-def without_whitespace(text: str) -> str:
-    return "".join(text.split())
 
 
 def check_shows_the_plain_render(player: PlanRunner, codec: RenderersCodec) -> None:
@@ -312,7 +311,7 @@ def test_a_sampled_message_shown_elsewhere_keeps_its_ids(qwen3: RenderersCodec) 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_our_parser_and_the_renderers_own_find_the_same_message(markers: Path, family: str) -> None:
     codec = codec_of(family, markers)
-    think = codec._family_config.reasoning_format != "none"
+    think = codec._family_config.output_format.reasoning_format != "none"
     planned = PlanGenerator(Random(5), reasoning=think, style=reply_style_of(family)).generate(12, only=[])
     renderer, speaker = codec._get_renderer({}), RenderersReplyEncoder(codec, Random(5))
     prompt = codec._render([Message("user", ".")], (), {}).ids.tolist()
@@ -414,8 +413,8 @@ def thinking_session(codec: RenderersCodec) -> PlanRunner:
 def test_a_codec_that_ignores_what_is_dropped_is_found_out(
     qwen3: RenderersCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Splicer, "_has_same_meaning", lambda *_, **__: True)
-    monkeypatch.setattr(RenderersCodec, "_control_tokens_in", lambda *_: [])
+    monkeypatch.setattr(ReplyReader, "have_same_meaning", lambda *_, **__: True)
+    monkeypatch.setattr(SegmentEncoder, "control_tokens_in", lambda *_: [])
     with pytest.raises(AssertionError):
         check_shows_the_plain_render(thinking_session(qwen3), qwen3)
 
@@ -423,7 +422,7 @@ def test_a_codec_that_ignores_what_is_dropped_is_found_out(
 def test_a_codec_that_encodes_a_sampled_message_again_is_found_out(
     markers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Splicer, "_match", lambda *_: "again")
+    monkeypatch.setattr(Splicer, "_match", lambda *_: RewriteReason.DROPPED)
     codec = codec_of("deepseek_v3", markers)
     player, _ = run_plan(codec, 3, 6, [], False, "template")
     with pytest.raises(AssertionError):

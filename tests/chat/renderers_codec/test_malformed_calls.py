@@ -49,7 +49,7 @@ ALL_ARGUMENTS = ["{at: 1", '{"at": 1,}', "[1]", '"{}"', "null", "3", '{"at": 1}}
 CASES = [
     (family, arguments)
     for family in sorted(FAMILIES)
-    for arguments in MALFORMED.get(FAMILIES[family].tool_format, ALL_ARGUMENTS)
+    for arguments in MALFORMED.get(FAMILIES[family].output_format.tool_format, ALL_ARGUMENTS)
 ]
 
 
@@ -78,11 +78,11 @@ def rewrite_reasons_after(codec: RenderersCodec, call: ToolCall, text: str, hist
 
 def reasoning_variants(codec: RenderersCodec) -> list[str]:
     """What may stand before a call: nothing, which some show as an empty thought, and a thought."""
-    if codec._family_config.reasoning_format != "think":
+    if codec._family_config.output_format.reasoning_format != "think":
         return [""]
     return (
         ["</think>", "hm\n</think>\n\n"]
-        if codec._starts_in_reasoning({})
+        if codec.output_format((), {}).starts_in_reasoning
         else ["", "<think>\nhm\n</think>\n\n"]
     )
 
@@ -93,7 +93,7 @@ def test_a_sampled_one_is_kept_as_a_good_one_is(
     markers: Path, family: str, arguments: str, history: Any
 ) -> None:
     codec = codec_of(family, markers)
-    format = codec._family_config.tool_format
+    format = codec._family_config.output_format.tool_format
     odd, good = (ToolCall("work", text, "functions.work:0") for text in (arguments, '{"at": 1}'))
     well_formed = getattr(samples, format)("", [good]).lstrip("\n")
     for thought in reasoning_variants(codec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from branchline.chat.parsing import OutputFormat, detect_output_format
+from branchline.chat.parsing.registry import OutputFormat, detect_output_format
 
 THINKS = "{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}"
 LLAMA = "{{ '<|start_header_id|>' + message.role }}"

@@ -11,7 +11,7 @@ from branchline import Generation, Journal, Message, Request, Session, ToolCall
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.token_arrays import as_ids
 from tests.chat.families import load_codec, load_codec_with_template
-from tests.chat.generic.test_codec import TOOLS, SessionDriver, assistant, user
+from tests.chat.harness import TOOLS, SessionDriver, assistant, user, without_whitespace
 
 HEAD = "{%- for m in messages %}"
 TAIL = "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -26,23 +26,13 @@ def commit_text(talk: SessionDriver, messages: list[Message], text: str, **about
     return talk.commit_reply(messages, talk.encode(text), **about)
 
 
-def without_whitespace(text: str) -> str:
-    return "".join(text.split())
-
-
 def verify(talk: SessionDriver, *messages: Message, **about: Any) -> Any:
     """The prompt is what the template writes for this conversation, whitespace aside."""
     turn = talk.prepare(*messages, **about)
-    tokenizer = talk.codec.tokenizer
-    template = tokenizer.chat_template(tools=bool(about.get("tools")))
     shown = [*(node.message for node in turn.parent.path()), *turn.messages]
-    tools = [dict(tool) for tool in about.get("tools", ())]
-    plain = template.render(
-        talk.codec.template_traits(template).to_template_messages(shown),
-        tools,
-        about.get("chat_template_kwargs"),
-        now=talk.session.started_at,
-    )
+    tools, kwargs = about.get("tools", ()), about.get("chat_template_kwargs")
+    probe = talk.codec.probe(tools=bool(tools), chat_template_kwargs=kwargs)
+    plain = probe.render(shown, tools, now=talk.session.started_at)
     assert without_whitespace(talk.decode(turn.prompt_ids.tolist())) == without_whitespace(plain)
     return turn
 
@@ -83,9 +73,13 @@ def test_what_opens_a_reply_depends_on_the_templates_arguments() -> None:
     talk = SessionDriver(load_codec_with_template(HYBRID, reasoning_parser="think"))
     node = commit_text(talk, [user("p")], "hello<|im_end|>", chat_template_kwargs=off)
     assert (node.message.content, node.message.reasoning_content) == ("hello", "")
-    turn = verify(talk, Message("system", "new"), user("p"), node.message, user("q"), chat_template_kwargs=off)
+    turn = verify(
+        talk, Message("system", "new"), user("p"), node.message, user("q"), chat_template_kwargs=off
+    )
     assert "<|im_start|>assistant\nhello<|im_end|>" in talk.decode(turn.prompt_ids.tolist())
-    assert talk.decode(turn.generation_prompt_ids.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert (
+        talk.decode(turn.generation_prompt_ids.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
     thinking = commit_text(talk, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
     assert (thinking.message.content, thinking.message.reasoning_content) == ("hello", "hm")
     assert talk.prepare(user("p"), user("q"), chat_template_kwargs=off).parent.message.content == "p"
@@ -103,7 +97,7 @@ def test_a_token_that_crosses_two_messages_is_written_once(forget: bool) -> None
     talk = SessionDriver(load_codec_with_template(CROSSING, stop_ids=[IM_END]))
     commit_text(talk, [user("p")], " hello<|im_end|>")
     if forget:
-        talk.codec.clear_prompt_cache()
+        talk.codec.prompt_cache.clear()
     turn = talk.prepare(user("p"), user("q"))
     assert talk.decode(turn.prompt_ids.tolist()) == "\nUSER: p\n\nUSER: q\n\nASSISTANT:"
 
@@ -119,16 +113,12 @@ ARGUMENTS = (
 @pytest.mark.parametrize("arguments", ["{}", '{"at": "1"}', '{"at": "1", "far": "no"}'])
 def test_a_template_that_walks_through_arguments_is_given_no_more_of_them(arguments: str) -> None:
     codec = load_codec_with_template(ARGUMENTS, tool_parser="plain")
-    template = codec.tokenizer.chat_template(tools=True)
-    assert codec.template_traits(template).arguments_format == "object"
+    probe = codec.probe(tools=True)
+    assert probe.traits.arguments_format == "object"
     talk = SessionDriver(codec)
     call = ToolCall("look", arguments)
     prompt = talk.prepare(user("p"), tools=TOOLS)
-    shown = template.render(
-        codec.template_traits(template).to_template_messages([user("p"), assistant("", call)]),
-        None,
-        add_generation_prompt=False,
-    )
+    shown = probe.render([user("p"), assistant("", call)], add_generation_prompt=False)
     text = shown.split("<|im_start|>assistant\n")[1].removesuffix("\n")
     ids = as_ids(talk.encode(text))
     node_id = talk.session.commit(prompt, Generation(ids, message=assistant("", call))).call.outputs[0]
@@ -141,7 +131,7 @@ def test_reasoning_is_put_where_the_template_looks_for_it() -> None:
         "(('<think>\\n' + m.thinking + '\\n</think>\\n\\n') if m.thinking is defined else '') + m.content"
     )
     codec = load_codec_with_template(template, reasoning_parser="think")
-    assert codec.template_traits(codec.tokenizer.chat_template()).reasoning_field == "thinking"
+    assert codec.profile().traits.reasoning_field == "thinking"
     talk = SessionDriver(codec)
     node = commit_text(talk, [user("p")], "<think>\nhm\n</think>\n\nhello<|im_end|>")
     assert verify(talk, user("p"), node.message, user("q")).parent is node
@@ -169,7 +159,7 @@ def test_verbatim_keeps_a_reply_that_templates_take_apart() -> None:
 def test_verbatim_adds_the_same_words_at_every_turn(family: str) -> None:
     codec = load_codec(family)
     talk = SessionDriver(codec, history="verbatim")
-    stop = sorted(codec.terminator_ids)[0]
+    stop = min(codec.profile().terminator_ids)
     history = [user("q")]
     added = []
     for _ in range(4):
@@ -201,7 +191,7 @@ def test_half_a_surrogate_in_a_tool_list_changes_nothing_for_others() -> None:
         session.prepare(Request.read({**body, "tools": [odd]})).prompt_ids.tobytes() for _ in range(120)
     }
     assert len(prompts) == 1
-    assert codec.tokenizer.chat_template(tools=True).uses_minijinja
+    assert codec.profile(tools=True).template.uses_minijinja
 
 
 def test_arguments_nested_beyond_reason_do_not_raise() -> None:
@@ -218,7 +208,7 @@ def test_names_of_ours_are_not_the_clients_to_set() -> None:
 
 def test_a_template_that_minijinja_cannot_compile_says_why() -> None:
     template = chatml("m.content").replace(TAIL, "{% generation %}{% endgeneration %}" + TAIL)
-    chosen = load_codec_with_template(template).tokenizer.chat_template()
+    chosen = load_codec_with_template(template).profile().template
     assert not chosen.uses_minijinja
     assert "minijinja" in chosen.fallback_reason
 
@@ -228,7 +218,7 @@ def test_a_restarted_session_keeps_the_date_its_template_printed(tmp_path: Path)
     with Journal(tmp_path / "j") as journal:
         session = Session("s", codec, journal=journal)
         turn = session.prepare(Request((user("p"),)))
-        stop = sorted(codec.terminator_ids)[0]
+        stop = min(codec.profile().terminator_ids)
         node = session.commit(
             turn, Generation(as_ids([*codec.tokenizer.encode("yes").tolist(), stop]))
         ).call.outputs[0]

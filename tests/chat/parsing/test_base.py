@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from tests.chat.parsing.samples import FORMATS, byte_parser, call, glm, harmony, hermes
 
-from branchline.chat.parsing import MessageDelta, OutputParser, ParseProblem, create_text_parser
+from branchline.chat.parsing.base import MessageDelta, OutputParser, ParseProblem
+from branchline.chat.parsing.registry import create_text_parser
+from tests.chat.parsing.samples import FORMATS, byte_parser, call, glm, harmony, hermes
 
 STOP, OTHER = 256, 257
 

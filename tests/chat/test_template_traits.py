@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from datetime import datetime
 from itertools import pairwise, product
 from typing import Any
 
@@ -12,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall
-from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.role_rules import UNRESTRICTED_ROLES, RoleRules
-from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.chat.generic.template_probe import TemplateProbe
+from branchline.chat.template_traits import UNRESTRICTED_ROLES, RoleRules, TemplateTraits
 from branchline.core.errors import TemplateError
 from branchline.core.message import Media
 from tests.chat.families import FAMILIES, load_codec, load_codec_with_template
-from tests.chat.generic.test_codec import TOOLS, SessionDriver, assistant, user
+from tests.chat.harness import TOOLS, SessionDriver, assistant, system, user
 
 STRICT = RoleRules(
     allows_late_system=False,
@@ -41,14 +38,6 @@ ALTERNATING = (
 )
 
 
-def system(text: str) -> Message:
-    return Message("system", text)
-
-
-def rendered(talk: SessionDriver, *messages: Message, **about: object) -> str:
-    return talk.decode(talk.prepare(*messages, **about).prompt_ids.tolist())
-
-
 # What templates take
 
 
@@ -56,28 +45,26 @@ def rendered(talk: SessionDriver, *messages: Message, **about: object) -> str:
 def test_most_templates_mind_nothing(family: str) -> None:
     codec = load_codec(family)
     for tools in (False, True):
-        assert (
-            codec.template_traits(codec.tokenizer.chat_template(tools=tools)).role_rules == UNRESTRICTED_ROLES
-        )
+        assert codec.profile(tools=tools).traits.role_rules == UNRESTRICTED_ROLES
 
 
 def test_mistral_minds_all_of_it_and_gemma_all_that_it_knows() -> None:
     nemo, gemma = load_codec("mistral_nemo"), load_codec("gemma3")
-    assert nemo.template_traits(nemo.tokenizer.chat_template(tools=True)).role_rules == STRICT
-    assert gemma.template_traits(gemma.tokenizer.chat_template()).role_rules == RoleRules(
+    assert nemo.profile(tools=True).traits.role_rules == STRICT
+    assert gemma.profile().traits.role_rules == RoleRules(
         allows_late_system=False, must_alternate=True, allows_consecutive_system=False
     )
 
 
 def test_a_template_that_minds_only_late_system_messages_keeps_the_rest_apart() -> None:
     codec = load_codec_with_template(PLAIN.replace("{{ CHECK }}", LATE_SYSTEM))
-    assert codec.template_traits(codec.tokenizer.chat_template()).role_rules == RoleRules(
+    assert codec.profile().traits.role_rules == RoleRules(
         allows_late_system=False, allows_consecutive_system=False
     )
-    assert "system\nOne.\n\nTwo.<|im_end|>" in rendered(
-        SessionDriver(codec), system("One."), system("Two."), user("a")
+    assert "system\nOne.\n\nTwo.<|im_end|>" in SessionDriver(codec).render(
+        system("One."), system("Two."), user("a")
     )
-    text = rendered(SessionDriver(codec), system("s"), user("a"), system("b"), user("c"))
+    text = SessionDriver(codec).render(system("s"), user("a"), system("b"), user("c"))
     roles = [part.partition("\n")[0] for part in text.split("<|im_start|>")[1:]]
     assert roles == ["system", "user", "user", "user", "assistant"]
 
@@ -86,15 +73,15 @@ def test_a_template_that_drops_late_system_messages_is_shown_them_as_words_of_th
     skipped = PLAIN.replace("{{ CHECK }}", "{% if m.role != 'system' or loop.first %}").replace(
         "{% endfor %}", "{% endif %}{% endfor %}"
     )
-    assert "<|im_start|>user\nBe brief." in rendered(
-        SessionDriver(load_codec_with_template(skipped)), user("a"), system("Be brief.")
+    assert "<|im_start|>user\nBe brief." in SessionDriver(load_codec_with_template(skipped)).render(
+        user("a"), system("Be brief.")
     )
 
 
 def test_a_template_in_which_only_user_and_assistant_alternate_keeps_system_messages_apart() -> None:
     codec = load_codec_with_template(ALTERNATING + PLAIN.replace("{{ CHECK }}", ""))
-    assert codec.template_traits(codec.tokenizer.chat_template()).role_rules == RoleRules(must_alternate=True)
-    text = rendered(SessionDriver(codec), system("One."), system("Two."), user("a"), user("b"))
+    assert codec.profile().traits.role_rules == RoleRules(must_alternate=True)
+    text = SessionDriver(codec).render(system("One."), system("Two."), user("a"), user("b"))
     assert "system\nOne.<|im_end|>\n<|im_start|>system\nTwo.<|im_end|>" in text
     assert "user\na\n\nb<|im_end|>" in text
 
@@ -102,7 +89,7 @@ def test_a_template_in_which_only_user_and_assistant_alternate_keeps_system_mess
 def test_a_template_that_takes_nothing_is_left_as_it_is() -> None:
     refusing = PLAIN.replace("{{ CHECK }}", "{% if not loop.first %}{{ raise_exception('no') }}{% endif %}")
     codec = load_codec_with_template(refusing)
-    assert codec.template_traits(codec.tokenizer.chat_template()).role_rules == UNRESTRICTED_ROLES
+    assert codec.profile().traits.role_rules == UNRESTRICTED_ROLES
     with pytest.raises(TemplateError, match="no"):
         SessionDriver(codec).prepare(user("a"), assistant("b"), user("c"))
 
@@ -113,11 +100,9 @@ def test_a_template_that_takes_nothing_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("family", ["mistral_nemo", "gemma3"])
 def test_what_the_user_says_twice_in_a_row_is_one_message(family: str) -> None:
     talk = SessionDriver(load_codec(family))
-    assert "first\n\nsecond" in rendered(talk, user("first"), user("second"))
-    assert "first\n\nBe brief.\n\nsecond" in rendered(
-        talk, user("first"), system("Be brief."), user("second")
-    )
-    assert "One.\n\nTwo." in rendered(talk, system("One."), system("Two."), user("first"))
+    assert "first\n\nsecond" in talk.render(user("first"), user("second"))
+    assert "first\n\nBe brief.\n\nsecond" in talk.render(user("first"), system("Be brief."), user("second"))
+    assert "One.\n\nTwo." in talk.render(system("One."), system("Two."), user("first"))
 
 
 @pytest.mark.parametrize("family", ["mistral_nemo", "gemma3"])
@@ -148,7 +133,7 @@ def test_the_path_is_found_again_without_anything_remembered() -> None:
     talk = SessionDriver(load_codec("gemma3"))
     first = [user("p"), system("Be brief.")]
     node = talk.commit_reply(first, [*talk.encode("yes"), *talk.encode("<end_of_turn>")])
-    talk.codec.clear_prompt_cache()
+    talk.codec.prompt_cache.clear()
     assert talk.prepare(*first, node.message, user("q"), system("Briefer.")).parent is node
 
 
@@ -160,9 +145,7 @@ def test_pictures_beside_words_stay_pictures_and_words_stay_apart() -> None:
     assert [part.get("text") for part in written["content"]] == ["see\n\nlook", None, "look", None]
     assert [part["type"] for part in written["content"]] == ["text", "image"] * 2
     codec = load_codec("gemma3")
-    template = codec.tokenizer.chat_template()
-    told = codec.template_traits(template).to_template_messages([user("see"), picture])
-    assert "see\n\nlook<start_of_image>" in template.render(told, now=codec.now)
+    assert "see\n\nlook<start_of_image>" in codec.probe().render([user("see"), picture])
 
 
 def test_results_keep_their_calls_where_words_were_joined() -> None:
@@ -176,26 +159,21 @@ def test_results_keep_their_calls_where_words_were_joined() -> None:
 
 def test_nothing_that_mistral_takes_is_shown_otherwise() -> None:
     codec = load_codec("mistral_nemo")
-    template = codec.tokenizer.chat_template(tools=True)
-    dialect = codec.template_traits(template)
-    plain = replace(dialect, role_rules=UNRESTRICTED_ROLES)
+    adapted = codec.probe(tools=True)
+    plain = adapted.with_traits(role_rules=UNRESTRICTED_ROLES)
     speak = {"s": system, "u": user, "a": assistant, "c": lambda _: CALL, "r": lambda _: RESULT}
     taken = shown = 0
     for count in range(1, 6):
         for roles in product(speak, repeat=count):
             messages = [speak[role](f"w{place}.") for place, role in enumerate(roles)]
-            told, ordered = plain.to_template_messages(messages), dialect.to_template_messages(messages)
-            text, stand_in = (_render_or_empty(template, raw, codec.now) for raw in (told, ordered))
-            assert not text or stand_in == text, roles
-            taken, shown = taken + bool(text), shown + bool(stand_in)
+            text, adapted_text = (_render(probe, messages) for probe in (plain, adapted))
+            assert not text or adapted_text == text, roles
+            taken, shown = taken + bool(text), shown + bool(adapted_text)
     assert 0 < 2 * taken < shown
 
 
-def _render_or_empty(template: ChatTemplate, raw: list[dict[str, Any]], now: datetime) -> str:
-    try:
-        return template.render(raw, TOOLS, now=now)
-    except TemplateError:
-        return ""
+def _render(probe: TemplateProbe, messages: list[Message]) -> str:
+    return probe.render_or_empty(messages, TOOLS)
 
 
 def test_behind_a_result_it_may_be_the_users_turn() -> None:
@@ -247,5 +225,5 @@ def test_no_order_of_users_and_reminders_is_refused(family: str, data: st.DataOb
         if role == "said" and messages[-1].role == "assistant":
             role = "user"  # Nobody answers twice.
         messages.append(assistant(f"w{place}.") if role == "said" else Message(role, f"w{place}."))  # type: ignore[arg-type]
-    text = rendered(SessionDriver(load_codec(family)), *messages)
+    text = SessionDriver(load_codec(family)).render(*messages)
     assert all(f"w{place}." in text for place in range(len(messages)))
