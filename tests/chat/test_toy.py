@@ -1,4 +1,4 @@
-"""The toy codec: its own rules, and streaming that adds up."""
+"""The toy codec: rendering, parsing, and streamed deltas that add up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_message_renders_as_role_and_content_and_the_generation_prompt_follows
     assert codec.count_tokens([Message("user", "p")]) == len("user:p\nassistant:")
 
 
-def test_what_is_spelled_parses_back() -> None:
+def test_an_encoded_reply_parses_back() -> None:
     message = Message(
         "assistant",
         "so:",

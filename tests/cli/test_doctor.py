@@ -144,8 +144,8 @@ def test_drift_and_refusals_are_shown_with_their_lines(doctor: Doctor) -> None:
     code, output = doctor(strict, lines=[drifted, *conversation_log(2)[1:]])
     assert code == 1
     assert (
-        "template: 1 logged prompt with other ids than ours, 0 of them with the same text; line 1 from token 0"
-        in output
+        "template: 1 logged prompt with other ids than ours, 0 of them with the same text; "
+        "line 1 from token 0" in output
     )
     assert "logged  " in output
     assert "template: the template refuses 1 call\n         line 2: Stop!" in output

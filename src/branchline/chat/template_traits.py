@@ -245,7 +245,7 @@ def has_malformed_arguments(message: Message) -> bool:
 
 
 def detect_malformed_arguments_format(rendered: str) -> MalformedArgumentsFormat:
-    """Returns the format to use, given how a template rendered `MALFORMED_CALL` with its arguments as text."""
+    """Returns the format to use, given how a template rendered `MALFORMED_CALL` with text arguments."""
     if _MALFORMED_ARGUMENTS in rendered:
         return "text"
     return "value" if json.dumps(_MALFORMED_ARGUMENTS) in rendered else "object"

@@ -183,9 +183,7 @@ def reject_media(messages: Sequence[Message], model: str, first_index: int = 0) 
     """Raises CodecError if a message carries media; the model reads text only."""
     for index, message in enumerate(messages, start=first_index):
         for media in message.media:
-            raise CodecError(
-                f"messages[{index}]: carries {_with_article(media)}, but {model} takes no {_plural(media)}"
-            )
+            raise _unsupported(index, media, model)
 
 
 def check_media(messages: Sequence[Message], model: str) -> None:
@@ -193,19 +191,15 @@ def check_media(messages: Sequence[Message], model: str) -> None:
     for index, message in enumerate(messages):
         for media in message.media:
             if media.kind != "image":
-                raise CodecError(
-                    f"messages[{index}]: carries {_with_article(media)}, but {model} takes no {_plural(media)}"
-                )
+                raise _unsupported(index, media, model)
             if not media.payload:
                 raise CodecError(f"messages[{index}]: got an image by link, {media.url!r}, expected its data")
 
 
-def _with_article(media: Media) -> str:
-    return f"{'an' if media.kind in ('image', 'audio') else 'a'} {media.kind}"
-
-
-def _plural(media: Media) -> str:
-    return media.kind if media.kind == "audio" else f"{media.kind}s"
+def _unsupported(index: int, media: Media, model: str) -> CodecError:
+    article = "an" if media.kind in ("image", "audio") else "a"
+    plural = media.kind if media.kind == "audio" else f"{media.kind}s"
+    return CodecError(f"messages[{index}]: carries {article} {media.kind}, but {model} takes no {plural}")
 
 
 def _import_pillow() -> Any:

@@ -1,4 +1,4 @@
-"""Templates that do odd things to what was sampled: each is seen, and no word is lost or written twice."""
+"""Prompts of artificial templates that change what was sampled: every change forks, and no text is lost."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def chatml(content: str) -> str:
     return f"{HEAD}{{{{- '<|im_start|>' + m.role + '\\n' + {content} + '<|im_end|>\\n' }}}}{TAIL}"
 
 
-def commit_text(talk: SessionDriver, messages: list[Message], text: str, **about: Any) -> Any:
-    return talk.commit_reply(messages, talk.encode(text), **about)
+def commit_text(driver: SessionDriver, messages: list[Message], text: str, **fields: Any) -> Any:
+    return driver.commit_reply(messages, driver.encode(text), **fields)
 
 
-def verify(talk: SessionDriver, *messages: Message, **about: Any) -> Any:
-    """The prompt is what the template writes for this conversation, whitespace aside."""
-    turn = talk.prepare(*messages, **about)
+def verify(driver: SessionDriver, *messages: Message, **fields: Any) -> Any:
+    """Checks that the prompt is what the template renders for this conversation, apart from whitespace."""
+    turn = driver.prepare(*messages, **fields)
     shown = [*(node.message for node in turn.parent.path()), *turn.messages]
-    tools, kwargs = about.get("tools", ()), about.get("chat_template_kwargs")
-    probe = talk.codec.probe(tools=bool(tools), chat_template_kwargs=kwargs)
-    plain = probe.render(shown, tools, now=talk.session.started_at)
-    assert without_whitespace(talk.decode(turn.prompt_ids.tolist())) == without_whitespace(plain)
+    tools, kwargs = fields.get("tools", ()), fields.get("chat_template_kwargs")
+    probe = driver.codec.probe(tools=bool(tools), chat_template_kwargs=kwargs)
+    plain = probe.render(shown, tools, now=driver.session.started_at)
+    assert without_whitespace(driver.decode(turn.prompt_ids.tolist())) == without_whitespace(plain)
     return turn
 
 
@@ -41,23 +41,23 @@ def verify(talk: SessionDriver, *messages: Message, **about: Any) -> Any:
     "content",
     [
         "'[turn ' ~ loop.index ~ '] ' + m.content",
-        "m.content + ' (said at noon)'",
+        "m.content + ' (at noon)'",
         "m.content|replace('cat','dog')",
         "m.content|upper",
     ],
 )
 def test_a_template_that_writes_around_or_inside_a_reply_forks(content: str) -> None:
-    talk = SessionDriver(load_codec_with_template(chatml(content)))
-    node = commit_text(talk, [user("p")], "a cat<|im_end|>")
-    turn = verify(talk, user("p"), node.message, user("q"))
+    driver = SessionDriver(load_codec_with_template(chatml(content)))
+    node = commit_text(driver, [user("p")], "a cat<|im_end|>")
+    turn = verify(driver, user("p"), node.message, user("q"))
     assert turn.rewrite_reason
-    verify(talk, user("other"), node.message, user("q"))
+    verify(driver, user("other"), node.message, user("q"))
 
 
 def test_a_template_that_only_trims_does_not_fork() -> None:
-    talk = SessionDriver(load_codec_with_template(chatml("m.content|trim")))
-    node = commit_text(talk, [user("p")], " a cat \n<|im_end|>")
-    assert verify(talk, user("p"), node.message, user("q")).parent is node
+    driver = SessionDriver(load_codec_with_template(chatml("m.content|trim")))
+    node = commit_text(driver, [user("p")], " a cat \n<|im_end|>")
+    assert verify(driver, user("p"), node.message, user("q")).parent is node
 
 
 HYBRID = (
@@ -68,21 +68,21 @@ HYBRID = (
 )
 
 
-def test_what_opens_a_reply_depends_on_the_templates_arguments() -> None:
+def test_the_generation_prompt_depends_on_template_arguments() -> None:
     off = {"enable_thinking": False}
-    talk = SessionDriver(load_codec_with_template(HYBRID, reasoning_parser="think"))
-    node = commit_text(talk, [user("p")], "hello<|im_end|>", chat_template_kwargs=off)
+    driver = SessionDriver(load_codec_with_template(HYBRID, reasoning_parser="think"))
+    node = commit_text(driver, [user("p")], "hello<|im_end|>", chat_template_kwargs=off)
     assert (node.message.content, node.message.reasoning_content) == ("hello", "")
     turn = verify(
-        talk, Message("system", "new"), user("p"), node.message, user("q"), chat_template_kwargs=off
+        driver, Message("system", "new"), user("p"), node.message, user("q"), chat_template_kwargs=off
     )
-    assert "<|im_start|>assistant\nhello<|im_end|>" in talk.decode(turn.prompt_ids.tolist())
+    assert "<|im_start|>assistant\nhello<|im_end|>" in driver.decode(turn.prompt_ids.tolist())
     assert (
-        talk.decode(turn.generation_prompt_ids.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        driver.decode(turn.generation_prompt_ids.tolist()) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    thinking = commit_text(talk, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
+    thinking = commit_text(driver, [user("p")], "hm\n</think>\n\nhello<|im_end|>")
     assert (thinking.message.content, thinking.message.reasoning_content) == ("hello", "hm")
-    assert talk.prepare(user("p"), user("q"), chat_template_kwargs=off).parent.message.content == "p"
+    assert driver.prepare(user("p"), user("q"), chat_template_kwargs=off).parent.message.content == "p"
 
 
 CROSSING = (
@@ -92,14 +92,14 @@ CROSSING = (
 )
 
 
-@pytest.mark.parametrize("forget", [False, True])
-def test_a_token_that_crosses_two_messages_is_written_once(forget: bool) -> None:
-    talk = SessionDriver(load_codec_with_template(CROSSING, stop_ids=[IM_END]))
-    commit_text(talk, [user("p")], " hello<|im_end|>")
-    if forget:
-        talk.codec.prompt_cache.clear()
-    turn = talk.prepare(user("p"), user("q"))
-    assert talk.decode(turn.prompt_ids.tolist()) == "\nUSER: p\n\nUSER: q\n\nASSISTANT:"
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_a_token_that_crosses_two_messages_is_encoded_once(clear_cache: bool) -> None:
+    driver = SessionDriver(load_codec_with_template(CROSSING, stop_ids=[IM_END]))
+    commit_text(driver, [user("p")], " hello<|im_end|>")
+    if clear_cache:
+        driver.codec.prompt_cache.clear()
+    turn = driver.prepare(user("p"), user("q"))
+    assert driver.decode(turn.prompt_ids.tolist()) == "\nUSER: p\n\nUSER: q\n\nASSISTANT:"
 
 
 ARGUMENTS = (
@@ -111,106 +111,99 @@ ARGUMENTS = (
 
 
 @pytest.mark.parametrize("arguments", ["{}", '{"at": "1"}', '{"at": "1", "far": "no"}'])
-def test_a_template_that_walks_through_arguments_is_given_no_more_of_them(arguments: str) -> None:
+def test_markers_add_no_arguments_for_a_template_that_iterates_over_them(arguments: str) -> None:
     codec = load_codec_with_template(ARGUMENTS, tool_parser="plain")
     probe = codec.probe(tools=True)
     assert probe.traits.arguments_format == "object"
-    talk = SessionDriver(codec)
+    driver = SessionDriver(codec)
     call = ToolCall("look", arguments)
-    prompt = talk.prepare(user("p"), tools=TOOLS)
+    prompt = driver.prepare(user("p"), tools=TOOLS)
     shown = probe.render([user("p"), assistant("", call)], add_generation_prompt=False)
     text = shown.split("<|im_start|>assistant\n")[1].removesuffix("\n")
-    ids = as_ids(talk.encode(text))
-    node_id = talk.session.commit(prompt, Generation(ids, message=assistant("", call))).call.outputs[0]
-    turn = talk.prepare(user("p"), assistant("", call), Message("tool", "seen"), tools=TOOLS)
+    ids = as_ids(driver.encode(text))
+    node_id = driver.session.commit(prompt, Generation(ids, message=assistant("", call))).call.outputs[0]
+    turn = driver.prepare(user("p"), assistant("", call), Message("tool", "seen"), tools=TOOLS)
     assert turn.parent.id == node_id
 
 
-def test_reasoning_is_put_where_the_template_looks_for_it() -> None:
+def test_reasoning_is_passed_in_the_field_that_the_template_reads() -> None:
     template = chatml(
         "(('<think>\\n' + m.thinking + '\\n</think>\\n\\n') if m.thinking is defined else '') + m.content"
     )
     codec = load_codec_with_template(template, reasoning_parser="think")
     assert codec.profile().traits.reasoning_field == "thinking"
-    talk = SessionDriver(codec)
-    node = commit_text(talk, [user("p")], "<think>\nhm\n</think>\n\nhello<|im_end|>")
-    assert verify(talk, user("p"), node.message, user("q")).parent is node
+    driver = SessionDriver(codec)
+    node = commit_text(driver, [user("p")], "<think>\nhm\n</think>\n\nhello<|im_end|>")
+    assert verify(driver, user("p"), node.message, user("q")).parent is node
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "deepseek_v3"])
-def test_a_developers_words_are_shown_as_the_systems_where_templates_do_not_know_them(family: str) -> None:
-    talk = SessionDriver(load_codec(family))
-    assert "DEVTXT" in talk.decode(
-        talk.prepare(Message("developer", "DEVTXT"), user("y")).prompt_ids.tolist()
+def test_a_developer_message_is_a_system_message_for_templates_that_do_not_know_the_role(family: str) -> None:
+    driver = SessionDriver(load_codec(family))
+    assert "DEVTXT" in driver.decode(
+        driver.prepare(Message("developer", "DEVTXT"), user("y")).prompt_ids.tolist()
     )
 
 
-def test_verbatim_keeps_a_reply_that_templates_take_apart() -> None:
-    talk = SessionDriver(load_codec("qwen3"), history="verbatim")
-    node = commit_text(talk, [user("p")], "a </think> b<|im_end|>")
-    turn = talk.prepare(user("p"), node.message, user("q"))
+def test_verbatim_keeps_a_reply_that_the_template_takes_apart() -> None:
+    driver = SessionDriver(load_codec("qwen3"), history="verbatim")
+    node = commit_text(driver, [user("p")], "a </think> b<|im_end|>")
+    turn = driver.prepare(user("p"), node.message, user("q"))
     assert turn.parent is node
-    assert talk.decode(turn.prompt_ids.tolist()).endswith(
+    assert driver.decode(turn.prompt_ids.tolist()).endswith(
         "<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral_nemo", "llama3_2"])
-def test_verbatim_adds_the_same_words_at_every_turn(family: str) -> None:
+def test_verbatim_adds_the_same_text_at_every_turn(family: str) -> None:
     codec = load_codec(family)
-    talk = SessionDriver(codec, history="verbatim")
+    driver = SessionDriver(codec, history="verbatim")
     stop = min(codec.profile().terminator_ids)
     history = [user("q")]
     added = []
     for _ in range(4):
-        turn = talk.prepare(*history, tools=TOOLS)
-        added.append(talk.decode(turn.prompt_ids.tolist()[turn.parent.end :]))
-        node = talk.commit_reply(history, [*talk.encode("yes"), stop], tools=TOOLS)
+        turn = driver.prepare(*history, tools=TOOLS)
+        added.append(driver.decode(turn.prompt_ids.tolist()[turn.parent.end :]))
+        node = driver.commit_reply(history, [*driver.encode("yes"), stop], tools=TOOLS)
         history += [node.message, user("q")]
     assert len(set(added[1:])) == 1
 
 
-def test_a_template_whose_tail_depends_on_its_head_is_rendered_whole_under_verbatim() -> None:
-    talk = SessionDriver(
+def test_a_template_without_a_local_tail_is_rendered_whole_under_verbatim() -> None:
+    driver = SessionDriver(
         load_codec_with_template(chatml("'#' ~ loop.index ~ ' ' + m.content")), history="verbatim"
     )
     history = [user("q")]
     for turn_number in range(3):
-        turn = talk.prepare(*history)
-        assert f"#{2 * turn_number + 1} q" in talk.decode(turn.prompt_ids.tolist())
-        node = talk.commit_reply(history, [*talk.encode("yes"), IM_END])
+        turn = driver.prepare(*history)
+        assert f"#{2 * turn_number + 1} q" in driver.decode(turn.prompt_ids.tolist())
+        node = driver.commit_reply(history, [*driver.encode("yes"), IM_END])
         history += [node.message, user("q")]
 
 
-def test_half_a_surrogate_in_a_tool_list_changes_nothing_for_others() -> None:
+def test_a_lone_surrogate_in_a_tool_list_does_not_disable_minijinja() -> None:
     codec = load_codec("qwen3")
     body = {"messages": [{"role": "user", "content": "x"}]}
-    odd = {"type": "function", "function": {"name": "look", "description": "\ud800"}}
+    tool = {"type": "function", "function": {"name": "look", "description": "\ud800"}}
     session = Session("s", codec)
     prompts = {
-        session.prepare(Request.read({**body, "tools": [odd]})).prompt_ids.tobytes() for _ in range(120)
+        session.prepare(Request.read({**body, "tools": [tool]})).prompt_ids.tobytes() for _ in range(120)
     }
     assert len(prompts) == 1
     assert codec.profile(tools=True).template.uses_minijinja
 
 
-def test_arguments_nested_beyond_reason_do_not_raise() -> None:
-    talk = SessionDriver(load_codec("qwen3"))
+def test_deeply_nested_arguments_do_not_raise() -> None:
+    driver = SessionDriver(load_codec("qwen3"))
     deep = ToolCall("look", '{"a":' + "[" * 1500 + "]" * 1500 + "}")
-    talk.prepare(user("p"), assistant("", deep), Message("tool", "r"), tools=TOOLS)
+    driver.prepare(user("p"), assistant("", deep), Message("tool", "r"), tools=TOOLS)
 
 
-def test_names_of_ours_are_not_the_clients_to_set() -> None:
-    talk = SessionDriver(load_codec("qwen3"))
-    turn = talk.prepare(user("p"), chat_template_kwargs={"add_generation_prompt": False, "messages": []})
-    assert talk.decode(turn.prompt_ids.tolist()).endswith("<|im_start|>assistant\n")
-
-
-def test_a_template_that_minijinja_cannot_compile_says_why() -> None:
-    template = chatml("m.content").replace(TAIL, "{% generation %}{% endgeneration %}" + TAIL)
-    chosen = load_codec_with_template(template).profile().template
-    assert not chosen.uses_minijinja
-    assert "minijinja" in chosen.fallback_reason
+def test_template_arguments_cannot_override_our_variables() -> None:
+    driver = SessionDriver(load_codec("qwen3"))
+    turn = driver.prepare(user("p"), chat_template_kwargs={"add_generation_prompt": False, "messages": []})
+    assert driver.decode(turn.prompt_ids.tolist()).endswith("<|im_start|>assistant\n")
 
 
 def test_a_restarted_session_keeps_the_date_its_template_printed(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     import jinja2
 
 _MAX_SHAPES = 4096
-_MAX_EXACT_INT = 2**63
-_COMMON_WHITESPACE = " \t\n\r"
+_MAX_EXACT_INT = 2**53
+_PYTHON_WHITESPACE = "\x1c\x1d\x1e\x1f"
+"""Characters that jinja2 trims as whitespace and minijinja does not."""
 _EXCERPT_CHARS = 60
 
 
@@ -143,44 +144,45 @@ def _shape(
     """Returns a signature of what a template may branch on. It stays the same while a conversation grows in
     the same pattern: messages count by their kind and by the kind of their predecessor, not by position."""
     kinds: list[Hashable] = ["start"]
+    texts: list[str] = []
     value_types: set[Hashable] = set()
     for message in messages:
-        kind: list[Hashable] = [message["role"]]
-        for key, value in message.items():
-            if isinstance(value, str):
-                value_types.add(_text_class(value))
-                kind.append((key, bool(value)))
-            else:
-                kind.append((key, type(value), min(len(value), 2) if value else 0))
-        for call in message.get("tool_calls") or ():
-            _collect_types(call["function"]["arguments"], value_types)
-        kinds.append(tuple(kind))
+        content, calls = message["content"], message.get("tool_calls") or ()
+        content_kind: Hashable = bool(content)
+        if not isinstance(content, str):
+            content_kind = None if content is None else tuple(part["type"] for part in content)
+        kinds.append((message["role"], content_kind, tuple(message), min(len(calls), 2)))
+        texts += [value for value in message.values() if isinstance(value, str)]
+        for call in calls:
+            _collect_types(call["function"]["arguments"], value_types, texts)
     kinds.append("end")
-    order = frozenset(pairwise(kinds))
+    text = "".join(texts)
     tool_list = tuple(hash(to_json(tool)) for tool in tools)
     kwargs = frozenset((key, repr(value)) for key, value in chat_template_kwargs.items())
-    return order, frozenset(value_types), tool_list, kwargs, add_generation_prompt
+    return (
+        frozenset(pairwise(kinds)),
+        frozenset(value_types),
+        text.isascii(),
+        any(char in text for char in _PYTHON_WHITESPACE),
+        tool_list,
+        kwargs,
+        add_generation_prompt,
+    )
 
 
-def _text_class(text: str) -> int:
-    """Returns 1 for text that is not ASCII, plus 2 if it starts or ends with whitespace that the engines may
-    trim differently."""
-    is_trimmed = bool(text) and (text[0].isspace() or text[-1].isspace())
-    trims_differently = is_trimmed and text.strip() != text.strip(_COMMON_WHITESPACE)
-    return (not text.isascii()) + 2 * trims_differently
-
-
-def _collect_types(value: Any, found: set[Hashable], depth: int = 0) -> None:
-    """Adds the types in a value; nested values count by their depth, up to three."""
-    if isinstance(value, int) and abs(value) >= _MAX_EXACT_INT:
-        found.add((depth, "large int"))
-    else:
-        found.add((depth, type(value), isinstance(value, str) and _text_class(value)))
-    if isinstance(value, dict):
-        found.add((depth, "keys", all(key.isascii() for key in value)))
-    if isinstance(value, (dict, list)) and depth < 3:
+def _collect_types(value: Any, types: set[Hashable], texts: list[str], depth: int = 0) -> None:
+    """Adds the types in a value by their depth, up to three, and the texts in it."""
+    types.add((depth, type(value)))
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, (int, float)) and not -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
+        types.add((depth, "large"))
+    elif isinstance(value, float) and "e" in repr(value):
+        types.add((depth, "exponent"))
+    elif isinstance(value, (dict, list)) and depth < 3:
+        texts += value if isinstance(value, dict) else ()
         for inner in value.values() if isinstance(value, dict) else value:
-            _collect_types(inner, found, depth + 1)
+            _collect_types(inner, types, texts, depth + 1)
 
 
 def _describe_difference(exact: str, fast: str) -> str:

@@ -135,7 +135,7 @@ class TemplateProbe:
     """Renders probe conversations with one template under one set of template arguments."""
 
     template: ChatTemplate
-    traits: TemplateTraits = TemplateTraits()
+    traits: TemplateTraits = field(default_factory=TemplateTraits)
     chat_template_kwargs: ChatTemplateKwargs = field(default_factory=dict)
     now: datetime = PROBE_TIME
 

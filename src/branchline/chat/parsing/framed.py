@@ -242,7 +242,7 @@ def kimi(_: ParameterSchemas) -> FramedParser:
     return FramedParser(_KIMI, parse_body)
 
 
-# -- DeepSeek: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜> in a section (V3.1) ------------------
+# -- DeepSeek: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜> in a section (V3.1) -------------
 
 _DEEPSEEK = CallDelimiters(
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
