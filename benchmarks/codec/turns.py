@@ -93,8 +93,8 @@ def table() -> BenchmarkTable:
         [
             f"Full: {full.name}.",
             f"CPU time, the median of {_TURNS} turns ({_FULL_TURNS} of full), each with a new message.",
-            f"{_CONSECUTIVE_TURNS} consecutive turns, as in a busy gateway. Cold: other work runs between two",
-            f"turns and garbage is collected; the median of {_FULL_TURNS // 2}.",
+            f"{_CONSECUTIVE_TURNS} consecutive turns, as in a busy gateway. Cold: other work runs",
+            f"between two turns and garbage is collected; the median of {_FULL_TURNS // 2}.",
             "Equal: prompts whose ids are those of the full render, under template and verbatim.",
         ],
     )

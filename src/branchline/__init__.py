@@ -46,31 +46,29 @@ if typing.TYPE_CHECKING:
     from branchline.gateway.process import tune_gc
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import AgentContext, agent, check_tasks, run_agent
-    from branchline.loop.cancel import CancelToken
     from branchline.loop.http_model import HttpModel
-    from branchline.loop.interactions.registry import InteractionRegistry
-    from branchline.loop.limits import LoopLimits
     from branchline.loop.model import SessionModel
     from branchline.loop.output import LoopOutput, build_output
+    from branchline.loop.registry import InteractionRegistry, ToolRegistry
     from branchline.loop.state import LoopState
-    from branchline.loop.task import Task
+    from branchline.loop.task import LoopLimits, Task
+    from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
-    from branchline.loop.tools.registry import ToolRegistry
 else:
     _LATE = {
         "BaseTool": "loop.tools.base",
-        "CancelToken": "loop.cancel",
+        "CancelToken": "loop.timeouts",
         "Gateway": "gateway.server",
         "HttpModel": "loop.http_model",
-        "InteractionRegistry": "loop.interactions.registry",
-        "LoopLimits": "loop.limits",
+        "InteractionRegistry": "loop.registry",
+        "LoopLimits": "loop.task",
         "LoopOutput": "loop.output",
         "LoopState": "loop.state",
         "SessionModel": "loop.model",
         "AgentContext": "loop.agents",
         "Task": "loop.task",
-        "ToolRegistry": "loop.tools.registry",
+        "ToolRegistry": "loop.registry",
         "ToolResult": "loop.tools.base",
         "agent": "loop.agents",
         "tune_gc": "gateway.process",

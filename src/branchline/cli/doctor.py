@@ -254,7 +254,8 @@ def _render_replay(report: ReplayReport) -> Iterator[Text]:
         first, same = report.drifts[0], sum(drift.same_text for drift in report.drifts)
         yield Text(
             f"{report.history}: {pluralize(len(report.drifts), 'logged prompt')} with other ids than ours, "
-            f"{format_count(same)} of them with the same text; line {first.line} from token {first.first_divergent_token}:"
+            f"{format_count(same)} of them with the same text; "
+            f"line {first.line} from token {first.first_divergent_token}:"
         )
         yield Text(f"         logged  {_escape(first.logged)}", "dim")
         yield Text(f"         ours    {_escape(first.ours)}", "dim")

@@ -1,20 +1,18 @@
-"""What a loop asks: a session's model, in process or over HTTP, in the same words and with the same record.
+"""The model of a session as a loop uses it, in process or over HTTP, with the same results and record.
 
-`SessionModel` runs the gateway's own calls on a session, without HTTP between; `remote.HttpModel` asks a
-gateway. Either way a call is a path of the session's tree, and the same conversation gives the same tree.
+`SessionModel` runs calls directly on a session; `http_model.HttpModel` sends them to a gateway. Both make the
+call a path of the session's tree, and the same conversation gives the same tree.
 
-Cancelling whoever waits in `ask` is the client going away: what was sampled until then stays in the tree as
-a cancelled call. Asked again under the same name, the model goes on behind its very ids, and what it had said
-to nobody it says again. The name is chosen before anything is sent, so a cancel can come at any moment.
+Cancelling `ask` cancels the call: the tokens sampled so far stay in the tree as a cancelled call. Asking
+again with the same `call_name` resumes it after exactly these ids, or repeats a complete answer. The
+name is chosen before the request is sent, so a cancellation may come at any time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from branchline.chat.base import Codec
@@ -22,16 +20,13 @@ from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import MessageError, SessionError
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
-from branchline.core.reader import ToolList
 from branchline.core.sample import Sample
-from branchline.core.token_arrays import Floats, Ids
+from branchline.core.tools import ToolList
 from branchline.engines.base import Engine
-from branchline.export.samples import ExportPolicy, export_samples
-from branchline.gateway.protocols.chat import CHAT
-from branchline.runtime.call_lifecycle import CallRequest, CallResult, prepare_call, run_call
-from branchline.runtime.call_record import CallRecord
+from branchline.runtime.call_lifecycle import prepare_call, run_call
+from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import find_earlier_attempt, next_attempt_id
+from branchline.runtime.resume import new_call_id
 from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
@@ -43,27 +38,12 @@ from branchline.runtime.sampling import (
 ToolSchemas = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class ModelReply:
-    """One answer, whole, and the tokens it is made of."""
-
-    message: Message
-    finish_reason: str
-    """`stop`, `length` or `tool_calls`."""
-    call_id: str
-    prompt_ids: Ids
-    ids: Ids
-    logprobs: Floats | None = None
-    versions: tuple[int, ...] | None = None
-    """The policy versions that sampled it, ascending; None where it is not said."""
-
-
 class Model(Protocol):
     """The model of one session."""
 
     @property
     def codec(self) -> Codec | None:
-        """Its tokens, where they are known here; results can be cut by tokens then."""
+        """The codec, needed to truncate tool results by tokens; None if it is not known here."""
         ...
 
     async def ask(
@@ -73,32 +53,32 @@ class Model(Protocol):
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
         call_name: str = "",
-    ) -> ModelReply:
-        """The answer to a conversation. `params` are those of Chat Completions; the session's own sampling
-        goes before them, but an answer never has more than the `max_tokens` that are given here.
+    ) -> CallResult:
+        """The answer to a conversation. `params` are fields of Chat Completions; the session's `sampling`
+        overrides them, but an answer never has more than the `max_tokens` given here.
 
-        A call that was asked under this name before is gone on with.
+        An earlier call with this `call_name` is resumed.
         """
         ...
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
-        """How many tokens the prompt of a conversation has. Nothing is sampled or recorded."""
+        """The number of tokens in the prompt of a conversation. Nothing is sampled or recorded."""
         ...
 
     async def samples(self) -> list[Sample]:
-        """What the session would be trained on now."""
+        """The session's training samples so far."""
         ...
 
 
 class SessionModel:
     """A session and an engine in this process."""
 
-    def __init__(self, live: ManagedSession, engine: Engine, *, agent: str = "") -> None:
-        self.managed = live
+    def __init__(self, managed: ManagedSession, engine: Engine, *, agent: str = "") -> None:
+        self.managed = managed
         self.engine = engine
-        self.agent = agent or live.options.agent or DEFAULT_AGENT
+        self.agent = agent or managed.options.agent or DEFAULT_AGENT
 
     @property
     def codec(self) -> Codec:
@@ -111,88 +91,53 @@ class SessionModel:
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
         call_name: str = "",
-    ) -> ModelReply:
+    ) -> CallResult:
         while True:
             try:
                 return await self._ask(messages, tools, params or {}, call_name)
             except SessionError as error:
                 if error.kind != "busy" or not self.managed.running_calls:
                     raise
-            # Calls under way hold what is left to sample; one that is over gives back what it did not use.
-            over = [asyncio.ensure_future(event.wait()) for event in self.managed.running_calls.values()]
+            # Running calls have reserved the remaining tokens; one that ends returns what it did not use.
+            waiters = [asyncio.ensure_future(event.wait()) for event in self.managed.running_calls.values()]
             try:
-                await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for waiter in over:
+                for waiter in waiters:
                     waiter.cancel()
 
     async def _ask(
         self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any], name: str
-    ) -> ModelReply:
-        call_id = next_attempt_id(self.managed, name) if name else CHAT.id_prefix + secrets.token_hex(12)
-        resumes = await find_earlier_attempt(self.managed, call_id)
-        asked, record = self._call_request(messages, tools, params, resumes), self._call_record(call_id)
-        done: CallResult | None = None
-        async with aclosing(run_call(self.managed, self.engine, asked, record)) as events:
-            async for event in events:
-                if isinstance(event, CallResult):
-                    # Read on: the call counts as delivered when its last event was taken.
-                    done = event
-        assert done is not None, "a call ends with its Done, or raises"
-        answer = done.answers[0]
-        return ModelReply(
-            answer.message,
-            answer.finish_reason,
-            done.call.id,
-            done.prompt_ids,
-            answer.ids,
-            answer.logprobs,
-            answer.versions,
+    ) -> CallResult:
+        managed = self.managed
+        call_request = self._call_request(messages, tools, params)
+        call_id = new_call_id(managed, name=name)
+        record = CallRecord(
+            managed.id, "loop", call_id, managed.created_at, agent=self.agent, group=managed.options.group
         )
+        async with aclosing(run_call(managed, self.engine, call_request, record)) as events:
+            # Read to the end: a call is delivered when its last event has been taken.
+            async for _ in events:
+                pass
+        assert record.result is not None, "a call yields its result or raises"
+        return record.result
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
-        asked = self._call_request(messages, tools, params or {})
-        return len((await prepare_call(self.managed, asked, self._call_record(""), None)).prompt_ids)
+        turn = await prepare_call(self.managed, self._call_request(messages, tools, params or {}))
+        return len(turn.prompt_ids)
 
     async def samples(self) -> list[Sample]:
-        return await asyncio.to_thread(self._export_samples)
-
-    def _export_samples(self) -> list[Sample]:
-        live = self.managed
-        with live.session.snapshot() as tree:
-            if live.options.eval or not tree.calls:
-                return []
-            policy = ExportPolicy(include_missing_logprobs=True)
-            return export_samples(tree, policy, session=live.id, reward=live.reward).samples
-
-    def _call_record(self, call_id: str) -> CallRecord:
-        live = self.managed
-        return CallRecord(
-            live.id,
-            "loop",
-            call_id,
-            live.created_at,
-            agent=self.agent,
-            group=live.options.group,
-            engine=self.engine.name,
-            # As it is sampled: a cancel keeps what has arrived, so it had better arrive.
-            streamed=True,
-        )
+        return (await asyncio.to_thread(self.managed.export)).samples
 
     def _call_request(
-        self,
-        messages: Sequence[Message],
-        tools: ToolSchemas,
-        params: Mapping[str, Any],
-        resumes: str = "",
+        self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any]
     ) -> CallRequest:
-        wanted = params.get("max_tokens")
-        # A session's own sampling goes before the loop's, but never beyond its limits.
-        most = None if wanted is None else read_int(params, "max_tokens", 1, 1, 2**31)
-        given = merge_sampling(dict(params), self.managed.options)
-        template = given.get("chat_template_kwargs", {})
+        is_limited = params.get("max_tokens") is not None
+        limit = read_int(params, "max_tokens", 1, 1, 2**31) if is_limited else None
+        fields = merge_sampling(dict(params), self.managed.options)
+        template = fields.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):
             raise MessageError("chat_template_kwargs", template, "an object or null")
         request = Request(
@@ -200,11 +145,12 @@ class SessionModel:
             tools if isinstance(tools, ToolList) else tuple(tools),
             chat_template_kwargs=replace_surrogates_deep(dict(template)),
             agent=self.agent,
-            resume_call_id=resumes,
         )
         return CallRequest(
             request,
-            read_sampling_params(given, "max_tokens", max_tokens_limit=most),
-            stop=read_strings(given, "stop"),
-            single_tool_call=not read_bool(given, "parallel_tool_calls", True),
+            read_sampling_params(fields, "max_tokens", max_tokens_limit=limit),
+            # A cancelled call keeps only tokens that were yielded, so they must not be buffered.
+            stream=True,
+            stop=read_strings(fields, "stop"),
+            single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
         )

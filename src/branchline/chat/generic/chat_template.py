@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import ChatTemplateKwargs, Tools
 from branchline.core.errors import CodecError, TemplateError
-from branchline.core.reader import CachedJsonDict
+from branchline.core.tools import CachedJsonDict
 
 if TYPE_CHECKING:
     import jinja2

@@ -33,8 +33,8 @@ from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
-from branchline.core.reader import ToolList
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
+from branchline.core.tools import ToolList
 
 _CACHE_BYTES = 128 * 1024 * 1024
 
