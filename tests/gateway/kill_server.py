@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import IntEnum, StrEnum
@@ -168,7 +168,7 @@ class Engine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         with self._phase_counts.count_during(Phase.SAMPLING):
             async for chunk in super().generate(prompt_ids, params, session=session):
                 yield chunk
