@@ -23,7 +23,7 @@ from branchline import (
     export_samples,
     timelines_of,
 )
-from branchline.cli.render import render_tree
+from branchline.cli.tree import render_tree
 
 CODEC = ToyCodec.chatml()
 TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("run", "agent"))
