@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-codec bench-gateway bench-loop test-hf test-vllm test-kill test-mlflow test-clients clean
+.PHONY: help demo test check format bench bench-codec bench-gateway bench-loop test-hf test-vllm test-kill test-mlflow test-clients walk clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -34,7 +34,7 @@ check: $(READY)  ## lint, format check, strict types, import order, public names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_house.py
+	$(BIN)/python -m pytest tests/test_architecture.py
 
 format: $(READY) ## rewrite the sources as the format check wants them
 	$(BIN)/ruff check --fix .
@@ -100,6 +100,9 @@ test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## drive real comma
 
 bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## print what building a prompt costs beside a full render and encode
 	$(BIN)/python -m benchmarks.codec
+
+walk: $(READY) .cache/tokenizers/.ready ## print the functions that one streamed turn passes through
+	$(BIN)/python scripts/walk.py
 
 bench: $(VENV)/.bench ## print the benchmark tables: ratios to a reference taken in the same run
 	$(BIN)/python -m benchmarks
