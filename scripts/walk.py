@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,6 +148,7 @@ def scripted_vllm(outputs: Sequence[Sequence[int]]) -> Iterator[str]:
                     "prompt_token_ids": request["prompt"] if index == 0 else None,
                 }
                 self._send_chunk(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+                time.sleep(0.002)  # so that the stream has more than one event
             self._send_chunk(b"data: [DONE]\n\n")
             self._send_chunk(b"")
 
