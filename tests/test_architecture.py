@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
+from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 import branchline
 
+ROOT = Path(__file__).parent.parent
 SOURCE = Path(branchline.__file__).parent
 LAYERS = [
     {"core"},
@@ -33,6 +39,8 @@ LAYERS = [
 LAYER_OF = {package: index for index, packages in enumerate(LAYERS) for package in packages}
 OPTIONAL_IMPORTS = {"torch", "transformers"}
 """Packages that `make test` does not install."""
+SEPARATE_ENVIRONMENTS = {"mlflow"}
+"""Packages that tests use in an environment of their own."""
 HEAVY_IMPORTS = {"torch", "ray", "transformers", "tokenizers", "jinja2"}
 
 
@@ -149,6 +157,32 @@ def test_importing_the_library_loads_nothing_heavy() -> None:
     code = "import sys, branchline, branchline.cli.main; print(*{m.split('.')[0] for m in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not HEAVY_IMPORTS & set(done.stdout.split())
+
+
+def test_every_imported_package_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {canonicalize_name(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
+    distributions = packages_distributions()
+    folders = ("src", "tests", "scripts", "benchmarks", "examples")
+    undeclared = {
+        f"{file.relative_to(ROOT)}: {package}"
+        for file in chain(*((ROOT / folder).rglob("*.py") for folder in folders))
+        for package in top_level_imports(file)
+        if package not in {"branchline", *folders, *sys.stdlib_module_names, *SEPARATE_ENVIRONMENTS}
+        if declared.isdisjoint(map(canonicalize_name, distributions.get(package, [package])))
+    }
+    assert not undeclared
+
+
+def top_level_imports(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
 
 
 def test_files_have_less_than_500_lines() -> None:
