@@ -24,7 +24,7 @@ def log_line(
     messages: Sequence[dict[str, Any]],
     answer: str | dict[str, Any],
     prompt: Sequence[int] | None = None,
-    ids: Sequence[int] | None = None,
+    ids: Sequence[float] | None = None,
     *,
     logprobs: bool = True,
     tools: Sequence[dict[str, Any]] = (),

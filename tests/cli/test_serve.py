@@ -78,7 +78,13 @@ def _sent_keys(
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, value)
-    defaults = {"tokenizer": None, "model": None, "tool_parser": None, "reasoning_parser": None, "rule": []}
+    defaults: dict[str, object] = {
+        "tokenizer": None,
+        "model": None,
+        "tool_parser": None,
+        "reasoning_parser": None,
+        "rule": [],
+    }
     _, router = build_router(Namespace(**{**defaults, "engine_url": [], "upstream": [], **options}))
     engine = router.default_engine
     clients = {"main": getattr(engine.engines[0] if isinstance(engine, Replicas) else engine, "client", None)}
