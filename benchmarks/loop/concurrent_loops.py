@@ -29,8 +29,8 @@ from branchline.loop.model import SessionModel
 from branchline.loop.state import LoopLimits, LoopState, Task
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
 from branchline.loop.tools.registry import ToolRegistry
-from branchline.runtime.call_lifecycle import CallRequest, CallResult, run_call
-from branchline.runtime.call_record import CallRecord
+from branchline.runtime.call_lifecycle import run_call
+from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 
@@ -125,8 +125,9 @@ async def _run_calls(crowd: LoadConfig, engine: SlowEngine) -> LoadTimes:
     for live in lives:
         messages = list(_PROMPT)
         for turn in range(crowd.turns):
-            asked = CallRequest(Request(tuple(messages), (WaitTool.schema,)), SamplingParams(max_tokens=4096))
-            record = CallRecord(live.id, "bench", f"call-{turn}", streamed=True)
+            request = Request(tuple(messages), (WaitTool.schema,))
+            asked = CallRequest(request, SamplingParams(max_tokens=4096), stream=True)
+            record = CallRecord(live.id, "bench", f"call-{turn}")
             events = [event async for event in run_call(live, engine, asked, record)]
             assert isinstance(events[-1], CallResult)
             said = events[-1].answers[0].message

@@ -49,7 +49,7 @@ def test_an_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Pat
             for session in (a.session, busy):
                 session.managed.last_used -= 101
             busy.managed.in_flight = 1
-            await a.gateway.app.control_api.expire_idle()
+            await a.gateway.sessions.expire_idle(a.gateway.app.config.idle_s)
             told = await a.get("")
             assert (told["state"], told["reason"]) == ("finalized", "idle for 100 s")
             assert busy.managed.state == "open"
@@ -66,7 +66,7 @@ def test_sessions_never_expire_where_that_is_asked_for() -> None:
     async def test() -> None:
         async with agent("x", config=GatewayConfig(idle_s=0)) as a:
             a.session.managed.last_used -= 10**9
-            await a.gateway.app.control_api.expire_idle()
+            await a.gateway.sessions.expire_idle(a.gateway.app.config.idle_s)
             assert a.session.managed.state == "open"
 
     run(test)

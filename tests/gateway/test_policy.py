@@ -93,7 +93,7 @@ def test_after_a_resume_that_failed_calls_wait_for_the_one_that_succeeds(several
     async def test() -> None:
         async with FakeVllm() as server:
             engine = VllmEngine(server.url)
-            async with agent(fleet=Replicas([engine]) if several else engine) as a:
+            async with agent(gateway_engine=Replicas([engine]) if several else engine) as a:
                 await _policy(a, "pause")
                 asking = asyncio.create_task(a.ask("p", max_tokens=3))
                 server.failing_paths = {"/update_weight_version"}
@@ -113,7 +113,7 @@ def test_after_a_resume_that_failed_calls_wait_for_the_one_that_succeeds(several
 
 def test_an_upstream_has_no_policy_to_pause_and_says_so() -> None:
     async def test() -> None:
-        async with agent(fleet=Router(UpstreamChat("http://127.0.0.1:1", name="far"))) as a:
+        async with agent(gateway_engine=Router(UpstreamChat("http://127.0.0.1:1", name="far"))) as a:
             assert (await _policy(a, "pause")).json() == {"paused": False, "version": 0}
             assert (await _policy(a, "resume", {"version": 2})).json() == {"paused": False, "version": 0}
 

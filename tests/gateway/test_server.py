@@ -96,7 +96,7 @@ def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: 
             reading = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
             if how == "hurried":
-                await _until(lambda: a.gateway.app.control_api.stopping.is_set())
+                await _until(lambda: a.gateway.sessions.stopping.is_set())
                 assert not stopping.done()
                 a.gateway.stop_now()
             await stopping
@@ -120,7 +120,7 @@ def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops() -> None:
         async with agent(engine=_held(), config=LONG_DRAIN) as a:
             reading = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
-            await _until(lambda: a.gateway.app.control_api.stopping.is_set())
+            await _until(lambda: a.gateway.sessions.stopping.is_set())
             assert a.engine.gate is not None
             a.engine.gate.set()
             assert await reading == SAID
@@ -310,10 +310,10 @@ def test_behind_a_default_session_that_has_ended_comes_another(tmp_path: Path) -
             async with _gateway(config=OPEN, journal=tmp_path / "j") as gateway:
                 assert await call(gateway) == ["default"]
                 gateway.sessions.get("default").last_used -= 10**6
-                await gateway.app.control_api.expire_idle()
+                await gateway.sessions.expire_idle(gateway.app.config.idle_s)
                 assert await call(gateway) == ["default-2"]
                 assert await call(gateway) == ["default-2"]
-                await gateway.app.control_api.end_session(gateway.sessions.get("default-2"), "aborted")
+                await gateway.sessions.end_session(gateway.sessions.get("default-2"), "aborted")
             async with _gateway(config=OPEN, journal=tmp_path / "j") as again:
                 again.sessions.evict(again.sessions.get("default"))
                 assert await call(again) == ["default-3"]

@@ -252,7 +252,7 @@ def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: P
         ):
             body = {"messages": [{"role": "user", "content": "q"}]}
             await http.post(f"{gateway.url}/v1/chat/completions", json=body)
-            await gateway.app.control_api.end_session(gateway.sessions.get("s1"), "finalized")
+            await gateway.sessions.end_session(gateway.sessions.get("s1"), "finalized")
 
     run(test)
     assert not before.roots, "a session that a journal keeps is not over"

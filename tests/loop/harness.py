@@ -29,10 +29,11 @@ from branchline.loop.cancel import CancelToken
 from branchline.loop.http_model import HttpModel
 from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
 from branchline.loop.interactions.registry import InteractionConfig
-from branchline.loop.model import Model, ModelReply, SessionModel
+from branchline.loop.model import Model, SessionModel
 from branchline.loop.state import LoopLimits, LoopState, Task
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
 from branchline.loop.tools.registry import ToolRegistry
+from branchline.runtime.call_record import CallResult
 from branchline.runtime.managed_session import ManagedSession, SessionOptions
 from branchline.runtime.session_store import SessionStore
 from branchline.testing.reply_encoder import TemplateReplyEncoder
@@ -279,13 +280,13 @@ class ReplyRecorder:
     def __init__(self, model: Model, session_id: str) -> None:
         self._model = model
         self.session_id = session_id
-        self.replies: list[ModelReply] = []
+        self.replies: list[CallResult] = []
 
     @property
     def codec(self) -> Codec | None:
         return self._model.codec
 
-    async def ask(self, messages: Sequence[Message], **options: Any) -> ModelReply:
+    async def ask(self, messages: Sequence[Message], **options: Any) -> CallResult:
         reply = await self._model.ask(messages, **options)
         self.replies.append(reply)
         return reply

@@ -41,7 +41,7 @@ def test_a_reply_is_what_the_tree_has_of_its_call() -> None:
         assert reply.logprobs is not None
         assert node.output is not None
         assert reply.logprobs.tolist() == node.output.logprobs.tolist()  # type: ignore[union-attr]
-        assert reply.versions == (3,)
+        assert reply.answers[0].versions == (3,)
         assert live.session.tree.delivery(call) == "delivered"
         assert not live.in_flight
 

@@ -13,7 +13,8 @@ from branchline.gateway.logs import LogFormat, LogLevel, configure_logging
 
 if TYPE_CHECKING:  # Tracing needs the `otel` extra
     from branchline.gateway.tracing import Tracing
-    from branchline.runtime.call_record import CallObserver, SessionObserver
+    from branchline.runtime.call_record import CallObserver
+    from branchline.runtime.managed_session import SessionObserver
 
 log = logging.getLogger("branchline.tracing")
 

@@ -18,7 +18,8 @@ from branchline.gateway.http_errors import error_code, http_error
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.model_api import ModelApi, ModelRoute
 from branchline.gateway.protocols.chat import error_body
-from branchline.runtime.call_record import CallObserver, SessionObserver
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import SessionObserver
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 
@@ -47,9 +48,10 @@ class GatewayApp:
             self.router, access, self.config, (self.metrics.record_call, *observers, *watch)
         )
         self.metrics.in_flight.set_function(lambda: self.model_api.in_flight)
-        self.control_api = ControlApi(
-            self.router, sessions, access, self.metrics, self.config, on_session_end
-        )
+        self.control_api = ControlApi(self.router, sessions, access, self.metrics, self.config)
+        router = self.router
+        sessions.on_session_end += [lambda managed: router.release_session(managed.id), *on_session_end]
+        sessions.on_session_end_in_thread.append(self.metrics.record_session_end)
         self._request_tasks: set[asyncio.Task[Any]] = set()
         self._is_cancelling = False
 

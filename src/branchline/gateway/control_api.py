@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -28,7 +28,6 @@ from branchline.gateway.http_errors import error_code, http_error, json_response
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
-from branchline.runtime.call_record import SessionObserver
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
@@ -63,16 +62,12 @@ class ControlApi:
         access: AccessControl,
         metrics: GatewayMetrics,
         config: GatewayConfig,
-        on_session_end: Sequence[SessionObserver] = (),
     ) -> None:
         self._router = fleet
         self._sessions = sessions
         self._access = access
         self._metrics = metrics
         self._config = config
-        self._on_session_end = on_session_end
-        self.stopping = asyncio.Event()
-        """Set when the gateway stops: whoever waits for something is answered."""
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
 
     def _routes(self) -> list[Route]:
@@ -145,17 +140,8 @@ class ControlApi:
             timeout_s = -1.0
         if not 0 <= timeout_s <= _MAX_WAIT_S:
             raise MessageError("timeout_s", given, f"a number of seconds from 0 to {_MAX_WAIT_S:g}")
-        await self.wait_until_ended(live, timeout_s)
+        await self._sessions.wait_until_ended(live, timeout_s)
         return json_response(session_view(live))
-
-    async def wait_until_ended(self, live: ManagedSession, timeout_s: float | None) -> None:
-        """Until a session is no longer open, the gateway stops, or the time is over."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (live.ended_event, self.stopping)]
-        try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def _reward(self, http: HttpRequest) -> Response:
         live = self._access.control_session(http.path_params["id"], _api_key(http), is_reward=True)
@@ -167,32 +153,10 @@ class ControlApi:
             live = self._access.control_session(http.path_params["id"], _api_key(http))
             body = await self._read_body(http)
             reason = body.get("reason", "") if isinstance(body, dict) else ""
-            await self.end_session(live, state, str(reason))
+            await self._sessions.end_session(live, state, str(reason))
             return json_response(session_view(live))
 
         return end
-
-    async def end_session(self, live: ManagedSession, state: SessionState, reason: str = "") -> None:
-        """Moves a session on; one that is closed for good is let go of by its engine and counted."""
-        was_closed = live.is_closed
-        await live.set_state(state, reason)
-        if live.is_closed and not was_closed:
-            self._router.forget_session(live.id)
-            self._sessions.mark_closed(live)
-            self.notify_session_end(live)
-            await asyncio.to_thread(self._metrics.record_session_end, live)
-
-    def notify_session_end(self, live: ManagedSession) -> None:
-        for observe in self._on_session_end:
-            observe(live)
-
-    async def expire_idle(self) -> None:
-        """Finalizes the sessions that nobody has used for too long."""
-        for live in self._sessions.idle_sessions(self._config.idle_s):
-            if not live.is_idle(self._config.idle_s):
-                continue  # used again while others were being ended
-            log.info("session expired", extra={"session": live.id, "idle_s": self._config.idle_s})
-            await self.end_session(live, "finalized", f"idle for {self._config.idle_s:g} s")
 
     # -- policy and engines --------------------------------------------------------------------------
 

@@ -14,13 +14,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from branchline.core.reader import write_message
-from branchline.runtime.call_record import CallObserver, CallRecord, cause_chain
-
-if TYPE_CHECKING:
-    from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.call_record import CallObserver, CallRecord, CallRequest, CallResult, cause_chain
 
 log = logging.getLogger("branchline.calls")
 
@@ -96,7 +93,7 @@ def _result_fields(done: CallResult) -> dict[str, Any]:
         "prompt_tokens": done.prompt_tokens,
         "sampled_tokens": done.sampled_tokens,
         "reused_tokens": done.reused_tokens,
-        "encoded_tokens": done.call.encoded_tokens,
+        "encoded_tokens": done.encoded_tokens,
         "finish_reasons": [answer.finish_reason for answer in done.answers],
         "versions": done.version_range,
     }

@@ -60,16 +60,15 @@ class GatewayMetrics:
         self._outcomes[record.outcome].inc()
         if record.result is None:
             return
-        call = record.result.call
         self._prompt_tokens.inc(record.result.prompt_tokens)
         self._sampled_tokens.inc(record.result.sampled_tokens)
-        self._encoded_tokens.inc(call.encoded_tokens)
+        self._encoded_tokens.inc(record.result.encoded_tokens)
         self._reused_tokens.inc(record.result.reused_tokens)
         for phase, spent in record.phase_s.items():
             self._phases[phase].observe(spent)
-        for echo in call.applied_equivalences:
-            self._echoes.labels(echo.equivalence).inc()
-        self._ambiguous.inc(call.ambiguous_match)
+        for equivalence in record.result.equivalences:
+            self._echoes.labels(equivalence).inc()
+        self._ambiguous.inc(record.result.ambiguous_match)
 
     def record_session_end(self, live: ManagedSession) -> None:
         """A session that ended: its forks are judged once, when nothing can change them any more."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from urllib.parse import unquote
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
 from branchline.core.json_fields import replace_surrogates
-from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import AccessControl
 from branchline.gateway.agent_headers import identify_agent
 from branchline.gateway.asgi_request import AsgiRequest, ClientDisconnectedError
@@ -33,13 +31,12 @@ from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import MESSAGES, MESSAGES_COUNT_TOKENS
 from branchline.gateway.protocols.responses import RESPONSES, RESPONSES_COUNT_TOKENS
 from branchline.gateway.stream_writer import StreamWriter
-from branchline.runtime.call_lifecycle import CallEvent, CallResult, prepare_call, run_call
-from branchline.runtime.call_record import CallFailure, CallObserver, CallRecord
+from branchline.runtime.call_lifecycle import prepare_call
+from branchline.runtime.call_record import CallEvent, CallFailure, CallObserver, CallRecord, CallResult
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HEADER
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import find_earlier_attempt, next_attempt_id
+from branchline.runtime.resume import new_call_id
 from branchline.runtime.router import Router
-from branchline.runtime.upstream import run_upstream_call
 
 log = logging.getLogger("branchline.gateway")
 
@@ -132,16 +129,15 @@ class ModelApi:
         record = CallRecord(live.id, wire.name, "")
         body = await exchange.read_json(self._config.max_body_bytes, wire.decode_body)
         ask = self._read_request(wire, live, place, exchange, body, record)
-        turn = await prepare_call(live, ask.call_request, record, None)
+        turn = await prepare_call(live, ask.call_request)
         await exchange.send_json(wire.count_response(len(turn.prompt_ids)))
 
     async def _handle_call(self, wire: WireProtocol[Any], place: ModelRoute, exchange: AsgiRequest) -> None:
         live = self._access.model_session(place.session_id, exchange.api_key)
-        name = exchange.headers.get(CALL_HEADER, "")
         record = CallRecord(
             live.id,
             wire.name,
-            next_attempt_id(live, name) if name else wire.id_prefix + secrets.token_hex(12),
+            new_call_id(live, wire.id_prefix, exchange.headers.get(CALL_HEADER, "")),
             live.created_at,
             group=live.options.group,
             traceparent=exchange.headers.get("traceparent", ""),
@@ -210,10 +206,10 @@ class ModelApi:
         if count > self._config.max_messages:
             raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
         record.model, record.agent = ask.model, agent
-        record.streamed, record.call_request = ask.stream, ask.call_request
+        record.call_request = ask.call_request
         return ask
 
-    async def _start_call(
+    def _start_call(
         self,
         wire: WireProtocol[Any],
         live: ManagedSession,
@@ -222,30 +218,19 @@ class ModelApi:
         exchange: AsgiRequest,
     ) -> AsyncGenerator[CallEvent, None]:
         """What will happen, once the engine is chosen."""
-        resumes = exchange.headers.get(RESUME_HEADER, "")
         route = self._router.route(ask.model, record.agent)
-        record.engine = route.engine.name
-        asked = ask.call_request
-        if not isinstance(route.engine, UpstreamChat):
-            # What an upstream had said is text, and there is no going on behind that.
-            resumes = resumes or await find_earlier_attempt(live, record.call_id)
-        if not route.train or resumes:
-            asked = replace(
-                asked, request=replace(asked.request, trainable=route.train, resume_call_id=resumes)
-            )
-        if isinstance(route.engine, UpstreamChat):
-            if resumes:
-                raise SessionError("conflict", f"resume: {route.engine.name} cannot go on behind ids")
-            # Only an upstream of the same protocol knows what the fields mean that nobody here reads.
-            body = exchange.body if wire is CHAT else b""
-            return run_upstream_call(live, route.engine, asked, record, body)
-        return run_call(
-            live,
-            route.engine,
-            asked,
-            record,
-            self._config.max_prompt_tokens,
-            self._config.stream_flush_s,
+        request = replace(
+            ask.call_request.request,
+            trainable=route.train,
+            resume_call_id=exchange.headers.get(RESUME_HEADER, ""),
+        )
+        call_request = replace(ask.call_request, request=request)
+        if route.is_upstream and wire is CHAT:
+            # Only an upstream of the same protocol knows the fields that are not read here.
+            options = chat.upstream_options(exchange.body, live.options, request.tools)
+            call_request = replace(call_request, upstream_options=options)
+        return route.run_call(
+            live, call_request, record, self._config.max_prompt_tokens, self._config.stream_flush_s
         )
 
     async def _respond(
@@ -258,7 +243,7 @@ class ModelApi:
     ) -> None:
         async with (
             _closed_session_errors(live),
-            aclosing(await self._start_call(wire, live, ask, record, exchange)) as events,
+            aclosing(self._start_call(wire, live, ask, record, exchange)) as events,
         ):
             async for event in events:
                 if isinstance(event, CallResult):
@@ -278,7 +263,7 @@ class ModelApi:
             try:
                 async with (
                     _closed_session_errors(live),
-                    aclosing(await self._start_call(wire, live, ask, record, exchange)) as events,
+                    aclosing(self._start_call(wire, live, ask, record, exchange)) as events,
                 ):
                     async for event in events:
                         await writer.write(event)

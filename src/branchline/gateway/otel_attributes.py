@@ -13,8 +13,7 @@ from typing import Any
 from branchline.core.call import Request
 from branchline.core.message import Message
 from branchline.engines.base import SamplingParams
-from branchline.runtime.call_lifecycle import CallResult
-from branchline.runtime.call_record import CallRecord
+from branchline.runtime.call_record import CallRecord, CallResult
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import NO_LIMIT
 
@@ -122,11 +121,9 @@ def _result_attributes(done: CallResult) -> dict[str, Any]:
         "gen_ai.usage.input_tokens": done.prompt_tokens,
         "gen_ai.usage.output_tokens": done.sampled_tokens,
         "branchline.reused_tokens": done.reused_tokens,
-        "branchline.encoded_tokens": done.call.encoded_tokens,
+        "branchline.encoded_tokens": done.encoded_tokens,
         "branchline.versions": done.version_range,
-        "branchline.echo_equivalences": sorted(
-            {str(echo.equivalence) for echo in done.call.applied_equivalences}
-        ),
+        "branchline.echo_equivalences": sorted({str(equivalence) for equivalence in done.equivalences}),
     }
 
 

@@ -28,8 +28,13 @@ from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
 from branchline.gateway.views import samples_view
-from branchline.runtime.call_record import CallObserver, SessionObserver
-from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.call_record import CallObserver
+from branchline.runtime.managed_session import (
+    ManagedSession,
+    SessionObserver,
+    SessionState,
+    read_session_options,
+)
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Durability, Journal
@@ -65,20 +70,20 @@ class GatewaySession:
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until it is no longer open, or for so long; its state then."""
-        await self.app.control_api.wait_until_ended(self.managed, timeout_s)
+        await self.app.sessions.wait_until_ended(self.managed, timeout_s)
         return self.managed.state
 
     async def complete(self, reason: str = "") -> None:
         """The agent is done; rewards and calls that come late are still taken."""
-        await self.app.control_api.end_session(self.managed, "completed", reason)
+        await self.app.sessions.end_session(self.managed, "completed", reason)
 
     async def finalize(self) -> dict[str, Any]:
         """Ends the session and gives its samples and report."""
-        await self.app.control_api.end_session(self.managed, "finalized")
+        await self.app.sessions.end_session(self.managed, "finalized")
         return await self.samples()
 
     async def abort(self, reason: str = "") -> None:
-        await self.app.control_api.end_session(self.managed, "aborted", reason)
+        await self.app.sessions.end_session(self.managed, "aborted", reason)
 
 
 class Gateway:
@@ -153,7 +158,7 @@ class Gateway:
         while True:
             await asyncio.sleep(min(60.0, idle_s / 4))
             try:
-                await self.app.control_api.expire_idle()
+                await self.sessions.expire_idle(idle_s)
             except BranchlineError as error:  # a journal that failed: calls are told, and this goes on
                 log.warning("sessions could not be expired: %s", error)
 
@@ -169,13 +174,10 @@ class Gateway:
         if self._expiry_task is not None:
             self._expiry_task.cancel()
             await asyncio.gather(self._expiry_task, return_exceptions=True)
-        self.app.control_api.stopping.set()
+        self.sessions.stopping.set()
         if self._server is not None and self._server_task is not None:
             await self._drain(self._server, self._server_task)
-        if self._journal is None:
-            for live in self.sessions:
-                if not live.is_closed:
-                    self.app.control_api.notify_session_end(live)
+        self.sessions.close()
         await self.app.router.close()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)

@@ -14,7 +14,7 @@ from typing import Self
 
 from branchline.gateway.asgi_request import AsgiRequest
 from branchline.gateway.protocols.base import StreamEncoder
-from branchline.runtime.call_lifecycle import CallEvent, CallResult
+from branchline.runtime.call_record import CallEvent, CallResult
 
 
 class StreamWriter:

@@ -5,14 +5,12 @@ Views of a tree are for threads: each reads the tree as it was when it began, an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from branchline.core.token_arrays import Floats
 from branchline.export.jsonl import report_to_json, sample_to_json
-from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.runtime.managed_session import ManagedSession
 from branchline.timelines.causes import classify_forks
 from branchline.timelines.timeline import timelines_of
@@ -90,7 +88,7 @@ def timelines_view(live: ManagedSession) -> dict[str, Any]:
 
 def samples_view(live: ManagedSession) -> dict[str, Any]:
     """The samples as they would be trained now, and the account of every sampled token."""
-    export = _export(live)
+    export = live.export()
     # A trainer reads a line at a time: each says by itself where it belongs.
     place = {"group": live.options.group, "metadata": live.options.metadata}
     return {
@@ -100,16 +98,7 @@ def samples_view(live: ManagedSession) -> dict[str, Any]:
 
 
 def report_view(live: ManagedSession) -> dict[str, Any]:
-    return report_to_json(_export(live).report)
-
-
-def _export(live: ManagedSession) -> Export:
-    policy = ExportPolicy(include_missing_logprobs=True)
-    with live.session.snapshot() as tree:
-        if live.options.eval or not tree.calls:
-            # Sessions for evaluation are never trained on.
-            return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
-        return export_samples(tree, policy, session=live.id, reward=live.reward)
+    return report_to_json(live.export().report)
 
 
 def _nan_to_none(logprobs: Floats) -> list[float | None]:

@@ -32,7 +32,7 @@ from branchline.loop.cancel import CancelToken
 from branchline.loop.generation import ask_or_resume, effective_sampling
 from branchline.loop.interactions.registry import InteractionConfig
 from branchline.loop.media_filter import filter_media
-from branchline.loop.model import Model, ModelReply
+from branchline.loop.model import Model
 from branchline.loop.state import LoopLimits, LoopPhase, LoopState, StopReason, ToolRecord, TurnRecord
 from branchline.loop.timeouts import finish_despite_cancel
 from branchline.loop.token_budget import (
@@ -44,6 +44,7 @@ from branchline.loop.token_budget import (
 )
 from branchline.loop.tools.registry import ToolSelection
 from branchline.loop.trajectory_resources import TrajectoryResources
+from branchline.runtime.call_record import CallResult
 
 _SESSION_STOP_REASONS = {"out_of_calls": StopReason.SESSION_CALLS, "out_of_tokens": StopReason.SESSION_TOKENS}
 """What a session says when it has given all it may."""
@@ -220,7 +221,7 @@ class AgentLoop:
 
     # -- what the states are made of -----------------------------------------------------------------
 
-    async def ask(self) -> ModelReply:
+    async def ask(self) -> CallResult:
         """The model's answer, from where it was left if it was begun before."""
         state = self.state
         params = effective_sampling(state, self.remaining_tokens(state.tokens))

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from branchline.core.message import Message
     from branchline.loop.cancel import CancelToken
     from branchline.loop.interactions.registry import InteractionRegistry
-    from branchline.loop.model import Model, ModelReply, ToolSchemas
+    from branchline.loop.model import Model, ToolSchemas
     from branchline.loop.state import LoopLimits, LoopState, Task
     from branchline.loop.tools.registry import ToolRegistry
+    from branchline.runtime.call_record import CallResult
 
 DEFAULT_AGENT_NAME = "single_turn"
 _BUILTIN_MODULE = "branchline.loop.builtin_agents"
@@ -57,7 +58,7 @@ class AgentContext:
         *,
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
-    ) -> ModelReply:
+    ) -> CallResult:
         """A turn of the model: the state's conversation is asked and grows by the answer.
 
         With messages another conversation is asked, and what becomes of the answer is up to the agent.
@@ -181,7 +182,7 @@ class RecordingModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    async def ask(self, messages: Sequence[Message], **options: Any) -> ModelReply:
+    async def ask(self, messages: Sequence[Message], **options: Any) -> CallResult:
         reply = await self._model.ask(messages, **options)
         self.call_ids.append(reply.call_id)
         return reply

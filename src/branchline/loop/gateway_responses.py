@@ -26,7 +26,8 @@ from branchline.core.message import Message, ToolCall
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, as_ids
 from branchline.export.jsonl import sample_from_json
-from branchline.loop.model import ModelReply
+from branchline.runtime.answer import Answer
+from branchline.runtime.call_record import CallResult
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 T = TypeVar("T")
@@ -182,7 +183,7 @@ class ReplyBuilder:
         for called in delta.tool_calls or ():
             self._tool_calls[called.index] = called.to_tool_call()
 
-    def build(self) -> ModelReply:
+    def build(self) -> CallResult:
         if not self._finish_reason:
             raise EngineError("the gateway's stream ended before its answer did")
         message = Message(
@@ -193,14 +194,8 @@ class ReplyBuilder:
             refusal="".join(self._refusal),
             id=self._call_id,
         )
-        return ModelReply(
-            message,
-            self._finish_reason,
-            self._call_id,
-            as_ids(self._prompt_ids),
-            as_ids(self._ids),
-            self._logprobs_array(),
-        )
+        answer = Answer(message, self._finish_reason, as_ids(self._ids), self._logprobs_array())
+        return CallResult(self._call_id, as_ids(self._prompt_ids), [answer])
 
     def _logprobs_array(self) -> Floats | None:
         """None where the engine gave none."""

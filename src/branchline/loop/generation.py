@@ -17,8 +17,9 @@ from typing import Any
 from branchline.core.errors import SessionError
 from branchline.core.message import Message
 from branchline.loop.limits import LoopLimits
-from branchline.loop.model import Model, ModelReply, ToolSchemas
+from branchline.loop.model import Model, ToolSchemas
 from branchline.loop.state import LoopState
+from branchline.runtime.call_record import CallResult
 
 
 async def ask(
@@ -28,7 +29,7 @@ async def ask(
     tools: ToolSchemas,
     params: Mapping[str, Any],
     limits: LoopLimits,
-) -> ModelReply:
+) -> CallResult:
     """The answer to a conversation, sampled as the task says; the state's own, given none, grows by it.
 
     It is noted, so that it is trained.
@@ -67,7 +68,7 @@ def effective_sampling(
 
 async def ask_or_resume(
     model: Model, state: LoopState, tools: ToolSchemas, params: Mapping[str, Any]
-) -> ModelReply:
+) -> CallResult:
     """The answer to the state's own conversation, from where it was left if it was begun before."""
     # Named before anything is sent: whenever this is cut off, the state says what to go on with.
     state.call = state.call or _new_call_name()

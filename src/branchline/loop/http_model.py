@@ -27,8 +27,9 @@ from branchline.loop.gateway_responses import (
     decode_json,
     error_from_response,
 )
-from branchline.loop.model import ModelReply, ToolSchemas
+from branchline.loop.model import ToolSchemas
 from branchline.loop.retry import Retry
+from branchline.runtime.call_record import CallResult
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER
 
 _READ_TIMEOUT_S = 24 * 3600.0
@@ -111,7 +112,7 @@ class HttpModel:
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
         call_name: str = "",
-    ) -> ModelReply:
+    ) -> CallResult:
         headers = {**self._headers, CALL_HEADER: call_name} if call_name else dict(self._headers)
         if params and params.get("max_tokens") is not None:
             headers[MAX_TOKENS_HEADER] = str(params["max_tokens"])

@@ -11,10 +11,8 @@ to nobody it says again. The name is chosen before anything is sent, so a cancel
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from branchline.chat.base import Codec
@@ -24,14 +22,11 @@ from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
 from branchline.core.reader import ToolList
 from branchline.core.sample import Sample
-from branchline.core.token_arrays import Floats, Ids
 from branchline.engines.base import Engine
-from branchline.export.samples import ExportPolicy, export_samples
-from branchline.gateway.protocols.chat import CHAT
-from branchline.runtime.call_lifecycle import CallRequest, CallResult, prepare_call, run_call
-from branchline.runtime.call_record import CallRecord
+from branchline.runtime.call_lifecycle import prepare_call, run_call
+from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import find_earlier_attempt, next_attempt_id
+from branchline.runtime.resume import new_call_id
 from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
@@ -41,21 +36,6 @@ from branchline.runtime.sampling import (
 )
 
 ToolSchemas = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class ModelReply:
-    """One answer, whole, and the tokens it is made of."""
-
-    message: Message
-    finish_reason: str
-    """`stop`, `length` or `tool_calls`."""
-    call_id: str
-    prompt_ids: Ids
-    ids: Ids
-    logprobs: Floats | None = None
-    versions: tuple[int, ...] | None = None
-    """The policy versions that sampled it, ascending; None where it is not said."""
 
 
 class Model(Protocol):
@@ -73,7 +53,7 @@ class Model(Protocol):
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
         call_name: str = "",
-    ) -> ModelReply:
+    ) -> CallResult:
         """The answer to a conversation. `params` are those of Chat Completions; the session's own sampling
         goes before them, but an answer never has more than the `max_tokens` that are given here.
 
@@ -111,7 +91,7 @@ class SessionModel:
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
         call_name: str = "",
-    ) -> ModelReply:
+    ) -> CallResult:
         while True:
             try:
                 return await self._ask(messages, tools, params or {}, call_name)
@@ -128,44 +108,24 @@ class SessionModel:
 
     async def _ask(
         self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any], name: str
-    ) -> ModelReply:
-        call_id = next_attempt_id(self.managed, name) if name else CHAT.id_prefix + secrets.token_hex(12)
-        resumes = await find_earlier_attempt(self.managed, call_id)
-        asked, record = self._call_request(messages, tools, params, resumes), self._call_record(call_id)
-        done: CallResult | None = None
-        async with aclosing(run_call(self.managed, self.engine, asked, record)) as events:
-            async for event in events:
-                if isinstance(event, CallResult):
-                    # Read on: the call counts as delivered when its last event was taken.
-                    done = event
-        assert done is not None, "a call ends with its Done, or raises"
-        answer = done.answers[0]
-        return ModelReply(
-            answer.message,
-            answer.finish_reason,
-            done.call.id,
-            done.prompt_ids,
-            answer.ids,
-            answer.logprobs,
-            answer.versions,
-        )
+    ) -> CallResult:
+        call_request = self._call_request(messages, tools, params)
+        record = self._call_record(new_call_id(self.managed, name=name))
+        async with aclosing(run_call(self.managed, self.engine, call_request, record)) as events:
+            # Read to the end: the call counts as delivered when its last event was taken.
+            async for _ in events:
+                pass
+        assert record.result is not None, "a call ends with its result, or raises"
+        return record.result
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
-        asked = self._call_request(messages, tools, params or {})
-        return len((await prepare_call(self.managed, asked, self._call_record(""), None)).prompt_ids)
+        turn = await prepare_call(self.managed, self._call_request(messages, tools, params or {}))
+        return len(turn.prompt_ids)
 
     async def samples(self) -> list[Sample]:
-        return await asyncio.to_thread(self._export_samples)
-
-    def _export_samples(self) -> list[Sample]:
-        live = self.managed
-        with live.session.snapshot() as tree:
-            if live.options.eval or not tree.calls:
-                return []
-            policy = ExportPolicy(include_missing_logprobs=True)
-            return export_samples(tree, policy, session=live.id, reward=live.reward).samples
+        return (await asyncio.to_thread(self.managed.export)).samples
 
     def _call_record(self, call_id: str) -> CallRecord:
         live = self.managed
@@ -176,9 +136,6 @@ class SessionModel:
             live.created_at,
             agent=self.agent,
             group=live.options.group,
-            engine=self.engine.name,
-            # As it is sampled: a cancel keeps what has arrived, so it had better arrive.
-            streamed=True,
         )
 
     def _call_request(
@@ -186,7 +143,6 @@ class SessionModel:
         messages: Sequence[Message],
         tools: ToolSchemas,
         params: Mapping[str, Any],
-        resumes: str = "",
     ) -> CallRequest:
         wanted = params.get("max_tokens")
         # A session's own sampling goes before the loop's, but never beyond its limits.
@@ -200,11 +156,12 @@ class SessionModel:
             tools if isinstance(tools, ToolList) else tuple(tools),
             chat_template_kwargs=replace_surrogates_deep(dict(template)),
             agent=self.agent,
-            resume_call_id=resumes,
         )
         return CallRequest(
             request,
             read_sampling_params(given, "max_tokens", max_tokens_limit=most),
+            # A cancelled call keeps what was yielded, so tokens must not be buffered.
+            stream=True,
             stop=read_strings(given, "stop"),
             single_tool_call=not read_bool(given, "parallel_tool_calls", True),
         )

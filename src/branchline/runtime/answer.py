@@ -1,16 +1,16 @@
-"""Answers while they are sampled: chunks in, deltas out, cut where the client asked for an end.
+"""Builds answers while they are sampled: chunks of ids in, deltas of messages out.
 
-What a client sees and what is recorded are the same tokens. Stop texts are looked for in what the answer
-says, not in its reasoning or its tool calls; the token that completes one is the last that is kept, and
-text that may still become one is held back. An engine never hears of them: it is told to stop by being
-closed, so a stop text works on every engine and survives a pause.
+What a client gets and what is recorded are the same tokens. Stop texts are searched for in the content of an
+answer, not in its reasoning or its tool calls. The token that completes a stop text is the last one kept, and
+text that may still become a stop text is held back. Engines never see stop texts: the runtime closes the
+generation, so a stop text works with every engine and across a pause.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec import Struct
@@ -25,7 +25,7 @@ from branchline.engines.base import Chunk
 
 
 class AnswerDelta(Struct, frozen=True):
-    """The next bit of an answer, and the tokens it came with."""
+    """The next part of an answer and the tokens it was parsed from."""
 
     index: int
     deltas: Sequence[MessageDelta]
@@ -35,29 +35,28 @@ class AnswerDelta(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Answer:
-    """One whole answer."""
+    """One complete answer as its client gets it."""
 
     message: Message
     finish_reason: str
     """`stop`, `length`, `tool_calls`, or an upstream's `content_filter`."""
     ids: Ids
-    logprobs: Floats | None
+    logprobs: Floats | None = None
     stop_sequence: str | None = None
     """The stop text that ended it, if one did."""
     versions: tuple[int, ...] = ()
-    """The policy versions that sampled it, ascending; none where that is not known."""
+    """The policy versions that sampled it, ascending; empty if not known."""
 
 
 def new_tool_call_id() -> str:
-    """An id for a tool call that has none of its own."""
     return "call_" + secrets.token_hex(12)
 
 
 class StopStringMatcher:
-    """Looks for stop texts in a text that arrives in pieces.
+    """Searches for stop texts in a text that arrives in pieces.
 
-    >>> stop_strings = StopStringMatcher(("\\nObservation:",))
-    >>> stop_strings.feed("Action: look\\nObs"), stop_strings.feed("ervation: a door"), stop_strings.matched
+    >>> matcher = StopStringMatcher(("\\nObservation:",))
+    >>> matcher.feed("Action: look\\nObs"), matcher.feed("ervation: a door"), matcher.matched
     ('Action: look', '', '\\nObservation:')
     """
 
@@ -67,27 +66,27 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """What is certain not to be part of a stop text; nothing any more once one is found."""
+        """Returns the text that cannot be part of a stop text; nothing after a match."""
         if self.matched is not None:
             return ""
         text = self._pending + text
-        places = [(place, -len(stop), stop) for stop in self._stop_strings if (place := text.find(stop)) >= 0]
-        if places:
-            place, _, self.matched = min(places)
+        found = [(text.find(stop), -len(stop), stop) for stop in self._stop_strings if stop in text]
+        if found:
+            start, _, self.matched = min(found)
             self._pending = ""
-            return text[:place]
-        held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
-        self._pending = text[len(text) - held :]
-        return text[: len(text) - held]
+            return text[:start]
+        overlap = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+        self._pending = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
     def flush(self) -> str:
-        """What was held back, when it can become a stop text no more."""
-        held, self._pending = self._pending, ""
-        return held
+        """Returns the text held back, when it can no longer become a stop text."""
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of a text that a stop text begins with."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -96,67 +95,60 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass
 class AnswerBuilder:
-    """One answer while it is being sampled."""
+    """One answer while it is sampled."""
 
     index: int
     parser: IncrementalParser
     stop_strings: Sequence[str] = ()
     single_tool_call: bool = False
-    """End behind the first tool call (`parallel_tool_calls: false`), or behind its stop id if one follows."""
+    """The answer ends after its first tool call, or after the stop id that follows it."""
     stop_ids: frozenset[int] = frozenset()
     response_id: str = ""
-    """The response's id on the wire; a client that sends it back says which of equal answers it means."""
+    """The id of the response. A client that sends it back names one of several equal answers."""
     chunks: list[Chunk] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str = "length"
     is_stopped: bool = False
-    """Nothing more is wanted, though the engine may have more to say."""
+    """The answer is complete, and what else the engine samples is not wanted."""
 
     def __post_init__(self) -> None:
-        self._generation: Generation | None = None
         self._stop_matcher = StopStringMatcher(self.stop_strings) if self.stop_strings else None
         self._content_parts: list[str] = []
         self._has_tool_call = False
 
-    def add_chunk(self, chunk: Chunk) -> AnswerDelta:
-        """The deltas a chunk makes; none of what lies behind an end the client asked for."""
+    def add(self, chunk: Chunk) -> AnswerDelta:
+        """Returns what a chunk adds to the answer, without the tokens after a requested end."""
         if self._stop_matcher is None and not self.single_tool_call:
             deltas = self.parser.feed(chunk.ids.tolist())
         else:
             deltas, used = self._feed_tokenwise(chunk.ids)
-            if used < len(chunk.ids) or self.is_stopped:
+            if self.is_stopped:
                 logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
                 chunk = Chunk(chunk.ids[:used], logprobs, chunk.version, "stop")
         self.chunks.append(chunk)
-        self._generation = None
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             if not self.is_stopped:
-                deltas = [
-                    *deltas,
-                    *self._apply_stop_strings(self.parser.finish(chunk.finish_reason)),
-                    *self._flush_pending(),
-                ]
-        for delta in deltas:
-            if delta.tool_call is not None:
-                deltas = [self._with_tool_call_id(one) for one in deltas]
-                break
+                last = self._apply_stop_strings(self.parser.finish(chunk.finish_reason))
+                deltas = [*deltas, *last, *self._flush_pending()]
+        if any(delta.tool_call is not None for delta in deltas):
+            deltas = [self._with_tool_call_id(delta) for delta in deltas]
         return AnswerDelta(self.index, deltas, chunk.ids, chunk.logprobs)
 
     def _feed_tokenwise(self, ids: Ids) -> tuple[list[MessageDelta], int]:
-        """Token by token, so that the one behind which it ends is known."""
+        """Returns the deltas and the number of tokens used: fewer than `ids` if the answer ends in them."""
         deltas: list[MessageDelta] = []
-        for place, token in enumerate(ids.tolist(), start=1):
+        for count, token in enumerate(ids.tolist(), start=1):
             if self._has_tool_call and token not in self.stop_ids:
                 self.is_stopped = True
-                return deltas, place - 1
+                return deltas, count - 1
             new = self._apply_stop_strings(self.parser.feed([token]))
             deltas += new
             found = self._stop_matcher is not None and self._stop_matcher.matched is not None
             if found or self._has_tool_call:
                 self.is_stopped = True
-                return deltas, place
-            # One token more is looked at: a model that stops here should learn that it did.
+                return deltas, count
+            # One more token is read: a stop id after the tool call is recorded and trained.
             self._has_tool_call = self.single_tool_call and any(delta.tool_call is not None for delta in new)
         return deltas, len(ids)
 
@@ -168,26 +160,25 @@ class AnswerBuilder:
             if self._stop_matcher.matched is not None:
                 break
             if delta.tool_call is None and not delta.reasoning_content:
-                text = self._stop_matcher.feed(delta.content)
-                passed += self._text_deltas(text)
+                passed += self._content_deltas(self._stop_matcher.feed(delta.content))
             else:
                 passed += [*self._flush_pending(), delta]
         return passed
 
     def _flush_pending(self) -> list[MessageDelta]:
-        return [] if self._stop_matcher is None else self._text_deltas(self._stop_matcher.flush())
+        return [] if self._stop_matcher is None else self._content_deltas(self._stop_matcher.flush())
 
-    def _text_deltas(self, text: str) -> list[MessageDelta]:
+    def _content_deltas(self, text: str) -> list[MessageDelta]:
         if not text:
             return []
         self._content_parts.append(text)
         return [MessageDelta(content=text)]
 
     def _with_tool_call_id(self, delta: MessageDelta) -> MessageDelta:
-        """Ids on the wire are ours, unless the model's format has its own."""
-        if delta.tool_call is None:
-            return delta
+        """Adds an id to a tool call, unless the model's format has ids of its own."""
         call = delta.tool_call
+        if call is None:
+            return delta
         if not call.id:
             call = ToolCall(call.name, call.arguments, new_tool_call_id(), call.kind)
         self.tool_calls.append(call)
@@ -195,60 +186,53 @@ class AnswerBuilder:
 
     @property
     def ids(self) -> Ids:
-        return self._build_generation().ids
+        return as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in self.chunks)]))
 
-    def _build_generation(self) -> Generation:
-        """All chunks as one, made when it is asked for and kept until another comes."""
-        if self._generation is None:
-            said = self.parser.message
-            text = said.content if self._stop_matcher is None else "".join(self._content_parts)
-            message = Message(
-                "assistant",
-                text,
-                reasoning_content=said.reasoning_content,
-                tool_calls=tuple(self.tool_calls),
-                id=self.response_id,
-            )
-            self._generation = Generation(*_concatenate_chunks(self.chunks), self.finish_reason, message)
-        return self._generation
+    def generation(self, finish_reason: str = "") -> Generation:
+        """The answer as the tree records it; `finish_reason` replaces the engine's."""
+        parsed = self.parser.message
+        message = Message(
+            "assistant",
+            parsed.content if self._stop_matcher is None else "".join(self._content_parts),
+            reasoning_content=parsed.reasoning_content,
+            tool_calls=tuple(self.tool_calls),
+            id=self.response_id,
+        )
+        logprobs, versions = _join_logprobs(self.chunks), _join_versions(self.chunks)
+        return Generation(self.ids, logprobs, versions, finish_reason or self.finish_reason, message)
 
-    @property
-    def message(self) -> Message:
-        message = self._build_generation().message
-        assert message is not None
-        return message
-
-    def generation(self, finish: str) -> Generation:
-        """The answer as the tree keeps it."""
-        whole = self._build_generation()
-        return whole if finish == whole.finish_reason else replace(whole, finish_reason=finish)
-
-    @property
-    def answer(self) -> Answer:
-        """The answer as a client gets it."""
-        finish = "tool_calls" if self.tool_calls and self.finish_reason == "stop" else self.finish_reason
-        stop = self._stop_matcher.matched if self._stop_matcher is not None else None
-        whole = self._build_generation()
-        # A chunk that only says how it ended was sampled by nobody.
-        versions = tuple(sorted({chunk.version for chunk in self.chunks if len(chunk.ids)}))
-        return Answer(self.message, finish, whole.ids, whole.logprobs, stop, versions)
+    def answer(self, generation: Generation) -> Answer:
+        """The answer as its client gets it; `generation` is the one that was committed."""
+        assert generation.message is not None
+        is_call = bool(self.tool_calls) and self.finish_reason == "stop"
+        # The last chunk may have no ids; its version sampled nothing.
+        versions = {chunk.version for chunk in self.chunks if len(chunk.ids)}
+        return Answer(
+            generation.message,
+            "tool_calls" if is_call else self.finish_reason,
+            generation.ids,
+            generation.logprobs,
+            None if self._stop_matcher is None else self._stop_matcher.matched,
+            tuple(sorted(versions)),
+        )
 
 
-def _concatenate_chunks(chunks: Sequence[Chunk]) -> tuple[Ids, Floats | None, int | NDArray[np.int64]]:
-    """The ids, logprobs and versions of chunks that follow one another; one version where all have it."""
-    if len(chunks) == 1:
-        (chunk,) = chunks
-        return as_ids(chunk.ids), chunk.logprobs, chunk.version
-    ids = as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in chunks)]))
-    logprobs: Floats | None = None
-    if any(chunk.logprobs is not None for chunk in chunks):
-        parts = [
+def _join_logprobs(chunks: Sequence[Chunk]) -> Floats | None:
+    """The logprobs of all tokens, NaN for chunks without any; None if no chunk has any."""
+    if all(chunk.logprobs is None for chunk in chunks):
+        return None
+    return np.concatenate(
+        [
             np.full(len(chunk.ids), np.nan, np.float32) if chunk.logprobs is None else chunk.logprobs
             for chunk in chunks
         ]
-        logprobs = np.concatenate(parts)
+    )
+
+
+def _join_versions(chunks: Sequence[Chunk]) -> int | NDArray[np.int64]:
+    """The version of each token, or one number if all chunks have the same."""
     versions = {chunk.version for chunk in chunks}
     if len(versions) == 1:
-        return ids, logprobs, versions.pop()
-    told = np.array([chunk.version for chunk in chunks], np.int64)
-    return ids, logprobs, np.repeat(told, [len(chunk.ids) for chunk in chunks])
+        return versions.pop()
+    per_chunk = np.array([chunk.version for chunk in chunks], np.int64)
+    return np.repeat(per_chunk, [len(chunk.ids) for chunk in chunks])

@@ -1,55 +1,139 @@
-"""A call as those who watch see it: what metrics count, logs say and traces show, once it is over."""
+"""The types of one call: what a caller asks, what came out, and the record that observers get.
+
+`CallRequest` goes in, `CallResult` comes out; both are free of any wire protocol. `CallRecord` collects what
+metrics, logs and traces need and is complete when the call is over, however it ended.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
+from branchline.core.call import Request
+from branchline.core.echo import Equivalence
 from branchline.core.errors import JournalError, MessageError, SessionError
-
-if TYPE_CHECKING:
-    from branchline.runtime.call_lifecycle import CallRequest, CallResult
-    from branchline.runtime.managed_session import ManagedSession
+from branchline.core.message import Message
+from branchline.core.token_arrays import Floats, Ids
+from branchline.engines.base import SamplingParams
+from branchline.engines.upstream_chat import TokenUsage
+from branchline.runtime.answer import Answer, AnswerDelta
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
-"""`refused`: the client's mistake. `failed`: the engine's or the journal's. `cancelled`: the client left."""
+"""`refused`: the client's error. `failed`: the engine's or the journal's. `cancelled`: by a disconnect."""
 Phase = Literal["prepare", "queue", "generate", "commit"]
 
 
 @dataclass(frozen=True)
-class CallFailure:
-    """What a call ended by. Its words may quote messages; its kind never does.
+class CallRequest:
+    """What a caller asks for: a conversation, how to sample, how many answers."""
 
-    >>> told = CallFailure.from_error(MessageError("messages[0].role", "wizard", "one from_error system, user"))
-    >>> told.error_type, told.field
+    request: Request
+    params: SamplingParams
+    n: int = 1
+    stream: bool = False
+    """Whether the caller reads the answer while it is sampled; if not, engines may buffer it."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer. Engines never see them: the runtime ends the generation."""
+    single_tool_call: bool = False
+    """At most one tool call per answer."""
+    raw_prompt: str | Ids | None = None
+    """A prompt without a chat template, as text or ids; None for a conversation."""
+    tool_choice: object = None
+    """The `tool_choice` of Chat Completions, for an upstream. Engines leave the choice to the model."""
+    upstream_options: Mapping[str, Any] | None = None
+    """The other fields of a Chat Completions request for an upstream, as the client wrote them. Its `tools`
+    are those that the upstream runs itself. None: the fields are made from `params`."""
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """A call that is committed and in the journal."""
+
+    call_id: str
+    prompt_ids: Ids
+    answers: Sequence[Answer]
+    encoded_tokens: int = 0
+    """Tokens of the prompt that were made by encoding text; all others were reused from the tree."""
+    equivalences: tuple[Equivalence, ...] = ()
+    """What was tolerated to recognise messages of the request, once for each message."""
+    ambiguous_match: bool = False
+    """Several recorded outputs matched an assistant message of the request."""
+    upstream_usage: TokenUsage | None = None
+    """The token counts of an upstream, which are exact where ids encoded from its text are not."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) if self.upstream_usage is None else self.upstream_usage.prompt_tokens
+
+    @property
+    def sampled_tokens(self) -> int:
+        if self.upstream_usage is not None:
+            return self.upstream_usage.completion_tokens
+        return sum(len(answer.ids) for answer in self.answers)
+
+    @property
+    def reused_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.encoded_tokens)
+
+    @property
+    def version_range(self) -> tuple[int, int] | None:
+        """The oldest and the newest policy version that sampled; None if not known."""
+        versions = [version for answer in self.answers for version in answer.versions]
+        return (min(versions), max(versions)) if versions else None
+
+    # -- the first answer, which is the only one unless n > 1 was asked for --------------------------
+
+    @property
+    def message(self) -> Message:
+        return self.answers[0].message
+
+    @property
+    def finish_reason(self) -> str:
+        return self.answers[0].finish_reason
+
+    @property
+    def ids(self) -> Ids:
+        return self.answers[0].ids
+
+    @property
+    def logprobs(self) -> Floats | None:
+        return self.answers[0].logprobs
+
+
+CallEvent = AnswerDelta | CallResult
+"""What a running call yields: deltas, then its result."""
+
+
+@dataclass(frozen=True)
+class CallFailure:
+    """The error that ended a call. `message` may quote messages; `error_type` never does.
+
+    >>> failure = CallFailure.from_error(MessageError("messages[0].role", "wizard", "one of system, user"))
+    >>> failure.error_type, failure.field
     ('MessageError', 'messages[0].role')
     """
 
     error_type: str
-    """The error's type, and those of its causes: `EngineError from ConnectionRefusedError`."""
+    """The error's type and those of its causes: `EngineError from ConnectionRefusedError`."""
     message: str
     field: str = ""
     may_quote_messages: bool = True
 
     @classmethod
     def from_error(cls, error: BaseException) -> CallFailure:
-        """Keeps what is said of an error, and not the error: that holds on to the request it failed."""
+        """Copies the texts only: the error itself would keep the failed request alive."""
         return cls(
-            error_type_chain(error),
+            " from ".join([type(cause).__name__ for cause in cause_chain(error)]),
             str(error),
             error.field if isinstance(error, MessageError) else "",
             not isinstance(error, SessionError | JournalError),
         )
 
 
-def error_type_chain(error: BaseException) -> str:
-    return " from ".join([type(cause).__name__ for cause in cause_chain(error)])
-
-
 def cause_chain(error: BaseException, *, include_context: bool = False) -> list[BaseException]:
-    """An error and what led to it; with `contexts` also what was merely being handled. Each once."""
+    """An error and its causes, each once; with `include_context` also errors that were being handled."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -61,25 +145,25 @@ def cause_chain(error: BaseException, *, include_context: bool = False) -> list[
 
 @dataclass
 class CallRecord:
-    """One call, filled in while it goes on."""
+    """One call as observers see it; filled in while the call runs."""
 
     session_id: str
     protocol: str
     call_id: str
     session_created_at: float = 0.0
-    """When its session was opened, in seconds since 1970: ids of sessions may come again, this does not."""
+    """Seconds since 1970. Session ids may be used again, so the id and this time name a session."""
     model: str = ""
     agent: str = ""
     group: str = ""
     engine: str = ""
-    streamed: bool = False
     call_request: CallRequest | None = None
+    """None until the request has been read."""
     result: CallResult | None = None
     outcome: Outcome = "ok"
     status: int = 200
     failure: CallFailure | None = None
     traceparent: str = ""
-    """The client's own trace, where it says so."""
+    """The client's own trace, if it sent one."""
     started_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     started_perf_s: float = field(default_factory=time.perf_counter)
@@ -87,16 +171,19 @@ class CallRecord:
     """`queue` is the wait for the first token: the engine's queue, a pause, the prefill."""
     total_s: float = 0.0
 
+    @property
+    def streamed(self) -> bool:
+        return self.call_request is not None and self.call_request.stream
+
     def end_phase(self, phase: Phase) -> None:
-        """A phase lasts from the end of the one before it."""
+        """Records how long a phase lasted, counted from the end of the one before; only the first time."""
         if phase not in self.phase_s:
-            spent = time.perf_counter() - self.started_perf_s
-            self.phase_s[phase] = spent - sum(self.phase_s.values())
+            elapsed = time.perf_counter() - self.started_perf_s
+            self.phase_s[phase] = elapsed - sum(self.phase_s.values())
 
     def close(self) -> None:
         self.total_s = time.perf_counter() - self.started_perf_s
 
 
 CallObserver = Callable[[CallRecord], None]
-SessionObserver = Callable[["ManagedSession"], None]
-"""Told once when a session is closed for good, or ends with the gateway because no journal keeps it."""
+"""Called once per call, when it is over."""

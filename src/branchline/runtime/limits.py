@@ -1,7 +1,7 @@
-"""What a session's limits leave to a call: how many calls it may make, and how many tokens they may sample.
+"""Enforces the limits of a session: how many calls it may make and how many tokens it may sample.
 
-Calls run side by side, so a call counts from its beginning, and what it may sample is reserved for it before
-it samples: together they never have more than the session does.
+Calls of a session run concurrently. So a call counts from its start, and the tokens it may sample are
+reserved before it samples: all calls together never exceed the session's limits.
 """
 
 from __future__ import annotations
@@ -10,97 +10,97 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from branchline.core.errors import SessionError
 from branchline.engines.base import Chunk
-from branchline.runtime.call_record import CallRecord
+from branchline.runtime.call_record import CallRequest
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 
-if TYPE_CHECKING:
-    from branchline.runtime.call_lifecycle import CallRequest
-
 
 @contextmanager
-def count_call(live: ManagedSession, asked: CallRequest, record: CallRecord) -> Iterator[None]:
-    """A call until its answer is sampled. It counts at once, for others may come beside it."""
-    live.require_open()
-    limits, resumes = live.options.limits, asked.request.resume_call_id
-    if limits.calls is not None and _count_other_calls(live, resumes) >= limits.calls:
-        raise SessionError(
-            "out_of_calls", f"session {live.id} may make {limits.calls} calls and has made them"
-        )
-    if resumes in live.resuming_call_ids:
+def count_call(managed: ManagedSession, call_id: str, resumes: str = "") -> Iterator[None]:
+    """Counts a call as running. `resumes` is the id of the cancelled call that it continues.
+
+    Raises SessionError if the session is closed, has made all its calls, or `resumes` is being resumed.
+    """
+    managed.require_open()
+    limit = managed.options.limits.calls
+    if limit is not None and _count_other_calls(managed, resumes) >= limit:
+        raise SessionError("out_of_calls", f"session {managed.id} may make {limit} calls and has made them")
+    if resumes in managed.resuming_call_ids:
         raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
     if resumes:
-        live.resuming_call_ids.add(resumes)
-    over = live.running_calls[record.call_id] = asyncio.Event()
-    live.in_flight += 1
-    live.last_used = time.monotonic()
+        managed.resuming_call_ids.add(resumes)
+    ended = managed.running_calls[call_id] = asyncio.Event()
+    managed.in_flight += 1
+    managed.last_used = time.monotonic()
     try:
         yield
     finally:
-        live.in_flight -= 1
-        live.last_used = time.monotonic()
-        live.resuming_call_ids.discard(resumes)
-        del live.running_calls[record.call_id]
-        over.set()
+        managed.in_flight -= 1
+        managed.last_used = time.monotonic()
+        managed.resuming_call_ids.discard(resumes)
+        del managed.running_calls[call_id]
+        ended.set()
 
 
-def _count_other_calls(live: ManagedSession, resumes: str) -> int:
-    """Calls that were made or are under way beside one that resumes another: the two count as one."""
-    tree, continued = live.session.tree, {*live.resuming_call_ids, resumes}
+def _count_other_calls(managed: ManagedSession, resumes: str) -> int:
+    """Calls that were made or are running. A cancelled call and the call that resumes it count as one."""
+    tree, continued = managed.session.tree, {*managed.resuming_call_ids, resumes}
     made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
-    return len(made) + live.in_flight - (resumes in live.running_calls)
+    return len(made) + managed.in_flight - (resumes in managed.running_calls)
 
 
 @contextmanager
 def reserve_tokens(
-    live: ManagedSession, asked: CallRequest, room: int, before: Sequence[Chunk] = ()
+    managed: ManagedSession, call_request: CallRequest, max_tokens: int, partial: Sequence[Chunk] = ()
 ) -> Iterator[int]:
-    """A call while it may sample: nobody else gets the tokens that a session with a limit has left for it.
+    """Reserves tokens for a call and yields how many each of its answers may have, `partial` included.
 
-    `room` is what an answer could have, were there no limit. Gives how many tokens each of them may have,
-    with those that were there `before`: the session has counted these, so only the rest is reserved.
+    `max_tokens` is what an answer may have by its request and its engine. `partial` is what a resumed call
+    sampled already: these tokens are counted in the tree, so only the rest is reserved.
     """
-    most, begun, rest = live.options.limits.tokens, sum([len(chunk.ids) for chunk in before]), 0
-    if most is not None:
-        is_over = bool(before) and before[-1].finish_reason is not None
-        rest = 0 if is_over else _tokens_to_reserve(live, asked, most, room - begun, is_begun=begun > 0)
-        room = min(room, begun + rest)
-    live.reserved_tokens += rest * asked.n
+    limit, begun, reserved = managed.options.limits.tokens, sum([len(chunk.ids) for chunk in partial]), 0
+    if limit is not None:
+        is_finished = bool(partial) and partial[-1].finish_reason is not None
+        if not is_finished:
+            reserved = _tokens_to_reserve(
+                managed, call_request, limit, max_tokens - begun, is_begun=begun > 0
+            )
+        max_tokens = min(max_tokens, begun + reserved)
+    managed.reserved_tokens += reserved * call_request.n
     try:
-        yield room
+        yield max_tokens
     finally:
-        live.reserved_tokens -= rest * asked.n
+        managed.reserved_tokens -= reserved * call_request.n
 
 
 def _tokens_to_reserve(
-    live: ManagedSession, asked: CallRequest, most: int, wanted: int, *, is_begun: bool
+    managed: ManagedSession, call_request: CallRequest, limit: int, max_tokens: int, *, is_begun: bool
 ) -> int:
-    """How many more tokens each answer may have in a session that may sample so many."""
-    left = most - live.sampled_tokens
+    """How many further tokens each answer may have in a session with a limit."""
+    left, n = limit - managed.sampled_tokens, call_request.n
     if left <= 0:
         if is_begun:
-            # It ends where it stands, as it would have had nobody cut it off.
+            # The resumed answer ends here, as it would have without the interruption.
             return 0
         raise SessionError(
-            "out_of_tokens", f"session {live.id} may sample {most} tokens and has sampled them"
+            "out_of_tokens", f"session {managed.id} may sample {limit} tokens and has sampled them"
         )
-    free = (left - live.reserved_tokens) // asked.n
-    if free <= 0 < wanted:
-        if live.reserved_tokens:
+    free = (left - managed.reserved_tokens) // n
+    if free <= 0 < max_tokens:
+        if managed.reserved_tokens:
             raise SessionError(
                 "busy",
-                f"session {live.id} may sample {most} tokens, and calls under way have what is left of them;"
+                f"session {managed.id} may sample {limit} tokens, and running calls have reserved the rest;"
                 " try again in a moment",
             )
         raise SessionError(
             "out_of_tokens",
-            f"session {live.id} may sample {most} tokens; {left} are left, too few for n={asked.n}",
+            f"session {managed.id} may sample {limit} tokens; {left} are left, too few for n={n}",
         )
-    if asked.params.max_tokens == NO_LIMIT:
-        # Who does not say how much must not take all of it from those that come beside it.
-        wanted = min(wanted, max(FALLBACK_MAX_TOKENS, free // 2))
-    return max(0, min(free, wanted))
+    if call_request.params.max_tokens == NO_LIMIT:
+        # A call without a limit of its own must leave tokens to concurrent calls.
+        max_tokens = min(max_tokens, max(FALLBACK_MAX_TOKENS, free // 2))
+    return max(0, min(free, max_tokens))

@@ -1,7 +1,7 @@
-"""A session as the gateway keeps it: its tree, its keys, its state, and the records that make it survive.
+"""A managed session: the session with its keys, state, rewards and limits, and the records of their changes.
 
-What changes a session is written to its journal: it was opened, paid, ended. Keys are kept as hashes only
-and compared in constant time.
+Every change of a session (opened, rewarded, ended) is a record in its journal, and takes effect when the
+journal has it. Keys are kept as hashes and compared in constant time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import time
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,8 +21,8 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.engines.base import SamplingParams
+from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.runtime.message_cache import MessageCache
-from branchline.runtime.rewards import validate_reward
 from branchline.tree.delta import Delivered, TreeDelta, decode_array, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
@@ -31,58 +33,57 @@ SESSION_SAMPLING_FIELDS = frozenset(
     {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "flush_s"}
     | {"n", "response_format", "stop"}
 )
-"""What a session may say about how it is sampled."""
+"""The fields that a session's `sampling` and `sampling_defaults` may have."""
 SessionState = Literal["open", "completed", "finalized", "aborted"]
 CLOSED_STATES: tuple[SessionState, ...] = ("finalized", "aborted")
 
 
 class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a session may use; None: as much as it likes."""
+    """What a session may use; None is no limit."""
 
     calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Sampled ones, of all its calls together."""
+    """Sampled tokens of all calls together."""
 
 
 class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /sessions` takes; everything is optional."""
+    """The body of `POST /sessions`; every field is optional."""
 
     id: str = ""
     agent: str = ""
     group: str = ""
     metadata: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
-    """Overrides what clients ask for."""
+    """Overrides the fields of requests."""
     sampling_defaults: dict[str, Any] = {}
-    """Fills what clients leave open."""
+    """Used for fields that a request does not have."""
     limits: SessionLimits = SessionLimits()
     eval: bool = False
-    """Never exported."""
+    """An evaluation session is never exported."""
     agent_reward: bool = False
-    """The agent's own key may post rewards."""
+    """The session's API key may post rewards too."""
     history: HistoryPolicy | None = None
-    """How earlier turns are shown, `template` or `verbatim`; None: as the gateway does everywhere."""
+    """How prompts show earlier turns, `template` or `verbatim`; None is the store's default."""
     restore_reasoning: bool = True
-    """Reasoning that a client leaves out is shown all the same; false lets clients really drop it."""
+    """Prompts show recorded reasoning that a client did not send back; false lets clients drop it."""
 
     def __post_init__(self) -> None:
-        for name, given in (("sampling", self.sampling), ("sampling_defaults", self.sampling_defaults)):
-            for key in given.keys() - SESSION_SAMPLING_FIELDS:
-                raise MessageError(
-                    f"{name}.{key}", given[key], f"one of {', '.join(sorted(SESSION_SAMPLING_FIELDS))}"
-                )
+        for name, sampling in (("sampling", self.sampling), ("sampling_defaults", self.sampling_defaults)):
+            for key in sampling.keys() - SESSION_SAMPLING_FIELDS:
+                expected = f"one of {', '.join(sorted(SESSION_SAMPLING_FIELDS))}"
+                raise MessageError(f"{name}.{key}", sampling[key], expected)
 
 
-def read_session_options(given: object) -> SessionOptions:
-    """Options as a client or a program wrote them; nothing at all is all defaults."""
+def read_session_options(raw: object) -> SessionOptions:
+    """Options from decoded JSON; None stands for all defaults. Raises InputError for an unknown field."""
     try:
-        return msgspec.convert({} if given is None else given, SessionOptions)
-    except msgspec.ValidationError as problem:
-        raise InputError(str(problem)) from problem
+        return msgspec.convert({} if raw is None else raw, SessionOptions)
+    except msgspec.ValidationError as error:
+        raise InputError(str(error)) from error
 
 
 class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """A session began."""
+    """A session was opened."""
 
     options: SessionOptions
     api_key_hash: bytes
@@ -115,7 +116,7 @@ def decode_session_record(data: bytes) -> SessionRecord:
 
 @dataclass
 class ManagedSession:
-    """One session of a running gateway."""
+    """One session that takes calls, in a gateway or in a program."""
 
     session: Session
     options: SessionOptions
@@ -129,18 +130,18 @@ class ManagedSession:
     in_flight: int = 0
     last_used: float = field(default_factory=time.monotonic)
     running_calls: dict[str, asyncio.Event] = field(default_factory=dict, repr=False)
-    """Calls that are being sampled; each event is set when its call is over and in the tree."""
+    """Running calls by id. The event is set when the call is sampled, or is cancelled and committed."""
     attempt_counts: dict[str, int] = field(default_factory=dict, repr=False)
-    """How often each call was sent that its client named."""
+    """How often each named call was sent."""
     resuming_call_ids: set[str] = field(default_factory=set, repr=False)
-    """Cancelled calls that somebody is going on from."""
+    """Cancelled calls that running calls resume."""
     reserved_tokens: int = 0
-    """What calls under way may still sample, where the session has a limit."""
+    """Tokens that running calls may still sample; 0 without a limit."""
     call_tasks: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
-    """Calls under way, to be stopped when the session is closed."""
+    """Tasks of running calls, cancelled when the session is closed."""
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the session is completed, finalized or aborted."""
+    """Set when the session is completed, finalized or aborted."""
 
     @property
     def id(self) -> str:
@@ -152,7 +153,7 @@ class ManagedSession:
 
     @property
     def reward(self) -> float | None:
-        """The last score posted for the whole session."""
+        """The last score that was posted for the session, not for one of its timelines, turns or tools."""
         for reward in reversed(self.rewards):
             if "score" in reward and not {"timeline", "turn", "tool"} & reward.keys():
                 return float(reward["score"])
@@ -160,6 +161,7 @@ class ManagedSession:
 
     @property
     def sampled_tokens(self) -> int:
+        """Tokens sampled by all calls; those of a resumed call count in the call that resumed it."""
         tree = self.session.tree
         return sum(
             len(node.sampled_ids)
@@ -168,29 +170,29 @@ class ManagedSession:
         )
 
     def is_idle(self, idle_s: float) -> bool:
-        """Whether it takes calls and has not been used for so long; 0 stands for ever."""
+        """Whether the session takes calls and was not used for `idle_s` seconds; never with 0."""
         unused_s = time.monotonic() - self.last_used
         return bool(idle_s) and not self.is_closed and not self.in_flight and unused_s > idle_s
 
     def require_open(self) -> None:
-        """Raises where nothing may be added any more."""
+        """Raises SessionError if the session is closed, JournalError if its journal has failed."""
         if self.is_closed:
             raise SessionError("closed", f"session {self.id} is {self.state} and takes no more calls")
         if self.journal is not None and self.journal.failure is not None:
             raise JournalError(f"session {self.id} can only be read: {self.journal.failure}")
 
-    async def post_reward(self, given: object) -> None:
-        """Pays: a number or an object with a score. It counts once the journal has it."""
+    async def post_reward(self, raw: object) -> None:
+        """Adds a reward, a number or an object with a score, when the journal has it."""
         self.require_open()
-        reward = validate_reward(given)
+        reward = validate_reward(raw)
         self.last_used = time.monotonic()
         await self._append_record(SessionRewarded(reward))
         self.rewards.append(reward)
 
     async def set_state(self, state: SessionState, reason: str = "") -> None:
-        """Moves on to a state; ending twice the same way is fine. What is being sampled then is stopped.
+        """Changes the state and, if the session is closed by that, cancels its running calls.
 
-        From here on nothing is added; should the journal refuse, the session is what it was.
+        Setting the same state twice is allowed. If the journal fails, the session keeps its old state.
         """
         if self.state == state:
             return
@@ -222,7 +224,7 @@ class ManagedSession:
         )
 
     def apply(self, record: SessionRewarded | SessionEnded | TreeDelta | Delivered) -> None:
-        """What the journal says happened, again."""
+        """Applies a record that was read from the journal."""
         if isinstance(record, SessionRewarded):
             self.rewards.append(record.reward)
         elif isinstance(record, SessionEnded):
@@ -231,14 +233,58 @@ class ManagedSession:
         else:
             self.session.tree.apply(record)
 
+    def export(self) -> Export:
+        """Exports the samples of the session as of now, with the report on every sampled token.
+
+        Evaluation sessions export no samples. Reads a snapshot of the tree, so it may run in a thread.
+        """
+        policy = ExportPolicy(include_missing_logprobs=True)
+        with self.session.snapshot() as tree:
+            if self.options.eval or not tree.calls:
+                return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
+            return export_samples(tree, policy, session=self.id, reward=self.reward)
+
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:
             await asyncio.wrap_future(self.journal.append(self.id, encode_record(record)))
+
+
+def validate_reward(raw: object) -> dict[str, Any]:
+    """Returns a reward with a finite `score`. Takes a number, or an object with a `score` (or `reward`).
+
+    Raises MessageError for what the journal could not hold: a recorded reward is permanent.
+
+    >>> validate_reward(1)
+    {'score': 1.0}
+    """
+    reward: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {"score": raw}
+    if "score" not in reward and "reward" in reward:
+        reward["score"] = reward["reward"]
+    score = reward.get("score")
+    if score is None or isinstance(score, bool | str | bytes):
+        raise MessageError("score", score, "a finite number, or an object with a score")
+    try:
+        reward["score"] = float(score)
+    except (TypeError, ValueError, OverflowError):
+        raise MessageError("score", score, "a finite number, or an object with a score") from None
+    if not math.isfinite(reward["score"]):
+        raise MessageError("score", score, "a finite number")
+    for name, value in reward.items():
+        try:
+            msgspec.json.encode(value)
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise MessageError(str(name), type(value).__name__, f"JSON ({error})") from None
+    return reward
+
+
+SessionObserver = Callable[[ManagedSession], None]
+"""Called once when a session is finalized or aborted, or ends with its process because no journal has it."""
 
 
 def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def key_matches(given: str, expected: bytes) -> bool:
-    return hmac.compare_digest(hash_key(given), expected)
+def key_matches(key: str, expected_hash: bytes) -> bool:
+    return hmac.compare_digest(hash_key(key), expected_hash)

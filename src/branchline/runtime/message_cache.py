@@ -1,4 +1,7 @@
-"""Messages that a session has read before, found by the hash of their bytes and not decoded again."""
+"""A cache of the messages that a session has parsed, by the hash of their JSON bytes.
+
+An agent sends its whole history with every call. Messages whose bytes are known are not decoded again.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from branchline.core.json_fields import decode_json
 T = TypeVar("T")
 _digest = xxhash.xxh3_128_digest
 _FIELD_SEED = 1
-"""Keeps a field apart from an item of the same bytes."""
+"""Keeps the digest of a field apart from that of an item with the same bytes."""
 
 
 def _decode_raw(raw: Raw) -> Any:
-    """What was left as bytes is looked at late, and may turn out to be no JSON then."""
+    """Decodes bytes that were not checked before, so they may be invalid JSON."""
     try:
         return decode_json(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -27,39 +30,37 @@ def _decode_raw(raw: Raw) -> Any:
 
 
 class MessageCache:
-    """What a session has read, by the bytes it came as."""
+    """Parsed values of one session by the digest of their bytes."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, Any] = {}
-        self.new_bytes = 0
-        """Of the last reading: how much was not known."""
 
     def read_items(self, items: Sequence[Any], parse: Callable[[object, int], T]) -> list[T]:
-        """Each item as `parse` reads it, which must look at nothing but the item; the place is for errors."""
-        known, self.new_bytes = self._values, 0
-        found: list[T] = []
-        for place, item in enumerate(items):
+        """Parses each item with `parse(item, index)` and caches those that are raw bytes.
+
+        The index is for errors: the parsed value must depend on the item only.
+        """
+        values: list[T] = []
+        for index, item in enumerate(items):
             if type(item) is not Raw:
-                found.append(parse(item, place))
+                values.append(parse(item, index))
                 continue
             digest = _digest(item)
-            value = known.get(digest)
+            value = self._values.get(digest)
             if value is None:
-                value = parse(_decode_raw(item), place)
-                known[digest] = value
-                self.new_bytes += len(memoryview(item))
-            found.append(value)
-        return found
+                value = self._values[digest] = parse(_decode_raw(item), index)
+            values.append(value)
+        return values
 
-    def read_field(self, given: object, parse: Callable[[object], T]) -> T:
-        """One field of a body as `parse` reads it."""
-        if type(given) is not Raw:
-            return parse(given)
-        digest = _digest(given, _FIELD_SEED)
+    def read_field(self, raw: object, parse: Callable[[object], T]) -> T:
+        """Parses one field of a body; cached if it is raw bytes."""
+        if type(raw) is not Raw:
+            return parse(raw)
+        digest = _digest(raw, _FIELD_SEED)
         if digest not in self._values:
-            self._values[digest] = parse(_decode_raw(given))
-        found: T = self._values[digest]
-        return found
+            self._values[digest] = parse(_decode_raw(raw))
+        value: T = self._values[digest]
+        return value
 
     def clear(self) -> None:
         self._values.clear()

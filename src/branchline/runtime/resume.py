@@ -1,17 +1,18 @@
-"""Going on where a cancelled call stopped, behind the very ids it had sampled.
+"""Resumes cancelled calls from the exact ids they had sampled.
 
-What a cancelled call sampled is in the tree. A request that names it (`x-branchline-resume`) begins with
-those ids and samples the rest; the new call then holds the whole answer and the old one counts no more: its
-tokens are in the new one, with their logprobs and versions. A call that left nothing behind is begun again.
+The tree holds what a cancelled call sampled. A request that names that call (`x-branchline-resume`) starts
+with those ids and samples the rest. The new call then holds the complete answer, with all logprobs and
+versions, and the cancelled one is no longer counted. A call that left nothing is sampled from the start.
 
-A client can name its call before it sends it (`x-branchline-call`). Sent again under the same name, however
-little was heard of it, the call goes on from the attempt before: one that was cancelled, or one that was
-answered when nobody listened any more. So a client that may be cut off at any moment loses nothing.
+A client can also name its call before sending it (`x-branchline-call`). Sent again under the same name, the
+call resumes the earlier attempt, whether that was cancelled or answered after the client disconnected. So a
+client that may be interrupted at any moment loses nothing.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,30 +28,35 @@ from branchline.tree.tree import Turn
 
 _CALL_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
 _ATTEMPT_SEPARATOR = "~"
-"""Not in a name: behind it stands the number of an attempt."""
+"""Cannot be in a name; the number of the attempt follows it."""
 
 
-def next_attempt_id(live: ManagedSession, name: str) -> str:
-    """The id of the next attempt at a call that its client named: the name, name~2, name~3, …"""
+def new_call_id(managed: ManagedSession, prefix: str = "chatcmpl-", name: str = "") -> str:
+    """Returns a random id, or for a named call the id of its next attempt: the name, name~2, name~3, …"""
+    if not name:
+        return prefix + secrets.token_hex(12)
     if not _CALL_NAME.fullmatch(name):
         raise MessageError(CALL_HEADER, name, "letters, digits, '-', '_' or '.', at most 96")
-    count = live.attempt_counts.get(name)
+    count = managed.attempt_counts.get(name)
     if count is None:
-        # Not since the start; but there may have been one before.
-        tries = [call.id for call in live.session.tree.calls if _call_name(call.id) == name]
-        count = max([_attempt_number(call_id) for call_id in tries], default=0)
-    live.attempt_counts[name] = count + 1
+        # No attempt since this process started, but the journal may have some.
+        ids = [call.id for call in managed.session.tree.calls if _call_name(call.id) == name]
+        count = max([_attempt_number(call_id) for call_id in ids], default=0)
+    managed.attempt_counts[name] = count + 1
     return _attempt_id(name, count + 1)
 
 
-async def find_earlier_attempt(live: ManagedSession, call_id: str) -> str:
-    """The attempt before this one that left something behind; "" if none did."""
+async def find_earlier_attempt(managed: ManagedSession, call_id: str) -> str:
+    """Returns the id of the latest earlier attempt that left something in the tree; "" if none did.
+
+    Waits for earlier attempts that are still running.
+    """
     for number in range(_attempt_number(call_id) - 1, 0, -1):
         earlier = _attempt_id(_call_name(call_id), number)
-        running = live.running_calls.get(earlier)
+        running = managed.running_calls.get(earlier)
         if running is not None:
             await running.wait()
-        if live.session.tree.find_call(earlier) is not None:
+        if managed.session.tree.find_call(earlier) is not None:
             return earlier
     return ""
 
@@ -64,29 +70,29 @@ def _call_name(call_id: str) -> str:
 
 
 def _attempt_number(call_id: str) -> int:
-    _, again, number = call_id.partition(_ATTEMPT_SEPARATOR)
-    return int(number) if again and number.isdigit() else 1
+    _, separator, number = call_id.partition(_ATTEMPT_SEPARATOR)
+    return int(number) if separator and number.isdigit() else 1
 
 
-async def load_partial(live: ManagedSession, turn: Turn, choices: int, as_call: str) -> list[Chunk]:
-    """What the call that a turn goes on from had sampled, a chunk for each policy version.
+async def load_partial(managed: ManagedSession, turn: Turn, n: int, call_id: str) -> list[Chunk]:
+    """Returns what the call that a turn resumes had sampled, one chunk per policy version.
 
-    If it was over, the last one says how it ended.
+    If that call finished, a last chunk has its finish reason. Raises SessionError if it cannot be resumed.
     """
-    call_id = turn.request.resume_call_id
-    if not call_id:
+    resumes = turn.request.resume_call_id
+    if not resumes:
         return []
-    if choices != 1:
-        raise MessageError("n", choices, "1: one answer was begun and one goes on")
-    running = live.running_calls.get(call_id)
+    if n != 1:
+        raise MessageError("n", n, "1: a resumed call has one answer")
+    running = managed.running_calls.get(resumes)
     if running is not None:
-        # Its client has just left; what it had is on the way into the tree.
+        # Its client has just disconnected, and the call is about to be committed.
         await running.wait()
-    tree = live.session.tree
-    call = tree.find_call(call_id)
+    tree = managed.session.tree
+    call = tree.find_call(resumes)
     if call is None:
         return []
-    _check_resumable(live, turn, call, as_call)
+    _check_resumable(managed, turn, call, call_id)
     node = tree.nodes[call.outputs[0]]
     assert node.output is not None
     assert node.sampled_ids is not None
@@ -102,12 +108,12 @@ async def load_partial(live: ManagedSession, turn: Turn, choices: int, as_call: 
     return chunks
 
 
-def _check_resumable(live: ManagedSession, turn: Turn, call: Call, as_call: str) -> None:
-    tree = live.session.tree
+def _check_resumable(managed: ManagedSession, turn: Turn, call: Call, call_id: str) -> None:
+    tree = managed.session.tree
     node = tree.nodes[call.outputs[0]]
-    # Whoever sends a call again under its own name has not heard the answer; and nothing follows it then.
-    is_again = _call_name(call.id) == _call_name(as_call) and not node.children
-    if len(call.outputs) != 1 or (tree.delivery(call) != Delivery.CANCELLED and not is_again):
+    # A client that repeats a named call did not get the answer, if no later message follows that answer.
+    is_repeated = _call_name(call.id) == _call_name(call_id) and not node.children
+    if len(call.outputs) != 1 or (tree.delivery(call) != Delivery.CANCELLED and not is_repeated):
         raise SessionError("conflict", f"resume: call {call.id} is no cancelled call with one answer")
     if tree.is_resumed(call):
         raise SessionError("conflict", f"resume: call {call.id} was resumed already")
@@ -116,21 +122,24 @@ def _check_resumable(live: ManagedSession, turn: Turn, call: Call, as_call: str)
 
 
 def replay_partial(
-    choice: AnswerBuilder, chunks: Sequence[Chunk], params: SamplingParams, prompt_ids: Ids
+    builder: AnswerBuilder, chunks: Sequence[Chunk], params: SamplingParams, prompt_ids: Ids
 ) -> tuple[list[AnswerDelta], Ids, SamplingParams]:
-    """Feeds a choice what was there before; the rest is asked for behind it, if there is a rest."""
-    said: list[AnswerDelta] = []
+    """Feeds earlier chunks to a builder.
+
+    Returns their deltas, and the prompt and parameters to sample the rest; `max_tokens` is 0 without a rest.
+    """
+    deltas: list[AnswerDelta] = []
     for chunk in chunks:
-        said.append(choice.add_chunk(chunk))
-        if choice.is_stopped:
+        deltas.append(builder.add(chunk))
+        if builder.is_stopped:
             break
-    ids = choice.ids
-    left = params.for_continuation(len(ids))
-    stopped = choice.is_stopped or (len(ids) > 0 and int(ids[-1]) in params.stop_ids)
-    if chunks[-1].finish_reason is not None:
-        left = params.for_continuation(params.max_tokens)
-    elif stopped or left.max_tokens <= 0:
-        if not choice.is_stopped:
-            said.append(choice.add_chunk(Chunk(finish_reason="stop" if stopped else "length")))
-        left = params.for_continuation(params.max_tokens)
-    return said, as_ids(np.concatenate((prompt_ids, ids))), left
+    ids = builder.ids
+    rest = params.for_continuation(len(ids))
+    has_stop_id = len(ids) > 0 and int(ids[-1]) in params.stop_ids
+    is_complete = builder.is_stopped or chunks[-1].finish_reason is not None
+    if not is_complete and (has_stop_id or rest.max_tokens <= 0):
+        deltas.append(builder.add(Chunk(finish_reason="stop" if has_stop_id else "length")))
+        is_complete = True
+    if is_complete:
+        rest = params.for_continuation(params.max_tokens)
+    return deltas, as_ids(np.concatenate((prompt_ids, ids))), rest

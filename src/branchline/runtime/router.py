@@ -1,13 +1,13 @@
-"""Which engine a call goes to, and whether it trains: rules over models' and agents' names.
+"""Routes calls to engines by rules over model and agent names, and says whether they are trained.
 
-Clients ask for whatever model names they like. Without rules everything goes to the one engine and is
-trained. Engines of a fleet speak the session's tokens; an upstream speaks text and is never exact.
+Clients may send any model name. Without rules every call goes to the default engine and is trained. Engines
+work with the session's tokens; an upstream works with text, so its calls are never exact.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,13 +16,17 @@ from branchline.core.errors import InputError, MessageError
 from branchline.engines.base import Engine
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
+from branchline.runtime.call_lifecycle import run_call
+from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
+from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.upstream import run_upstream_call
 
 _YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
 
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """Calls whose model and agent fit go to an engine, and are trained or not. Patterns as in a shell.
+    """Sends calls with a matching model and agent to an engine. Patterns are those of a shell.
 
     >>> RoutingRule.parse("model=*haiku*,train=no")
     RoutingRule(model='*haiku*', agent='*', engine='', train=False)
@@ -31,12 +35,12 @@ class RoutingRule:
     model: str = "*"
     agent: str = "*"
     engine: str = ""
-    """Its name in the fleet; none is the one everything else goes to."""
+    """The name of an engine; empty for the default engine."""
     train: bool = True
 
     @classmethod
     def parse(cls, text: str) -> RoutingRule:
-        """From a command line: `key=value` pairs with commas."""
+        """Reads a rule from a command line: `key=value` pairs separated by commas."""
         fields: dict[str, Any] = {}
         for pair in text.split(","):
             key, separator, value = (part.strip() for part in pair.partition("="))
@@ -56,14 +60,31 @@ class RoutingRule:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a call goes."""
+    """The engine of a call, and whether the call is trained."""
 
     engine: Engine | UpstreamChat
     train: bool = True
 
+    @property
+    def is_upstream(self) -> bool:
+        return isinstance(self.engine, UpstreamChat)
+
+    def run_call(
+        self,
+        managed: ManagedSession,
+        call_request: CallRequest,
+        record: CallRecord,
+        max_prompt_tokens: int | None = None,
+        flush_s: float = 0.0,
+    ) -> AsyncGenerator[CallEvent, None]:
+        """Runs a call on this route's engine; yields its deltas, then its result."""
+        if isinstance(self.engine, UpstreamChat):
+            return run_upstream_call(managed, self.engine, call_request, record)
+        return run_call(managed, self.engine, call_request, record, max_prompt_tokens, flush_s)
+
 
 class Router:
-    """The engines of a gateway: the one everything goes to, and those that rules name."""
+    """The engines of a gateway: the default one and those that rules name."""
 
     def __init__(
         self,
@@ -73,15 +94,16 @@ class Router:
         rules: Iterable[RoutingRule] = (),
         create_replica: Callable[[str], Engine] | None = None,
     ) -> None:
-        """`make` builds a further replica from its address."""
+        """`create_replica` makes an engine from the address of a server."""
         self.default_engine = engine
+        self._policy = None if isinstance(engine, UpstreamChat) else engine
+        """The engine whose weights a trainer updates; an upstream has no weights to update."""
         self._named_engines = dict(named_engines or {})
         self._create_replica = create_replica
         self._lock = asyncio.Lock()
         self.paused = False
-        """From the moment a pause is asked for until a resume has succeeded."""
-        default = Route(engine)
-        self._default_route = default
+        """True from the request for a pause until a resume has succeeded."""
+        self._default_route = Route(engine)
         self._routes: list[tuple[RoutingRule, Route]] = []
         for rule in rules:
             if rule.engine and rule.engine not in self._named_engines:
@@ -100,40 +122,40 @@ class Router:
 
     @property
     def version(self) -> int:
-        return 0 if isinstance(self.default_engine, UpstreamChat) else self.default_engine.version
+        return 0 if self._policy is None else self._policy.version
 
     def route(self, model: str, agent: str) -> Route:
-        """The first rule that fits decides."""
+        """Returns the route of the first rule that matches, else the default route."""
         for rule, route in self._routes:
             if rule.matches(model, agent):
                 return route
         return self._default_route
 
-    def forget_session(self, session: str) -> None:
-        """Lets go of what is kept for a session that has ended."""
+    def release_session(self, session: str) -> None:
+        """Drops what engines cache for a session that has ended."""
         for engine in (self.default_engine, *self._named_engines.values()):
             engine.release_session(session)
 
     async def check_ready(self) -> None:
-        """Raises EngineError where a server does not answer."""
+        """Raises EngineError if the server of the default engine does not answer."""
         await self.default_engine.ready()
 
     async def pause(self) -> None:
-        """Holds the policy for a change of its weights; engines that rules name go on."""
-        if isinstance(self.default_engine, UpstreamChat):
+        """Pauses the default engine for a weight update; engines that rules name continue."""
+        if self._policy is None:
             return
         async with self._lock:
             self.paused = True
-            await self.default_engine.pause()
+            await self._policy.pause()
 
     async def resume(self, version: int | None = None) -> None:
-        """Versions only grow: two policies under one number could not be told apart in the record."""
-        if isinstance(self.default_engine, UpstreamChat):
+        """Resumes the default engine. Raises MessageError for a version older than the current one."""
+        if self._policy is None:
             return
         async with self._lock:
             if version is not None and version < self.version:
                 raise MessageError("version", version, f"{self.version}, the version of now, or a later one")
-            await self.default_engine.resume(version)
+            await self._policy.resume(version)
             self.paused = False
 
     async def close(self) -> None:
@@ -144,43 +166,49 @@ class Router:
     # -- replicas ------------------------------------------------------------------------------------
 
     def describe_replicas(self) -> list[dict[str, Any]]:
-        """What is known of each replica."""
-        if not isinstance(self.default_engine, Replicas):
-            return [{"name": self.default_engine.name, "version": self.version}]
+        """Returns name, version and state of each replica."""
+        replicas = self.default_engine
+        if not isinstance(replicas, Replicas):
+            return [{"name": self.name, "version": self.version}]
         return [
             {
                 "name": engine.name,
                 "version": engine.version,
-                "in_flight": self.default_engine.in_flight[engine.name],
-                "failing": engine.name in self.default_engine.failing,
-                "behind": engine.name in self.default_engine.stale,
+                "in_flight": replicas.in_flight[engine.name],
+                "failing": engine.name in replicas.failing,
+                "behind": engine.name in replicas.stale,
             }
-            for engine in self.default_engine.engines
+            for engine in replicas.engines
         ]
 
     async def add_replica(self, url: str, version: int | None = None) -> None:
-        """Takes a further replica into use, once it answers; `version` is the one of its weights.
+        """Adds a replica when its server answers; `version` is the version of its weights.
 
-        One of another version than the policy's is not used before the next pause and resume.
+        A replica of another version than the policy's is not used before the next pause and resume.
         """
-        if self._create_replica is None or not isinstance(self.default_engine, Replicas):
-            raise InputError(f"engines: {self.default_engine.name} takes no replicas; those behind HTTP do")
+        replicas = self._require_replicas()
+        if self._create_replica is None:
+            raise InputError(f"engines: got {url!r}, expected none: this router has no create_replica")
         engine = self._create_replica(url)
         try:
             await engine.ready()
             if version is not None:
                 await engine.resume(version)
-            await self.default_engine.add(engine)
+            await replicas.add(engine)
         except BaseException:
             await engine.close()
             raise
 
     async def remove_replica(self, name: str) -> None:
-        """Takes a replica out; what it was sampling goes on elsewhere."""
-        if not isinstance(self.default_engine, Replicas):
-            raise InputError(f"engines: {self.default_engine.name} takes no replicas; those behind HTTP do")
-        names = [engine.name for engine in self.default_engine.engines]
-        in_use = [one for one in names if one not in self.default_engine.stale] or names
+        """Removes a replica; its calls continue on others. Raises InputError for the last one in use."""
+        replicas = self._require_replicas()
+        names = [engine.name for engine in replicas.engines]
+        in_use = [one for one in names if one not in replicas.stale] or names
         if in_use == [name]:
             raise InputError(f"engines: {name} is the last one in use; add another before it is removed")
-        await self.default_engine.remove(name)
+        await replicas.remove(name)
+
+    def _require_replicas(self) -> Replicas:
+        if not isinstance(self.default_engine, Replicas):
+            raise InputError(f"engines: {self.name} takes no replicas; engines with an HTTP server do")
+        return self.default_engine

@@ -1,6 +1,6 @@
 """Reads sampling parameters from the fields of a request body.
 
-The session's own `sampling` overrides what a client sends, its `sampling_defaults` fill the gaps.
+The session's `sampling` overrides the fields of a request; its `sampling_defaults` apply to missing ones.
 """
 
 from __future__ import annotations
@@ -23,83 +23,88 @@ SAMPLING_FIELDS = (
     "seed",
 )
 NO_LIMIT = 2**62
-"""As a limit of an answer: nobody has said one, so it is the room that the prompt leaves."""
+"""The `max_tokens` of a request without one: the answer may fill the engine's context."""
 FALLBACK_MAX_TOKENS = 4096
-"""How long an answer may be where nobody says, and the engine does not say how much it can hold."""
+"""The limit of an answer if neither the request has one nor the engine's context is known."""
 JsonObject = Mapping[str, Any]
 
 
 def merge_sampling(body: object, options: SessionOptions) -> dict[str, Any]:
-    """A body's fields: the session's sampling goes before the client's, its defaults behind."""
+    """Returns the fields of a body that are not null, merged with the session's sampling."""
     if not isinstance(body, dict):
         raise MessageError("body", body, "a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    return {**options.sampling_defaults, **given, **options.sampling}
+    fields = {name: value for name, value in body.items() if value is not None}
+    return {**options.sampling_defaults, **fields, **options.sampling}
 
 
 def read_sampling_params(
-    given: JsonObject,
+    fields: JsonObject,
     max_tokens_name: str,
     *,
     default_max_tokens: int | None = None,
     max_tokens_limit: int | None = None,
 ) -> SamplingParams:
-    """How to sample; every protocol calls these fields the same, but for two."""
+    """Reads the fields that have the same name in every protocol.
+
+    `max_tokens_name` is the protocol's name for the limit; `max_tokens_limit` caps it, whatever its origin.
+    """
     plain = SamplingParams()
-    wanted = given.get("response_format")
-    grammar = None if not wanted or wanted == {"type": "text"} else wanted
+    response_format = fields.get("response_format")
+    grammar = None if not response_format or response_format == {"type": "text"} else response_format
     if grammar is not None and not isinstance(grammar, dict):
         raise MessageError("response_format", grammar, "an object")
     return SamplingParams(
-        max_tokens=_read_max_tokens(given, max_tokens_name, default_max_tokens, max_tokens_limit),
-        temperature=read_number(given, "temperature", plain.temperature, 0, 100),
-        top_p=read_number(given, "top_p", plain.top_p, 0, 1),
-        top_k=max(0, read_int(given, "top_k", plain.top_k, -1, 2**31)),
-        min_p=read_number(given, "min_p", plain.min_p, 0, 1),
-        presence_penalty=read_number(given, "presence_penalty", plain.presence_penalty, -2, 2),
-        frequency_penalty=read_number(given, "frequency_penalty", plain.frequency_penalty, -2, 2),
-        repetition_penalty=read_number(given, "repetition_penalty", plain.repetition_penalty, 0.01, 100),
-        seed=read_int(given, "seed", 0, -(2**63), 2**63) if "seed" in given else None,
+        max_tokens=_read_max_tokens(fields, max_tokens_name, default_max_tokens, max_tokens_limit),
+        temperature=read_number(fields, "temperature", plain.temperature, 0, 100),
+        top_p=read_number(fields, "top_p", plain.top_p, 0, 1),
+        top_k=max(0, read_int(fields, "top_k", plain.top_k, -1, 2**31)),
+        min_p=read_number(fields, "min_p", plain.min_p, 0, 1),
+        presence_penalty=read_number(fields, "presence_penalty", plain.presence_penalty, -2, 2),
+        frequency_penalty=read_number(fields, "frequency_penalty", plain.frequency_penalty, -2, 2),
+        repetition_penalty=read_number(fields, "repetition_penalty", plain.repetition_penalty, 0.01, 100),
+        seed=read_int(fields, "seed", 0, -(2**63), 2**63) if "seed" in fields else None,
         grammar=grammar,
     )
 
 
-def _read_max_tokens(given: JsonObject, name: str, default: int | None, limit: int | None) -> int:
-    most = NO_LIMIT if default is None else default
-    if name in given:
-        most = read_int(given, name, 0, 1, 2**31)
-    return most if limit is None else min(most, limit)
+def _read_max_tokens(fields: JsonObject, name: str, default: int | None, limit: int | None) -> int:
+    max_tokens = NO_LIMIT if default is None else default
+    if name in fields:
+        max_tokens = read_int(fields, name, 0, 1, 2**31)
+    return max_tokens if limit is None else min(max_tokens, limit)
 
 
-def explicit_sampling(given: JsonObject, max_tokens_name: str) -> dict[str, Any]:
-    """What was asked for in so many words, for an upstream that has its own defaults."""
-    named = {name: given[name] for name in SAMPLING_FIELDS if name in given}
-    return {**named, "max_tokens": given[max_tokens_name]} if max_tokens_name in given else named
+def explicit_sampling(fields: JsonObject, max_tokens_name: str) -> dict[str, Any]:
+    """Returns the sampling fields that are set, for an upstream that has defaults of its own."""
+    explicit = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
+    if max_tokens_name in fields:
+        explicit["max_tokens"] = fields[max_tokens_name]
+    return explicit
 
 
-def read_number(given: JsonObject, name: str, default: float, least: float, most: float) -> float:
-    value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise MessageError(name, value, f"a number from {least:g} to {most:g}")
+def read_number(fields: JsonObject, name: str, default: float, minimum: float, maximum: float) -> float:
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        raise MessageError(name, value, f"a number from {minimum:g} to {maximum:g}")
     return float(value)
 
 
-def read_int(given: JsonObject, name: str, default: int, least: int, most: int) -> int:
-    value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise MessageError(name, value, f"a whole number from {least} to {most}")
+def read_int(fields: JsonObject, name: str, default: int, minimum: int, maximum: int) -> int:
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise MessageError(name, value, f"a whole number from {minimum} to {maximum}")
     return value
 
 
-def read_bool(given: JsonObject, name: str, default: bool = False) -> bool:
-    value = given.get(name, default)
+def read_bool(fields: JsonObject, name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
     if not isinstance(value, bool):
         raise MessageError(name, value, "true or false")
     return value
 
 
-def read_strings(given: JsonObject, name: str) -> tuple[str, ...]:
-    value = given.get(name) or []
+def read_strings(fields: JsonObject, name: str) -> tuple[str, ...]:
+    value = fields.get(name) or []
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise MessageError(name, value, "a string or a list of strings")

@@ -1,12 +1,13 @@
-"""All sessions of a gateway, by id and by key.
+"""All sessions of a process, by id and by key: opened, found, ended, evicted.
 
-On start the journal is replayed and open sessions go on. Sessions that are closed for good stay readable;
-with a journal only the latest of them stay in memory, and an older one is read back when somebody asks.
-Without a journal nothing is let go of unasked: it would be lost.
+On start the journal is replayed and open sessions continue. Closed sessions stay readable: with a journal
+the latest of them stay in memory and older ones are read back on demand. Without a journal no session is
+evicted unless asked, because it would be lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import threading
@@ -19,8 +20,10 @@ from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import JournalError, MessageError, SessionError
 from branchline.runtime.managed_session import (
     ManagedSession,
+    SessionObserver,
     SessionOpened,
     SessionOptions,
+    SessionState,
     decode_session_record,
     hash_key,
 )
@@ -33,11 +36,11 @@ log = logging.getLogger("branchline.sessions")
 
 DEFAULT_SESSION = "default"
 MAX_CLOSED_IN_MEMORY = 1_000
-"""Closed sessions that stay in memory where a journal has them too."""
+"""How many closed sessions stay in memory with a journal."""
 
 
 class SessionStore:
-    """The sessions that a gateway holds, and those that its journal does."""
+    """The sessions in memory and those in the journal."""
 
     def __init__(
         self,
@@ -57,6 +60,12 @@ class SessionStore:
         self._open_lock = threading.Lock()
         self._opening_ids: set[str] = set()
         self._default_number = 1
+        self.stopping = asyncio.Event()
+        """Set when the process stops: ends every `wait_until_ended`."""
+        self.on_session_end: list[SessionObserver] = []
+        """Called in the event loop when a session ends for good."""
+        self.on_session_end_in_thread: list[SessionObserver] = []
+        """Called in a thread after those, for observers that read the whole tree."""
         if journal is not None:
             self._replay(journal.replay())
 
@@ -64,11 +73,13 @@ class SessionStore:
         return iter(list(self._by_id.values()))
 
     def __len__(self) -> int:
-        """Sessions in memory."""
+        """The number of sessions in memory."""
         return len(self._by_id)
 
+    # -- opening and finding -------------------------------------------------------------------------
+
     def open(self, options: SessionOptions) -> tuple[ManagedSession, str, str]:
-        """A new session with its two keys, which nobody can read again."""
+        """Opens a session; returns it with its API key and its control key, which are not stored."""
         session_id = options.id or secrets.token_hex(8)
         if not _is_valid_id(session_id):
             raise MessageError(
@@ -83,7 +94,7 @@ class SessionStore:
         try:
             if self._journal is not None:
                 self._journal.append(session_id, encode_record(opened)).result()
-            live = self._add(session_id, opened)
+            managed = self._add(session_id, opened)
         finally:
             self._opening_ids.discard(session_id)
         log.info(
@@ -95,23 +106,25 @@ class SessionStore:
                 "eval": options.eval,
             },
         )
-        return live, api_key, control_key
+        return managed, api_key, control_key
 
     def default_session(self) -> ManagedSession:
-        """The session of those who name none, where no keys are asked for; behind a closed one a new one."""
-        while (live := self._find(self._default_id)) is not None and live.is_closed:
+        """The session of requests without a key; a new one replaces a closed one."""
+        while (managed := self._find(self._default_id)) is not None and managed.is_closed:
             self._default_number += 1
-        return live or self.open(SessionOptions(id=self._default_id))[0]
+        return managed or self.open(SessionOptions(id=self._default_id))[0]
 
     @property
     def _default_id(self) -> str:
         return DEFAULT_SESSION if self._default_number == 1 else f"{DEFAULT_SESSION}-{self._default_number}"
 
     def opening_record(self, session_id: str) -> SessionOpened:
-        """How a session began, with its keys' hashes; one that was let go of is not read back for that."""
-        live = self._by_id.get(session_id)
-        if live is not None:
-            return SessionOpened(live.options, live.api_key_hash, live.control_key_hash, live.created_at)
+        """The record that opened a session, with the hashes of its keys. Reads no evicted session back."""
+        managed = self._by_id.get(session_id)
+        if managed is not None:
+            return SessionOpened(
+                managed.options, managed.api_key_hash, managed.control_key_hash, managed.created_at
+            )
         if self._journal is not None and _is_valid_id(session_id):
             first = next(iter(self._journal.read(session_id)), None)
             record = None if first is None else decode_session_record(first)
@@ -120,60 +133,97 @@ class SessionStore:
         raise SessionError("unknown", f"no session {session_id!r}")
 
     def get(self, session_id: str) -> ManagedSession:
-        """A session by its id; one that was let go of is read back."""
-        live = self._find(session_id)
-        if live is None:
+        """Returns a session by its id; an evicted one is read back. Raises SessionError if there is none."""
+        managed = self._find(session_id)
+        if managed is None:
             raise SessionError("unknown", f"no session {session_id!r}")
-        return live
+        return managed
 
     def _find(self, session_id: str) -> ManagedSession | None:
-        live = self._by_id.get(session_id)
-        if live is None and self._journal is not None and _is_valid_id(session_id):
+        managed = self._by_id.get(session_id)
+        if managed is None and self._journal is not None and _is_valid_id(session_id):
             self._replay((session_id, data) for data in self._journal.read(session_id))
-            live = self._by_id.get(session_id)
-        return live
+            managed = self._by_id.get(session_id)
+        return managed
 
     def by_api_key(self, key: str) -> ManagedSession | None:
-        """The session a key opens. A hash is looked up, so nothing is learnt from how long it takes."""
+        """Returns the session of an API key. The lookup by hash does not leak the key by its timing."""
         return self._by_api_key.get(hash_key(key))
 
-    def idle_sessions(self, idle_s: float) -> list[ManagedSession]:
-        """Sessions that take calls and have not been used for so long; 0 stands for ever."""
-        return [live for live in self if live.is_idle(idle_s)]
+    # -- ending --------------------------------------------------------------------------------------
 
-    def mark_closed(self, live: ManagedSession) -> None:
-        """A session that takes no more calls; the oldest of those may go."""
-        self._closed_ids[live.id] = None
-        self._closed_ids.move_to_end(live.id)
+    async def end_session(self, managed: ManagedSession, state: SessionState, reason: str = "") -> None:
+        """Sets a session's state. When that closes the session, calls the observers."""
+        was_closed = managed.is_closed
+        await managed.set_state(state, reason)
+        if managed.is_closed and not was_closed:
+            self._mark_closed(managed)
+            for observe in self.on_session_end:
+                observe(managed)
+            for observe in self.on_session_end_in_thread:
+                await asyncio.to_thread(observe, managed)
+
+    async def wait_until_ended(self, managed: ManagedSession, timeout_s: float | None = None) -> None:
+        """Waits until a session is no longer open, the process stops, or the timeout is over."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (managed.ended_event, self.stopping)]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def expire_idle(self, idle_s: float) -> None:
+        """Finalizes the sessions that were not used for `idle_s` seconds."""
+        for managed in self:
+            # Checked one by one: a session may be used again while another is being ended.
+            if managed.is_idle(idle_s):
+                log.info("session expired", extra={"session": managed.id, "idle_s": idle_s})
+                await self.end_session(managed, "finalized", f"idle for {idle_s:g} s")
+
+    def close(self) -> None:
+        """Calls the observers for open sessions that are lost now, because there is no journal."""
+        if self._journal is None:
+            for managed in self:
+                if not managed.is_closed:
+                    for observe in self.on_session_end:
+                        observe(managed)
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def _mark_closed(self, managed: ManagedSession) -> None:
+        """Makes a closed session a candidate for eviction and evicts the oldest ones."""
+        self._closed_ids[managed.id] = None
+        self._closed_ids.move_to_end(managed.id)
         while self._journal is not None and len(self._closed_ids) > self._max_closed:
             self._evict(next(iter(self._closed_ids)))
 
-    def evict(self, live: ManagedSession) -> None:
-        """Lets go of a closed session's memory; without a journal that is the end of it."""
-        if not live.is_closed:
-            raise SessionError("conflict", f"session {live.id} is {live.state}; finalize or abort it first")
-        self._evict(live.id)
+    def evict(self, managed: ManagedSession) -> None:
+        """Removes a closed session from memory; without a journal it is lost."""
+        if not managed.is_closed:
+            raise SessionError(
+                "conflict", f"session {managed.id} is {managed.state}; finalize or abort it first"
+            )
+        self._evict(managed.id)
 
     def _evict(self, session_id: str) -> None:
         self._closed_ids.pop(session_id, None)
-        live = self._by_id.pop(session_id, None)
-        if live is not None:
-            self._by_api_key.pop(live.api_key_hash, None)
+        managed = self._by_id.pop(session_id, None)
+        if managed is not None:
+            self._by_api_key.pop(managed.api_key_hash, None)
 
     def _is_journaled(self, session_id: str) -> bool:
         return self._journal is not None and next(iter(self._journal.read(session_id)), None) is not None
 
     def _add(self, session_id: str, opened: SessionOpened) -> ManagedSession:
-        started = datetime.fromtimestamp(opened.opened_at)
         session = Session(
             session_id,
             self._codec,
             history=opened.options.history or self._history,
             journal=self._journal,
             tree=Tree(restore_reasoning=opened.options.restore_reasoning),
-            started_at=started,
+            started_at=datetime.fromtimestamp(opened.opened_at),
         )
-        live = ManagedSession(
+        managed = ManagedSession(
             session,
             opened.options,
             opened.api_key_hash,
@@ -181,12 +231,12 @@ class SessionStore:
             opened.opened_at,
             self._journal,
         )
-        self._by_id[session_id] = live
-        self._by_api_key[opened.api_key_hash] = live
-        return live
+        self._by_id[session_id] = managed
+        self._by_api_key[opened.api_key_hash] = managed
+        return managed
 
     def _replay(self, records: Iterable[tuple[str, bytes]]) -> None:
-        """Puts sessions back as their records say; what is closed for good may go again at once."""
+        """Restores sessions from their records; closed ones may be evicted while it runs."""
         opened: set[str] = set()
         for session_id, data in records:
             record = decode_session_record(data)
@@ -196,16 +246,16 @@ class SessionStore:
                 continue
             if session_id not in opened:
                 raise JournalError(f"session {session_id}: a record before the one that opened it")
-            live = self._by_id.get(session_id)
-            if live is None:
-                # Its end has sent it away; what was noted behind that is read when it is asked for.
+            managed = self._by_id.get(session_id)
+            if managed is None:
+                # Evicted since it was closed; this record is read when the session is read back.
                 continue
-            live.apply(record)
-            if live.is_closed:
-                self.mark_closed(live)
+            managed.apply(record)
+            if managed.is_closed:
+                self._mark_closed(managed)
 
 
 def _is_valid_id(text: str) -> bool:
-    """Whether an id can be a part of a path; dots alone mean something else there."""
-    letters = all(letter.isalnum() or letter in "-_." for letter in text)
-    return letters and len(text) <= 128 and text.strip(".") != ""
+    """Whether an id can be one segment of a URL path; "." and ".." have another meaning there."""
+    is_plain = all(character.isalnum() or character in "-_." for character in text)
+    return is_plain and len(text) <= 128 and text.strip(".") != ""

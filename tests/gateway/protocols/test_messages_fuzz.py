@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from branchline import Message, Request, ToolCall, ToyCodec
 from branchline.chat.parsing.base import MessageDelta
-from branchline.core.call import Call
 from branchline.core.json_fields import replace_surrogates
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
@@ -30,7 +29,7 @@ from branchline.gateway.protocols.messages_blocks import (
     write_blocks,
 )
 from branchline.runtime.answer import Answer, AnswerDelta
-from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.session_store import SessionStore
 from tests.gateway.harness import run
 from tests.gateway.protocols.messages_client import CALL, blocks_in, events_in
@@ -163,8 +162,7 @@ def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_mess
         tool_calls=tuple(delta.tool_call for delta in said if delta.tool_call is not None),
         id="msg_1" if any(delta.reasoning_content for delta in said) else "",
     )
-    call = Call(0, "msg_1", "", 0, (0,), 3)
-    done = CallResult(call, [Answer(message, "stop", as_ids([1]), None)], 3, as_ids([1, 2, 3]))
+    done = CallResult("msg_1", as_ids([1, 2, 3]), [Answer(message, "stop", as_ids([1]))])
     stream = MessagesStream(ParsedRequest(CallRequest(Request(()), SamplingParams()), "toy"), "msg_1", CHATML)
     events = events_in(
         b"".join(

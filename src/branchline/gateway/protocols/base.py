@@ -20,7 +20,7 @@ from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import decode_json, prefix_error, replace_surrogates
 from branchline.runtime.answer import AnswerDelta
-from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import JsonObject, read_bool
 
@@ -49,7 +49,10 @@ class ParsedRequest:
 
     call_request: CallRequest
     model: str
-    stream: bool = False
+
+    @property
+    def stream(self) -> bool:
+        return self.call_request.stream
 
 
 @dataclass(frozen=True)

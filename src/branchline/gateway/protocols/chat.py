@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from branchline.chat.base import Codec
 from branchline.core.call import Request
+from branchline.core.errors import MessageError
+from branchline.core.json_fields import decode_json
 from branchline.core.message import Message
 from branchline.core.reader import read_messages
 from branchline.core.token_arrays import Floats, Ids
@@ -34,11 +38,14 @@ from branchline.gateway.protocols.chat_tools import (
     restore_arguments,
 )
 from branchline.gateway.protocols.logprobs import logprob_entries
+from branchline.gateway.protocols.openai_tools import is_client_tool, translate_tool_choice
 from branchline.gateway.request_bodies import BodyReader
 from branchline.runtime.answer import Answer, AnswerDelta
-from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.call_record import CallRequest, CallResult
+from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.sampling import (
     SAMPLING_FIELDS,
+    JsonObject,
     explicit_sampling,
     merge_sampling,
     read_bool,
@@ -46,6 +53,11 @@ from branchline.runtime.sampling import (
     read_sampling_params,
     read_strings,
 )
+
+_OVERRIDDEN_FIELDS = frozenset(
+    {"model", "messages", "functions", "stream", "stream_options", "return_token_ids"}
+)
+"""Fields that an upstream gets from the gateway and not from the client."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ def read_request(body: object, caller: RequestContext) -> ChatRequest:
         agent=caller.agent,
         messages=_read_messages(body.get("messages"), caller, offer),
         tools=offer.tools,
-        retry=caller.retry,
+        retry_count=caller.retry,
         spawned_by=caller.spawned_by,
         sampling=explicit_sampling(given, max_tokens),
     )
@@ -84,10 +96,9 @@ def read_request(body: object, caller: RequestContext) -> ChatRequest:
             stop=read_strings(given, "stop"),
             n=read_int(given, "n", 1, 1, MAX_CHOICES),
             single_tool_call=offer.is_legacy or not read_bool(given, "parallel_tool_calls", True),
-            new_bytes=caller.managed.message_cache.new_bytes,
+            stream=read_bool(given, "stream"),
         ),
         read_model_name(given),
-        stream=read_bool(given, "stream"),
         include_usage=read_include_usage(given),
         logprobs=read_bool(given, "logprobs"),
         top_logprobs=read_int(given, "top_logprobs", 0, 0, 2**31) > 0,
@@ -105,13 +116,41 @@ def _read_messages(given: object, caller: RequestContext, offer: ToolSet) -> tup
     return tuple(messages)
 
 
+def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonObject]) -> dict[str, Any]:
+    """All fields of a body for an upstream of the same protocol, also those that are not read here.
+
+    The session's sampling is merged in. `tools` has only those that the upstream runs itself.
+    """
+    try:
+        fields = decode_json(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # In a field that was not decoded before.
+        raise MessageError("body", body[:60], f"JSON ({error})") from error
+    given = {
+        name: value for name, value in fields.items() if value is not None and name not in _OVERRIDDEN_FIELDS
+    }
+    options = {**session.sampling_defaults, **given, **session.sampling}
+    if "max_completion_tokens" in options:
+        # Two names of one limit: the session's own has precedence, then the newer name.
+        options.pop("max_completion_tokens" if "max_tokens" in session.sampling else "max_tokens", None)
+    options.pop("n", None)
+    choice = options.pop("function_call", None)
+    if isinstance(choice, dict):
+        options["tool_choice"] = {"type": "function", "function": choice}
+    if "tools" in options:
+        options["tools"] = [tool for tool in options["tools"] if not is_client_tool(tool)]
+    if "tool_choice" in options:
+        options["tool_choice"] = translate_tool_choice(options["tool_choice"], tools)
+    return options
+
+
 # -- answers -----------------------------------------------------------------------------------------
 
 
 def build_response(ask: ChatRequest, done: CallResult, codec: Codec) -> dict[str, Any]:
     """The whole response."""
     response = {
-        "id": done.call.id,
+        "id": done.call_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": ask.model,

@@ -25,7 +25,7 @@ from branchline.gateway.protocols.base import (
 from branchline.gateway.protocols.chat import error_body, usage
 from branchline.gateway.protocols.logprobs import TextOffsets, logprob_entries
 from branchline.runtime.answer import Answer, AnswerDelta
-from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
@@ -67,9 +67,9 @@ def read_request(body: object, caller: RequestContext) -> CompletionRequest:
             stop=read_strings(given, "stop"),
             n=read_int(given, "n", 1, 1, MAX_CHOICES),
             raw_prompt=prompt,
+            stream=read_bool(given, "stream"),
         ),
         read_model_name(given),
-        stream=read_bool(given, "stream"),
         include_usage=read_include_usage(given),
         logprobs=logprobs is not False,
         top_logprobs=tops > 0,
@@ -103,7 +103,7 @@ def build_response(ask: CompletionRequest, done: CallResult, codec: Codec) -> di
             choice["token_ids"] = answer.ids.tolist()
             choice["prompt_token_ids"] = done.prompt_ids.tolist()
         choices.append(choice)
-    return {**_response_fields(done.call.id, ask.model), "choices": choices, "usage": usage(done)}
+    return {**_response_fields(done.call_id, ask.model), "choices": choices, "usage": usage(done)}
 
 
 def _response_fields(call_id: str, model: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from branchline.gateway.protocols.messages_blocks import (
 )
 from branchline.gateway.protocols.vendor_tools import anthropic_tool, warn_unsupported_tool
 from branchline.runtime.answer import Answer, AnswerDelta
-from branchline.runtime.call_lifecycle import CallRequest, CallResult
+from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
@@ -80,8 +80,9 @@ def read_request(body: object, caller: RequestContext) -> ParsedRequest:
         stop=read_strings(given, "stop" if says_stop else "stop_sequences"),
         single_tool_call=single_call,
         tool_choice=choice,
+        stream=read_bool(given, "stream"),
     )
-    return ParsedRequest(asked, read_model_name(given), stream=read_bool(given, "stream"))
+    return ParsedRequest(asked, read_model_name(given))
 
 
 def _reject_thread(thread: object) -> None:
@@ -157,7 +158,7 @@ _STOP_REASONS = {
 def build_response(ask: ParsedRequest, done: CallResult, _codec: Codec) -> dict[str, Any]:
     """The whole response."""
     answer = done.answers[0]
-    message = _message_fields(ask, done.call.id, write_blocks(answer.message, done.call.id), usage(done))
+    message = _message_fields(ask, done.call_id, write_blocks(answer.message, done.call_id), usage(done))
     return {**message, **_stop_fields(answer)}
 
 

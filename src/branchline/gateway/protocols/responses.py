@@ -21,12 +21,12 @@ from branchline.core.message import Message
 from branchline.gateway.http_errors import CONTEXT_LENGTH_EXCEEDED
 from branchline.gateway.protocols.base import RequestContext, WireProtocol, read_model_name
 from branchline.gateway.protocols.chat import error_body
-from branchline.gateway.protocols.openai_tools import read_openai_tools
+from branchline.gateway.protocols.openai_tools import read_openai_tools, translate_tool_choice
 from branchline.gateway.protocols.responses_history import RESPONSE_ID_PREFIX, ResponseHistory
 from branchline.gateway.protocols.responses_items import ItemReader
 from branchline.gateway.protocols.responses_output import ResponsesRequest, build_response
 from branchline.gateway.protocols.responses_stream import ResponsesStream
-from branchline.runtime.call_lifecycle import CallRequest
+from branchline.runtime.call_record import CallRequest
 from branchline.runtime.sampling import (
     JsonObject,
     explicit_sampling,
@@ -101,10 +101,10 @@ def read_request(body: object, caller: RequestContext) -> ResponsesRequest:
             ),
             stop=read_strings(given, "stop"),
             single_tool_call=not read_bool(given, "parallel_tool_calls", True),
-            tool_choice=_read_tool_choice(given),
+            tool_choice=translate_tool_choice(_read_tool_choice(given), request.tools),
+            stream=read_bool(given, "stream"),
         ),
         read_model_name(given),
-        stream=read_bool(given, "stream"),
         aliases={**aliases, **reader.aliases},
         reasoning_as_summary=_read_object(own, "reasoning").get("summary") not in (None, "none"),
         include_encrypted_reasoning="reasoning.encrypted_content" in include,

@@ -21,7 +21,7 @@ from branchline.gateway.protocols.openai_tools import ToolAlias
 from branchline.gateway.protocols.responses_history import item_id
 from branchline.gateway.protocols.responses_items import encode_reasoning
 from branchline.runtime.answer import Answer
-from branchline.runtime.call_lifecycle import CallResult
+from branchline.runtime.call_record import CallResult
 from branchline.runtime.sampling import JsonObject
 
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -172,8 +172,8 @@ def response_status(answer: Answer) -> str:
 
 def build_response(ask: ResponsesRequest, done: CallResult, codec: Codec) -> dict[str, Any]:
     """The whole response."""
-    items = list(_output_items(ask, done.call.id, done.answers[0], codec))
-    return finish_response(response_fields(ask, done.call.id, int(time.time())), items, done, codec)
+    items = list(_output_items(ask, done.call_id, done.answers[0], codec))
+    return finish_response(response_fields(ask, done.call_id, int(time.time())), items, done, codec)
 
 
 def response_fields(ask: ResponsesRequest, call_id: str, created: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from branchline.gateway.protocols.responses_output import (
     text_item,
 )
 from branchline.runtime.answer import AnswerDelta
-from branchline.runtime.call_lifecycle import CallResult
+from branchline.runtime.call_record import CallResult
 
 _CALL_EVENTS = {
     "function_call": ("function_call_arguments", "arguments"),
