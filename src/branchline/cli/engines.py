@@ -99,7 +99,7 @@ def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
 
 
 def _engine_factory(kind: str) -> Callable[[str], Engine]:
-    from branchline.engines.http import ServerConfig
+    from branchline.engines.client import ServerConfig
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine
 
@@ -116,7 +116,7 @@ def _parse_upstream(text: str) -> tuple[str, UpstreamChat]:
 
 def _upstream(name: str, url: str, key_variable: str) -> UpstreamChat:
     """An upstream with its own key, or with the OpenAI key if its variable is not set (empty: no key)."""
-    from branchline.engines.http import ServerConfig
+    from branchline.engines.client import ServerConfig
     from branchline.engines.upstream_chat import UpstreamChat
 
     key = os.environ.get(key_variable, os.environ.get(OPENAI_KEY_ENV, ""))
