@@ -207,10 +207,8 @@ async def run_turns(recorder: CallRecorder, journal: Path) -> None:
             recorder.recording = False
 
             assert reply["content"].strip() == "Take an umbrella.", reply
-            (sample,) = (await session.samples())["samples"]
-            assert sum(sample["response_mask"]) == sum(map(len, outputs)), (
-                "every sampled token is in one sample"
-            )
+            (sample,) = (await session.export()).samples
+            assert sample.trained_tokens == sum(map(len, outputs)), sample
 
 
 def main() -> None:
