@@ -124,6 +124,7 @@ def scripted_vllm(outputs: Sequence[Sequence[int]]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
             body = b'{"data": [{"id": "qwen3", "max_model_len": 32768}]}'
