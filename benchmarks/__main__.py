@@ -1,4 +1,5 @@
-"""Prints the tables: `python -m benchmarks` for all, `python -m benchmarks merging journal` for some."""
+"""Prints benchmark tables: all with `python -m benchmarks`, some with `python -m benchmarks merging
+journal`."""
 
 from __future__ import annotations
 
@@ -32,13 +33,15 @@ def main(names: Sequence[str]) -> int:
     if not console.is_terminal:
         console = Console(width=150)
     start = time.perf_counter()
-    verdicts: list[bool] = []
+    targets_met: list[bool] = []
     for name in names or TABLES:
         report = TABLES[name]()
         report.print(console)
-        verdicts += report.targets_met
-    took_s = time.perf_counter() - start
-    console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
+        targets_met += report.targets_met
+    elapsed_s = time.perf_counter() - start
+    console.print(
+        f"{sum(targets_met)} of {len(targets_met)} targets met, in {elapsed_s:.0f} s.", highlight=False
+    )
     return 0
 
 

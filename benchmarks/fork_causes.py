@@ -1,8 +1,8 @@
-"""Are causes right? Episodes are generated with the reason for every branch, and judged without it.
+"""Precision and recall of fork causes on generated episodes with a known cause for every branch.
 
-The truth of a fork does not depend on the judge: of the two branches, the one whose first call comes later
-in the plan is the one that was opened, and that call's planned reason is the cause. Episodes played under
-a template that strips thinking, in which nothing else happens, fork for that reason alone.
+The expected cause of a fork does not depend on the classifier: of its two branches, the one whose first call
+is later in the plan was opened by that call, whose expected cause is the answer. Episodes under a template
+that strips reasoning, without other actions, fork only for that reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THINK_STRIP_EPISODES = 60
 _NOT_PLANNED = "no fork planned"
 
 Counts = Counter[tuple[str, str]]
-"""How often a (truth, judged cause) was seen."""
+"""Counts of (expected cause, classified cause)."""
 
 
 def table() -> BenchmarkTable:
@@ -57,10 +57,10 @@ def _classify_episode(
     foreign: Counts,
 ) -> None:
     session = Session("episode", codec)
-    player = PlanRunner(session, codec)
-    player.run(plan)
+    runner = PlanRunner(session, codec)
+    runner.run(plan)
     own.update(_pairs(session.tree, classify_forks(session.tree), plan, range(len(plan)), only_cause))
-    log = player.to_log()
+    log = runner.to_log()
     Random(seed).shuffle(log)
     merged = merge(log, MergePolicy(compare="token"))
     planned = [line - 1 for line in merged.line_of_call]
@@ -69,22 +69,23 @@ def _classify_episode(
 
 def _pairs(
     tree: Tree,
-    judgement: ForkReport,
+    fork_report: ForkReport,
     plan: Sequence[PlannedCall],
     planned: Sequence[int],
     only_cause: Cause | None,
 ) -> list[tuple[str, str]]:
-    """(truth, judged) of every fork; `planned` says which call of the plan each call of the tree is."""
+    """Returns (expected, classified) for every fork; `planned` maps calls of the tree to calls of the
+    plan."""
     opened = _first_planned(tree, planned)
     pairs: list[tuple[str, str]] = []
-    for fork in judgement.forks:
+    for fork in fork_report.forks:
         opener = plan[max(opened[fork.branch.id], opened[fork.sibling.id])]
         pairs.append((only_cause or opener.expected_cause or _NOT_PLANNED, fork.cause))
     return pairs
 
 
 def _first_planned(tree: Tree, planned: Sequence[int]) -> dict[int, int]:
-    """For each node the first call of the plan that goes through it."""
+    """Returns for each node the first call of the plan whose path contains it."""
     first: dict[int, int] = {}
     for call in sorted(tree.calls, key=lambda call: planned[call.index]):
         for output in call.outputs:
@@ -96,19 +97,24 @@ def _first_planned(tree: Tree, planned: Sequence[int]) -> dict[int, int]:
 
 
 def _precision_recall(counts: Counts, cause: str) -> tuple[str, str, str, str]:
-    of_truth = sum(count for (truth, _), count in counts.items() if truth == cause)
-    of_judged = sum(count for (_, judged), count in counts.items() if judged == cause)
+    expected_count = sum(count for (expected, _), count in counts.items() if expected == cause)
+    found_count = sum(count for (_, found), count in counts.items() if found == cause)
     right = counts[cause, cause]
     unknown = counts[cause, Cause.UNKNOWN]
-    return (str(of_truth), _percent(right, of_judged), _percent(right, of_truth), _percent(unknown, of_truth))
+    return (
+        str(expected_count),
+        _percent(right, found_count),
+        _percent(right, expected_count),
+        _percent(unknown, expected_count),
+    )
 
 
 def _overall(counts: Counts) -> tuple[str, str, str, str]:
     total = sum(counts.values())
-    right = sum(count for (truth, judged), count in counts.items() if truth == judged)
-    unknown = sum(count for (_, judged), count in counts.items() if judged == Cause.UNKNOWN)
+    right = sum(count for (expected, found), count in counts.items() if expected == found)
+    unknown = sum(count for (_, found), count in counts.items() if found == Cause.UNKNOWN)
     return (str(total), _percent(right, total - unknown), _percent(right, total), _percent(unknown, total))
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "–"
+def _percent(part: int, total: int) -> str:
+    return f"{part / total:.1%}" if total else "–"

@@ -1,4 +1,4 @@
-"""The journal: commits a second at both levels of durability, and how fast a session comes back."""
+"""The journal: commits per second at both levels of durability, and replay of a session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _APPENDERS, _COMMITS_PER_APPENDER = 64, 64
 def write_table() -> BenchmarkTable:
     record = _realistic_record()
     report = BenchmarkTable(
-        f"Journal: commits of 650 tokens ({len(record):,} bytes), each waited for",
+        f"Journal: commits of 650 tokens ({len(record):,} bytes), each awaited",
         ["level", "appenders", "commits/s", "CPU µs a commit", "commits a transaction", "p50 wait ms"],
     )
     levels: tuple[Durability, ...] = ("process", "disk")
@@ -30,7 +30,7 @@ def write_table() -> BenchmarkTable:
         syncs = _fsyncs_per_s(Path(folder) / "plain")
         report.notes = [
             f"A plain file on this disk takes {syncs:,.0f} appends of this size a second, each with fsync.",
-            "commits/s is time on the wall, of one run: it depends on the disk and on who else uses it.",
+            "commits/s is wall-clock time of one run: it depends on the disk and its other users.",
         ]
         for level in levels:
             for appenders in (1, _APPENDERS):
@@ -84,7 +84,7 @@ def _write_workload(workload: Workload, journal: Journal) -> Session:
 
 
 def _realistic_record() -> bytes:
-    """The delta of a turn in the middle of a conversation: a tool result, and a reply with its logprobs."""
+    """Returns the encoded delta of a turn: a tool result and a reply with logprobs."""
     workload = long_conversation(20)
     *earlier, last = workload.steps
     session = Session("record", workload.codec)
@@ -102,7 +102,7 @@ def _append(journal: Journal, record: bytes, appenders: int, each: int, waits_ms
             journal.append(name, record).result()
             waits_ms.append((time.perf_counter() - start) * 1e3)
 
-    threads = [threading.Thread(target=run, args=(f"session-{place}",)) for place in range(appenders)]
+    threads = [threading.Thread(target=run, args=(f"session-{index}",)) for index in range(appenders)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,7 +122,7 @@ def _fsyncs_per_s(path: Path, count: int = 200) -> float:
 
 
 def _scratch_dir() -> Path:
-    """A folder on a real disk: in many systems /tmp is memory, and an fsync there costs nothing."""
+    """Returns a folder on a disk: /tmp is often in memory, where fsync costs nothing."""
     folder = Path(".cache")
     folder.mkdir(exist_ok=True)
     return folder

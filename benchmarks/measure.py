@@ -1,7 +1,7 @@
-"""Measuring and reporting, the same way in every table.
+"""Measurement and tables for all benchmarks.
 
-Times are CPU times of this process, the best of several repeats, because the machines that run this are
-shared; the sides of a ratio take turns within one run. A figure with a target says whether it is met.
+Times are CPU times of this process, the best of several repeats, because benchmarks run on shared machines;
+the sides of a ratio alternate within one run. A figure with a target shows whether it is met.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 
 @dataclass
 class BenchmarkTable:
-    """One table, the targets in it, and what a reader must know to believe it."""
+    """One table with its targets and notes."""
 
     title: str
     columns: Sequence[str]
@@ -32,14 +32,14 @@ class BenchmarkTable:
         self.rows.append(tuple(str(cell) for cell in cells))
 
     def target_cell(self, description: str, is_met: bool) -> str:
-        """The cell of a target."""
+        """Records whether a target is met and returns its cell."""
         self.targets_met.append(is_met)
         return f"{'✓' if is_met else '✗'} {description}"
 
     def print(self, console: Console) -> None:
         table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold")
-        for place, column in enumerate(self.columns):
-            is_text = place == 0 or column == "target"
+        for index, column in enumerate(self.columns):
+            is_text = index == 0 or column == "target"
             table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
         for cells in self.rows:
             table.add_row(*(_styled_cell(cell) for cell in cells))
@@ -55,7 +55,7 @@ def _styled_cell(cell: str) -> Text:
 
 @contextmanager
 def _gc_disabled() -> Iterator[None]:
-    """Without garbage collection, as timeit does: its cost depends on what else is alive."""
+    """Disables garbage collection, as timeit does: its cost depends on other objects."""
     gc.collect()
     gc.disable()
     try:
@@ -65,7 +65,7 @@ def _gc_disabled() -> Iterator[None]:
 
 
 def cpu_s(run: Callable[[], object]) -> float:
-    """CPU seconds of one run; what it returns is let go only after the clock has stopped."""
+    """Returns the CPU seconds of one run; its result is freed after the measurement."""
     with _gc_disabled():
         start = time.process_time()
         result = run()
@@ -75,16 +75,16 @@ def cpu_s(run: Callable[[], object]) -> float:
 
 
 def best_cpu_s(*sides: Callable[[], object], repeats: int = 5) -> list[float]:
-    """The best CPU seconds of each side; the sides take turns, so that all meet the same machine."""
+    """Returns the best CPU seconds of each side; the sides alternate, so that all run under equal load."""
     best = [float("inf")] * len(sides)
     for _ in range(repeats):
-        for place, side in enumerate(sides):
-            best[place] = min(best[place], cpu_s(side))
+        for index, side in enumerate(sides):
+            best[index] = min(best[index], cpu_s(side))
     return best
 
 
 def wall_s(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds on the wall and on the CPU, for work that waits for a disk."""
+    """Returns wall-clock and CPU seconds, for work that waits for a disk."""
     with _gc_disabled():
         wall, cpu = time.perf_counter(), time.process_time()
         run()
@@ -92,7 +92,7 @@ def wall_s(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of all values lies.
+    """Returns the value below which a share of all values lies.
 
     >>> percentile([1.0, 2.0, 3.0], 0.5)
     2.0

@@ -1,4 +1,4 @@
-"""What a stored token costs beyond the text of its message: ids, logprobs, and the tree around them."""
+"""Memory per stored token beyond the text of its message: ids, logprobs and tree nodes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _TARGET_BYTES = 16
 def table() -> BenchmarkTable:
     report = BenchmarkTable(
         "Memory of a tree",
-        ["workload", "tokens", "nodes", "MB in all", "MB text", "bytes a token", "target"],
+        ["workload", "tokens", "nodes", "MB total", "MB text", "bytes a token", "target"],
         [
-            "tracemalloc around a tree grown from journal records; text: UTF-8 of contents and arguments,",
+            "tracemalloc around a tree built from journal records; text: UTF-8 of contents and arguments,",
             "each once. Of the rest, 4 bytes are a token's id and 4 a sampled token's logprob.",
         ],
     )
     for workload in (long_conversation(200), with_sub_agents()):
         records = _records(workload)
-        tree, in_all = _build_tree(records)
+        tree, total = _build_tree(records)
         tokens = tree.token_count
         text = sum(_text_bytes(node.message) for node in tree.nodes)
-        per_token = (in_all - text) / tokens
+        per_token = (total - text) / tokens
         report.add_row(
             workload.name,
             f"{tokens:,}",
             f"{len(tree.nodes):,}",
-            f"{in_all / 1e6:.2f}",
+            f"{total / 1e6:.2f}",
             f"{text / 1e6:.2f}",
             f"{per_token:.1f}",
             report.target_cell(f"≤ {_TARGET_BYTES}", per_token <= _TARGET_BYTES),
@@ -43,7 +43,7 @@ def table() -> BenchmarkTable:
 
 
 def _records(workload: Workload) -> list[bytes]:
-    """What a journal would hold of a workload."""
+    """Returns the journal records of a workload."""
     tree, codec = Tree(), workload.codec
     records: list[bytes] = []
     for step in workload.steps:
@@ -55,7 +55,7 @@ def _records(workload: Workload) -> list[bytes]:
 
 
 def _build_tree(records: list[bytes]) -> tuple[Tree, int]:
-    """A tree that shares nothing with anybody, and the bytes it holds."""
+    """Returns a tree that shares no objects with others, and its bytes."""
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()

@@ -1,4 +1,4 @@
-"""Merging edited timelines: one pass over the log, beside the rule that compares every pair."""
+"""Merging edited timelines in one pass, compared with the pairwise rule."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from branchline import LoggedCall, LoggedOutput, Message, Request, merge, read_m
 MESSAGES = 100
 _SIZES = (128, 256, 512, 1024, 2048)
 _CONTINUED_EVERY = 4
-"""Every so many timelines one is a call that goes on behind another's output, and absorbs it."""
+"""One of this many timelines continues another one and absorbs it."""
 
 Raw = dict[str, Any]
 
 
 def pairwise_table() -> BenchmarkTable:
     report = BenchmarkTable(
-        f"Merging 512 edited timelines × {MESSAGES} messages, beside the pairwise rule",
-        ["history", "left ours", "theirs", "CPU ms ours", "reading", "pairwise", "ratio", "target"],
+        f"Merging 512 edited timelines × {MESSAGES} messages, compared with the pairwise rule",
+        ["history", "timelines ours", "theirs", "CPU ms ours", "reading", "pairwise", "ratio", "target"],
         [
             "Ours: merge(calls) and all merged timelines, from messages read before; reading makes the keys.",
             "A timeline is the common history with messages rewritten at random places: the more there are,",
@@ -92,52 +92,52 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 
 def _generate_log(size: int, *, edits: int) -> tuple[list[LoggedCall], float]:
-    """The calls of a log, shuffled, and the CPU seconds it took to read their messages."""
+    """Returns the shuffled calls of a log and the CPU seconds for reading their messages."""
     rng = Random(size)
     words = _MessageGenerator(rng)
-    common = [words.message(place) for place in range(MESSAGES)]
+    common = [words.message(position) for position in range(MESSAGES)]
     histories: list[tuple[list[Raw], Raw]] = []
     while len(histories) < size:
         history = common[:]
-        for place in rng.sample(range(1, MESSAGES), edits):
-            history[place] = words.message(place)
-        said = words.message(MESSAGES)
-        histories.append((history, said))
+        for position in rng.sample(range(1, MESSAGES), edits):
+            history[position] = words.message(position)
+        output = words.message(MESSAGES)
+        histories.append((history, output))
         if len(histories) % _CONTINUED_EVERY == 0 and len(histories) < size:
-            behind = [*history, said, words.message(MESSAGES + 1)]
-            histories.append((behind, words.message(MESSAGES + 2)))
+            continued = [*history, output, words.message(MESSAGES + 1)]
+            histories.append((continued, words.message(MESSAGES + 2)))
     rng.shuffle(histories)
     calls: list[LoggedCall] = []
     read_s = 0.0
     for line, pair in enumerate(histories, start=1):
         raw_history, raw_output = msgspec.json.decode(msgspec.json.encode(pair))
         start = time.process_time()
-        request, output = Request(read_messages(raw_history)), read_message(raw_output)
+        request, message = Request(read_messages(raw_history)), read_message(raw_output)
         _ = request.message_keys
         read_s += time.process_time() - start
-        calls.append(LoggedCall(request, (LoggedOutput(output),), line=line))
+        calls.append(LoggedCall(request, (LoggedOutput(message),), line=line))
     return calls, read_s
 
 
 class _MessageGenerator:
-    """Messages of about 1 KB: system, then the user and a tool in turn between replies, half with calls."""
+    """Messages of about 1 KB: system, then user and tool alternating between replies, half with calls."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._count = 0
 
-    def message(self, place: int) -> Raw:
-        if place == 0:
+    def message(self, position: int) -> Raw:
+        if position == 0:
             return {"role": "system", "content": self._text()}
-        if place % 2 == 0:
-            if place % 4 == 0:
+        if position % 2 == 0:
+            if position % 4 == 0:
                 return {"role": "assistant", "content": self._text()}
             self._count += 1
             call = {"name": "work", "arguments": json.dumps({"n": self._count, "what": self._text(20)})}
-            made = [{"id": f"call_{place}", "type": "function", "function": call}]
+            made = [{"id": f"call_{position}", "type": "function", "function": call}]
             return {"role": "assistant", "content": self._text(), "tool_calls": made}
-        if place % 4 == 3:
-            return {"role": "tool", "content": self._text(), "tool_call_id": f"call_{place - 1}"}
+        if position % 4 == 3:
+            return {"role": "tool", "content": self._text(), "tool_call_id": f"call_{position - 1}"}
         return {"role": "user", "content": self._text()}
 
     def _text(self, words: int = 200) -> str:

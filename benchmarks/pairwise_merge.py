@@ -1,8 +1,8 @@
-"""AgentJet's merging rule as its documentation states it, timeline against timeline.
+"""AgentJet's pairwise merging rule as documented.
 
-A timeline that is no longer than another and equals its beginning, message by message in role, text and
-tool calls, is absorbed by it; where the model wrote a message of the absorbed one, it wrote that message
-of the other. Comparing stops at the first difference, and absorbing at the first fit.
+A timeline that is a prefix of another, message by message in role, text and tool calls, is absorbed by it,
+and its model-written messages become model-written in the other. Comparison stops at the first difference,
+absorption at the first match.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from branchline import LoggedCall
 
 @dataclass(slots=True)
 class Entry:
-    """One message of a timeline, and who wrote it."""
+    """One message of a timeline, and whether the model wrote it."""
 
     role: str
     text: str
@@ -28,7 +28,7 @@ Entries = list[Entry]
 
 
 def to_entries(calls: Sequence[LoggedCall]) -> list[Entries]:
-    """Each logged call as a timeline of its own: what was asked, then the output."""
+    """Returns each logged call as a timeline: request messages, then the output."""
     return [
         [
             *(
@@ -42,21 +42,21 @@ def to_entries(calls: Sequence[LoggedCall]) -> list[Entries]:
 
 
 def merge_pairwise(timelines: Sequence[Entries]) -> list[Entries]:
-    """What is left once every timeline that another begins with has been absorbed."""
+    """Returns the timelines that are not absorbed."""
     shortest_first = sorted(timelines, key=len)
-    left: list[Entries] = []
-    for place, short in enumerate(shortest_first):
-        for long in shortest_first[place + 1 :]:
+    remaining: list[Entries] = []
+    for index, short in enumerate(shortest_first):
+        for long in shortest_first[index + 1 :]:
             if _starts_with(long, short):
                 _mark_model_messages(short, long)
                 break
         else:
-            left.append(short)
-    return left
+            remaining.append(short)
+    return remaining
 
 
 def _starts_with(long: Entries, short: Entries) -> bool:
-    for mine, other in zip(short, long):  # noqa: B905 (the longer one goes on)
+    for mine, other in zip(short, long):  # noqa: B905 (lengths differ)
         if mine.text != other.text or mine.role != other.role or mine.calls != other.calls:
             return False
     return True

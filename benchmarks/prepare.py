@@ -1,4 +1,4 @@
-"""`prepare` deep in a conversation: how long a prompt takes when nothing has to be encoded."""
+"""Time of `prepare` deep in a conversation, without encoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table() -> BenchmarkTable:
     report = BenchmarkTable(
         f"prepare at turn {_TURNS}: {len(last.prompt_ids):,} prompt tokens, {OBSERVED_TOKENS} of them new",
         ["history", "reading", "CPU p50 ms", "p95 ms", "wall p50 ms", "target (p50)"],
-        [f"Of {_SAMPLES} requests, each with {len(last.messages)} messages of its own objects."],
+        [f"Of {_SAMPLES} requests, each with {len(last.messages)} new message objects."],
     )
     histories: tuple[HistoryPolicy, ...] = ("verbatim", "template")
     for history in histories:
@@ -42,7 +42,7 @@ def table() -> BenchmarkTable:
 
 
 def _session(workload: Workload, history: HistoryPolicy) -> Session:
-    """The conversation up to its last turn, which is still to be prepared."""
+    """Returns a session with all turns except the last."""
     session = Session("prepare", workload.codec, history=history)
     for step in workload.steps[:-1]:
         commit_step(session, step)

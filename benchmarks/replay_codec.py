@@ -1,7 +1,7 @@
-"""A codec that encodes nothing: each message's ids are made beforehand and looked up by its key.
+"""A codec that encodes nothing: the ids of each message are made beforehand and looked up by key.
 
-So what is measured is the tree's own work. Under `template` it still walks the whole path for thinking
-that a template would leave out, as a real codec must.
+Benchmarks with it measure the work of the tree alone. Under `template` it still checks the whole path for
+reasoning that a template would strip, as a real codec must.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from branchline.core.token_arrays import Ids, Origin, as_ids
 
 @dataclass(frozen=True)
 class ReplayCodec:
-    """Hands out pre-made pieces."""
+    """Returns prepared ids."""
 
     message_tokens: Mapping[bytes, MessageTokens]
     generation_prompt_ids: Ids
@@ -43,7 +43,7 @@ class ReplayCodec:
         history: HistoryPolicy,
     ) -> Extension:
         if history == "template" and any(entry.message.reasoning_content for entry in path):
-            raise CodecError("replay: got a path with thinking, expected a conversation without")
+            raise CodecError("replay: got a path with reasoning, expected a conversation without")
         return Extension(
             len(path), tuple([self._tokens_of(shown) for shown in new]), self.generation_prompt_ids, 0
         )

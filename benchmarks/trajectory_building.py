@@ -1,4 +1,4 @@
-"""From calls to samples: a session and its export, beside the slime-style builder of agentcore-rl-toolkit."""
+"""From calls to samples: a session and its export, compared with the builder of agentcore-rl-toolkit."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def _run_reference(workload: Workload) -> list[TraceRecord]:
 
 
 def _check_prompts(workload: Workload) -> None:
-    """Both sides are given the same prompts, token by token."""
+    """Asserts that both sides get the same prompt ids."""
     session = Session("check", workload.codec)
     for step in workload.steps:
         prompt_ids = session.prepare(Request(step.messages)).prompt_ids
-        assert prompt_ids.tolist() == step.prompt_ids, "the sides were given different prompts"
+        assert prompt_ids.tolist() == step.prompt_ids, "the sides get different prompts"
         commit_step(session, step)
 
 

@@ -1,8 +1,8 @@
-"""Conversations as agents hold them, made whole before any clock runs.
+"""Agent conversations, generated before any measurement.
 
-Each turn samples 250 tokens (words and a tool call) and observes 400 (the result, and the four tokens that
-open the next reply). Every call carries its history as fresh objects, as if parsed from its own request.
-All token ids differ, so "which sampled tokens were trained" is a question about sets.
+Each turn samples 250 tokens (text and a tool call) and observes 400 (the result and the generation prompt of
+four tokens). Every call has its history as new objects, as if parsed from its own request. All token ids
+differ, so the trained tokens can be counted as a set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SYSTEM_TOKENS, _TASK_TOKENS = 700, 300
 
 @dataclass(frozen=True)
 class Step:
-    """One call: the request in each side's form, and the output the engine gives."""
+    """One call: the request in the form of each side, and the output of the engine."""
 
     raw_messages: list[Raw]
     messages: tuple[Message, ...]
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass
 class Workload:
-    """An episode, call by call."""
+    """The calls of an episode."""
 
     name: str
     steps: list[Step] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Workload:
 
 
 def run_workload(workload: Workload, session: Session | None = None, *, from_raw: bool = False) -> Session:
-    """Drives a session through every call; `from_raw` reads the messages as part of it."""
+    """Runs every call on a session; with `from_raw`, messages are read from JSON values."""
     session = session or Session(workload.name, workload.codec)
     for step in workload.steps:
         commit_step(session, step, from_raw=from_raw)
@@ -80,7 +80,7 @@ def commit_step(session: Session, step: Step, *, from_raw: bool = False) -> Comm
 
 @dataclass
 class _Conversation:
-    """One agent's conversation so far, as wire messages and as ids."""
+    """The history of one agent as wire messages and as ids."""
 
     raw: list[Raw]
     ids: list[int]
@@ -94,36 +94,36 @@ class _WorkloadBuilder:
         self._calls = 0
 
     def start_conversation(self, system: str, task: str) -> _Conversation:
-        talk = _Conversation([], [])
+        conversation = _Conversation([], [])
         self._append_message(
-            talk, {"role": "system", "content": self._text(system, _SYSTEM_TOKENS)}, _SYSTEM_TOKENS
+            conversation, {"role": "system", "content": self._text(system, _SYSTEM_TOKENS)}, _SYSTEM_TOKENS
         )
-        self._append_message(talk, {"role": "user", "content": task}, _TASK_TOKENS)
-        return talk
+        self._append_message(conversation, {"role": "user", "content": task}, _TASK_TOKENS)
+        return conversation
 
     def new_task(self) -> str:
         return self._text("Look into this:", _TASK_TOKENS)
 
-    def add_turn(self, talk: _Conversation, *, candidates: int = 1, spawn: str | None = None) -> None:
-        """One call for each candidate; the last one is continued."""
-        asked, prompt_ids = talk.raw, [*talk.ids, *range(GENERATION_PROMPT_TOKENS)]
+    def add_turn(self, conversation: _Conversation, *, candidates: int = 1, spawn: str | None = None) -> None:
+        """Adds one call per candidate; the last one is continued."""
+        request, prompt_ids = conversation.raw, [*conversation.ids, *range(GENERATION_PROMPT_TOKENS)]
         for _ in range(candidates):
-            said = self._reply(spawn)
-            step = self._step(asked, prompt_ids, said)
+            reply = self._reply(spawn)
+            step = self._step(request, prompt_ids, reply)
             self.workload.steps.append(step)
-        talk.raw = [*asked, said]
-        talk.ids = [*prompt_ids, *step.id_list]
+        conversation.raw = [*request, reply]
+        conversation.ids = [*prompt_ids, *step.id_list]
         result: Raw = {
             "role": "tool",
             "content": self._text("It says:", OBSERVED_TOKENS),
-            "tool_call_id": said["tool_calls"][0]["id"],
+            "tool_call_id": reply["tool_calls"][0]["id"],
         }
-        self._append_message(talk, result, OBSERVED_TOKENS - GENERATION_PROMPT_TOKENS)
+        self._append_message(conversation, result, OBSERVED_TOKENS - GENERATION_PROMPT_TOKENS)
 
-    def _append_message(self, talk: _Conversation, raw: Raw, count: int) -> None:
+    def _append_message(self, conversation: _Conversation, raw: Raw, count: int) -> None:
         ids = self._ids(count)
-        talk.raw = [*talk.raw, raw]
-        talk.ids = [*talk.ids, *ids.tolist()]
+        conversation.raw = [*conversation.raw, raw]
+        conversation.ids = [*conversation.ids, *ids.tolist()]
         self.workload.message_tokens[read_message(raw).key] = MessageTokens(ids, ((count, Origin.CONTEXT),))
 
     def _reply(self, spawn: str | None) -> Raw:
@@ -136,16 +136,16 @@ class _WorkloadBuilder:
         }
         return {"role": "assistant", "content": self._text("I will", 150), "tool_calls": [call]}
 
-    def _step(self, asked: list[Raw], prompt_ids: list[int], said: Raw) -> Step:
+    def _step(self, request: list[Raw], prompt_ids: list[int], reply: Raw) -> Step:
         ids = self._ids(SAMPLED_TOKENS)
         logprobs = -np.random.default_rng(self._calls).random(SAMPLED_TOKENS, np.float32)
-        raw, raw_output = _json_copy(asked), _json_copy(said)
+        raw, raw_output = _json_copy(request), _json_copy(reply)
         return Step(
             raw,
             read_messages(raw),
             prompt_ids,
             raw_output,
-            # As a gateway records it: clients do not send the response's id back.
+            # The gateway records response ids, which clients do not send back.
             msgspec.structs.replace(read_message(raw_output), id=f"chatcmpl-{self._calls}"),
             ids,
             logprobs,
@@ -159,7 +159,7 @@ class _WorkloadBuilder:
         return ids
 
     def _text(self, start: str, tokens: int) -> str:
-        """Text of about as many tokens, at four letters each."""
+        """Returns text of about this many tokens of four characters."""
         return f"{start} " + " ".join(f"{self._rng.randrange(1000):03d}" for _ in range(tokens))
 
 
@@ -168,33 +168,33 @@ def _json_copy(value: Any) -> Any:
 
 
 def long_conversation(turns: int) -> Workload:
-    maker = _WorkloadBuilder(f"{turns} turns")
-    talk = maker.start_conversation("You are an agent.", maker.new_task())
+    builder = _WorkloadBuilder(f"{turns} turns")
+    conversation = builder.start_conversation("You are an agent.", builder.new_task())
     for _ in range(turns):
-        maker.add_turn(talk)
-    return maker.workload
+        builder.add_turn(conversation)
+    return builder.workload
 
 
 def with_sub_agents(turns: int = 60, sub_agents: int = 3, sub_turns: int = 15) -> Workload:
-    maker = _WorkloadBuilder(f"{turns} turns + {sub_agents} sub-agents")
-    talk = maker.start_conversation("You are an agent.", maker.new_task())
+    builder = _WorkloadBuilder(f"{turns} turns + {sub_agents} sub-agents")
+    conversation = builder.start_conversation("You are an agent.", builder.new_task())
     for turn in range(turns):
         spawns = turn % (turns // (sub_agents + 1)) == 1 and turn > sub_agents
-        task = maker.new_task() if spawns else None
-        maker.add_turn(talk, spawn=task)
+        task = builder.new_task() if spawns else None
+        builder.add_turn(conversation, spawn=task)
         if task is not None:
-            helper = maker.start_conversation(f"You are helper {turn}.", task)
+            helper = builder.start_conversation(f"You are helper {turn}.", task)
             for _ in range(sub_turns):
-                maker.add_turn(helper)
-    return maker.workload
+                builder.add_turn(helper)
+    return builder.workload
 
 
 def best_of(candidates: int = 4, turns: int = 30) -> Workload:
-    maker = _WorkloadBuilder(f"best of {candidates} × {turns}")
-    talk = maker.start_conversation("You are an agent.", maker.new_task())
+    builder = _WorkloadBuilder(f"best of {candidates} × {turns}")
+    conversation = builder.start_conversation("You are an agent.", builder.new_task())
     for _ in range(turns):
-        maker.add_turn(talk, candidates=candidates)
-    return maker.workload
+        builder.add_turn(conversation, candidates=candidates)
+    return builder.workload
 
 
 ALL_WORKLOADS: tuple[Callable[[], Workload], ...] = (

@@ -1,7 +1,7 @@
-"""The contract C1-C6 as properties over random agent behaviours.
+"""The contract C1-C6 as properties of random agent plans.
 
-A behaviour is drawn from a seed, a number of steps and the set of things that may happen, so a failure
-shrinks to few steps and few kinds of events.
+A plan is drawn from a seed, a number of steps and the causes that may occur, so that a failure shrinks to few
+steps and few causes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ property_settings = settings(max_examples=120, deadline=None)
 
 
 def draw_plan(
-    seed: int, count: int, only: list[Cause], think: bool, mangle: bool = True
+    seed: int, count: int, only: list[Cause], think: bool, reserialize: bool = True
 ) -> list[PlannedCall]:
-    return PlanGenerator(Random(seed), reasoning=think, style=ReplyStyle(reserialize_echoes=mangle)).generate(
-        count, only=only
-    )
+    return PlanGenerator(
+        Random(seed), reasoning=think, style=ReplyStyle(reserialize_echoes=reserialize)
+    ).generate(count, only=only)
 
 
 def run_plan(plan: list[PlannedCall], codec: ToyCodec, seed: int, history: str = "template") -> PlanRunner:
     rng = Random(seed)
-    player = PlanRunner(Session("s", codec, history=history), codec)  # type: ignore[arg-type]
-    player.run(plan, causal_order(plan, rng), overlap=rng)
-    return player
+    runner = PlanRunner(Session("s", codec, history=history), codec)  # type: ignore[arg-type]
+    runner.run(plan, causal_order(plan, rng), overlap=rng)
+    return runner
 
 
 def timeline_set(tree: Tree) -> list[tuple[bytes, bytes]]:
@@ -59,12 +59,12 @@ def timeline_set(tree: Tree) -> list[tuple[bytes, bytes]]:
 def test_c1_every_call_is_a_path_of_exactly_its_prompt_and_output(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool, history: str
 ) -> None:
-    player = run_plan(draw_plan(seed, count, only, think), codec, seed, history)
-    tree = player.session.tree
-    for one in player.executed:
-        for node_id, ids in zip(one.call.outputs, one.outputs, strict=True):
+    runner = run_plan(draw_plan(seed, count, only, think), codec, seed, history)
+    tree = runner.session.tree
+    for executed in runner.executed:
+        for node_id, ids in zip(executed.call.outputs, executed.outputs, strict=True):
             node = tree.nodes[node_id]
-            assert tree.path_ids(node).tolist() == [*one.prompt_ids.tolist(), *ids.tolist()]
+            assert tree.path_ids(node).tolist() == [*executed.prompt_ids.tolist(), *ids.tolist()]
             assert node.sampled_ids is not None
             assert node.sampled_ids.tolist() == ids.tolist()
 
@@ -74,43 +74,45 @@ def test_c1_every_call_is_a_path_of_exactly_its_prompt_and_output(
 def test_c2_every_sampled_token_is_trained_once_or_accounted_for(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool, shares: str
 ) -> None:
-    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
-    tree = player.session.tree
+    runner = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    tree = runner.session.tree
     export = export_samples(tree, ExportPolicy(shares=shares))  # type: ignore[arg-type]
     weights: dict[tuple[bytes, int], float] = {}
     for sample in export.samples:
         ids = np.concatenate((sample.prompt_ids, sample.response_ids))
-        for place in np.flatnonzero(sample.response_mask).tolist():
-            end = len(sample.prompt_ids) + place + 1
+        for position in np.flatnonzero(sample.response_mask).tolist():
+            end = len(sample.prompt_ids) + position + 1
             key = (ids[:end].tobytes(), 0)
-            weights[key] = weights.get(key, 0.0) + float(sample.shares[place])
-    # The same ids sampled twice behind the same ids (twins) are two tokens at one key.
+            weights[key] = weights.get(key, 0.0) + float(sample.shares[position])
+    # Equal ids sampled twice after the same ids (duplicates) are two tokens with one key.
     expected: dict[tuple[bytes, int], int] = {}
     dropped = {entry.call for entry in export.report.dropped}
-    for one in player.executed:
-        if one.call.id in dropped:
+    for executed in runner.executed:
+        if executed.call.id in dropped:
             continue
-        for ids in one.outputs:
-            whole = np.concatenate((one.prompt_ids, ids))
-            for end in range(len(one.prompt_ids) + 1, len(whole) + 1):
-                key = (whole[:end].tobytes(), 0)
+        for ids in executed.outputs:
+            sequence = np.concatenate((executed.prompt_ids, ids))
+            for end in range(len(executed.prompt_ids) + 1, len(sequence) + 1):
+                key = (sequence[:end].tobytes(), 0)
                 expected[key] = expected.get(key, 0) + 1
     assert weights.keys() == expected.keys()
     assert all(abs(weights[key] - expected[key]) < 1e-4 for key in expected)
     assert export.report.is_balanced
-    assert export.report.sampled_tokens == sum(len(ids) for one in player.executed for ids in one.outputs)
+    assert export.report.sampled_tokens == sum(
+        len(ids) for executed in runner.executed for ids in executed.outputs
+    )
 
 
 @property_settings
 @given(seeds, steps, cause_lists, codecs, thinking)
-def test_c2_only_what_never_reached_a_client_is_dropped(
+def test_c2_only_undelivered_outputs_are_dropped(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
-    dropped = {entry.call for entry in export_samples(player.session.tree).report.dropped}
-    for one in player.executed:
-        lost = one.planned.delivery != Delivery.DELIVERED
-        assert (one.call.id in dropped) == (lost and any(len(ids) for ids in one.outputs))
+    runner = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    dropped = {entry.call for entry in export_samples(runner.session.tree).report.dropped}
+    for executed in runner.executed:
+        lost = executed.planned.delivery != Delivery.DELIVERED
+        assert (executed.call.id in dropped) == (lost and any(len(ids) for ids in executed.outputs))
 
 
 @property_settings
@@ -118,16 +120,16 @@ def test_c2_only_what_never_reached_a_client_is_dropped(
 def test_c3_a_trained_token_follows_the_ids_it_was_sampled_after(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
-    sampled_behind = {
-        np.concatenate((one.prompt_ids, ids))[:end].tobytes()
-        for one in player.executed
-        for ids in one.outputs
-        for end in range(len(one.prompt_ids) + 1, len(one.prompt_ids) + len(ids) + 1)
+    runner = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    sampled_prefixes = {
+        np.concatenate((executed.prompt_ids, ids))[:end].tobytes()
+        for executed in runner.executed
+        for ids in executed.outputs
+        for end in range(len(executed.prompt_ids) + 1, len(executed.prompt_ids) + len(ids) + 1)
     }
-    for line in timelines_of(player.session.tree):
-        for place in np.flatnonzero(line.mask).tolist():
-            assert line.ids[: place + 1].tobytes() in sampled_behind
+    for line in timelines_of(runner.session.tree):
+        for position in np.flatnonzero(line.mask).tolist():
+            assert line.ids[: position + 1].tobytes() in sampled_prefixes
 
 
 def node_fields(tree: Tree) -> Iterator[tuple[object, ...]]:
@@ -148,13 +150,13 @@ def test_c4_a_commit_only_adds_and_a_failed_call_changes_nothing(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
     plan = draw_plan(seed, count, only, think)
-    player = PlanRunner(Session("s", codec), codec)
-    tree = player.session.tree
+    runner = PlanRunner(Session("s", codec), codec)
+    tree = runner.session.tree
     for planned in plan:
         before = list(node_fields(tree))
-        player.prepare(planned)
+        runner.prepare(planned)
         assert list(node_fields(tree)) == before
-        player.commit(planned)
+        runner.commit(planned)
         assert list(node_fields(tree))[: len(before)] == before
 
 
@@ -195,27 +197,27 @@ def test_c6_all_arrays_of_a_timeline_and_a_sample_are_aligned(
 
 @property_settings
 @given(seeds, steps, cause_lists, codecs, thinking)
-def test_a_replayed_journal_is_the_tree_that_was(
+def test_a_replayed_journal_gives_an_equal_tree(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
     written: list[bytes] = []
-    player = PlanRunner(Session("s", codec), codec)
-    apply = player.session.tree.apply
+    runner = PlanRunner(Session("s", codec), codec)
+    apply = runner.session.tree.apply
 
     def recording(record):  # type: ignore[no-untyped-def]
         written.append(encode_record(record))
         return apply(record)
 
-    player.session.tree.apply = recording  # type: ignore[method-assign]
-    player.run(draw_plan(seed, count, only, think))
-    again = Tree()
+    runner.session.tree.apply = recording  # type: ignore[method-assign]
+    runner.run(draw_plan(seed, count, only, think))
+    replayed = Tree()
     for data in written:
-        again.apply(decode_record(data))
-    whole = list(node_fields(player.session.tree))
-    for one, other in zip(whole, node_fields(again), strict=True):
+        replayed.apply(decode_record(data))
+    original = list(node_fields(runner.session.tree))
+    for one, other in zip(original, node_fields(replayed), strict=True):
         assert one[:5] == other[:5]
-    assert again.calls == player.session.tree.calls
-    assert timeline_set(again) == timeline_set(player.session.tree)
+    assert replayed.calls == runner.session.tree.calls
+    assert timeline_set(replayed) == timeline_set(runner.session.tree)
 
 
 @property_settings
@@ -223,29 +225,31 @@ def test_a_replayed_journal_is_the_tree_that_was(
 def test_merging_the_same_calls_as_a_foreign_log_by_ids_gives_the_same_timelines(
     seed: int, count: int, only: list[Cause], codec: ToyCodec, think: bool
 ) -> None:
-    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
-    log = player.to_log()
+    runner = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    log = runner.to_log()
     Random(seed).shuffle(log)
     merged = merge(log, MergePolicy(compare="token", ignore_tools=False))
-    assert timeline_set(merged.tree) == timeline_set(player.session.tree)
+    assert timeline_set(merged.tree) == timeline_set(runner.session.tree)
     assert all(line.exact for line in timelines_of(merged.tree))
 
 
 @property_settings
 @given(seeds, steps, cause_lists, thinking)
-def test_merging_by_text_delivers_every_sampled_token_and_marks_what_is_not_exact(
+def test_merging_by_text_keeps_every_sampled_token_and_marks_inexact_ones(
     seed: int, count: int, only: list[Cause], think: bool
 ) -> None:
     codec = ToyCodec.chatml()
-    player = run_plan(draw_plan(seed, count, only, think), codec, seed)
-    log = player.to_log()
+    runner = run_plan(draw_plan(seed, count, only, think), codec, seed)
+    log = runner.to_log()
     Random(seed).shuffle(log)
     merged = merge(log, MergePolicy(ignore_tools=False))
     report = export_samples(merged.tree, ExportPolicy(include_inexact=True)).report
     assert report.trained_tokens == report.sampled_tokens
-    assert report.sampled_tokens == sum(len(ids) for one in player.executed for ids in one.outputs)
+    assert report.sampled_tokens == sum(len(ids) for executed in runner.executed for ids in executed.outputs)
     prompts = {
-        np.concatenate((one.prompt_ids, ids)).tobytes() for one in player.executed for ids in one.outputs
+        np.concatenate((executed.prompt_ids, ids)).tobytes()
+        for executed in runner.executed
+        for ids in executed.outputs
     }
     for node in merged.tree.nodes:
         if node.output is not None and not node.output.inexact:

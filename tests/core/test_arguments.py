@@ -1,4 +1,4 @@
-"""Argument texts that mean the same have the same canonical bytes, and no others."""
+"""Canonical bytes are equal iff argument texts mean the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def notation_of(text: str) -> Notation:
     return canonical_arguments(text)[1]
 
 
-# -- what does not count -----------------------------------------------------------------------------
+# -- ignored differences ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_the_order_of_a_list_counts() -> None:
         ["-120", "-1.2e2"],
     ],
 )
-def test_one_number_has_one_meaning_however_it_is_spelled(spellings: list[str]) -> None:
+def test_all_spellings_of_a_number_are_equal(spellings: list[str]) -> None:
     assert len({canonical_bytes(spelling) for spelling in spellings}) == 1
     assert {notation_of(spelling) for spelling in spellings} == {Notation.JSON}
 
 
-# -- what counts -------------------------------------------------------------------------------------
+# -- differences -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_one_number_has_one_meaning_however_it_is_spelled(spellings: list[str]) 
         ['"é"', '"e\\u0301"'],
         ['"\\ud800"', '"\\ud801"', '"\\\\ud800"', '"?"', '"\\ufffd"'],
         ['"\\ud83d\\ude00"', '"\\ude00\\ud83d"', '"\\ud83d"', '"\\ude00"'],
-        # JavaScript cannot hold the first of these, and a tool called with another id was another call.
+        # JavaScript cannot represent the first of these; a call with another number is another call.
         ["9007199254740993", "9007199254740992", "9007199254740994"],
         ["123456789012345678901234567890", "123456789012345678901234567891", "1.2345678901234568e29"],
         ["0.1", "0.10000000000000002", "0.2"],
     ],
 )
-def test_other_values_and_other_types_are_other_arguments(texts: list[str]) -> None:
+def test_different_values_and_types_are_different(texts: list[str]) -> None:
     assert len({canonical_bytes(text) for text in texts}) == len(texts)
 
 
@@ -104,12 +104,12 @@ def test_integers_too_long_for_python_are_text() -> None:
     assert notation_of("7" * 5000) is Notation.TEXT
 
 
-def test_a_lone_surrogate_is_one_string_whether_written_raw_or_escaped() -> None:
+def test_a_raw_and_an_escaped_lone_surrogate_are_equal() -> None:
     assert canonical_arguments('{"a":"\ud800é"}') == canonical_arguments('{"a": "\\ud800\\u00e9"}')
     assert canonical_arguments('{"\ud800":1,"a":2.0}') == canonical_arguments('{"a": 2, "\\uD800": 1}')
 
 
-def test_a_surrogate_pair_is_the_character_it_stands_for() -> None:
+def test_a_surrogate_pair_equals_its_character() -> None:
     assert canonical_bytes('"\\ud83d\\ude00"') == canonical_bytes('"😀"')
 
 
@@ -117,11 +117,11 @@ def test_a_surrogate_pair_is_the_character_it_stands_for() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t ", "\u00a0"])
-def test_nothing_is_an_empty_object(text: str) -> None:
+def test_an_empty_text_is_an_empty_object(text: str) -> None:
     assert canonical_arguments(text) == (b"{}", Notation.EMPTY)
 
 
-def test_an_empty_object_is_json_and_means_nothing_too() -> None:
+def test_an_empty_object_is_json() -> None:
     assert canonical_arguments(" { } ") == (b"{}", Notation.JSON)
 
 
@@ -137,7 +137,7 @@ def test_an_empty_object_is_json_and_means_nothing_too() -> None:
         ("{'a': -1e3}", '{"a": -1000}'),
     ],
 )
-def test_python_literals_are_read_where_json_fails(literal: str, same: str) -> None:
+def test_python_literals_are_read_if_json_fails(literal: str, same: str) -> None:
     assert notation_of(literal) is Notation.PYTHON
     assert notation_of(same) is Notation.JSON
     assert canonical_bytes(literal) == canonical_bytes(same)
@@ -176,13 +176,13 @@ def test_a_text_that_is_json_and_python_is_json() -> None:
         "\ufeff{}",
     ],
 )
-def test_everything_else_is_text_and_compared_letter_by_letter(text: str) -> None:
+def test_other_texts_are_compared_character_by_character(text: str) -> None:
     assert canonical_arguments(text) == (b"text:" + text.encode("utf-8", "surrogatepass"), Notation.TEXT)
     assert canonical_bytes(text) != canonical_bytes(text + " ")
 
 
 @pytest.mark.parametrize("action", ["error", "ignore", "default"])
-def test_how_a_process_treats_warnings_does_not_change_a_meaning(action: Any) -> None:
+def test_warning_filters_do_not_change_the_result(action: Any) -> None:
     text = "{'pattern': '\\d+', 'from': '" + action + "'}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(action)
@@ -205,15 +205,15 @@ def test_how_a_process_treats_warnings_does_not_change_a_meaning(action: Any) ->
         "{'a': " * 2_000 + "1" + "}" * 2_000,
     ],
 )
-def test_endless_nesting_is_text_and_no_error(text: str) -> None:
+def test_text_nested_too_deep_is_text(text: str) -> None:
     assert notation_of(text) is Notation.TEXT
 
 
-def test_deep_but_sane_nesting_is_json() -> None:
+def test_moderate_nesting_is_json() -> None:
     assert canonical_bytes("[ " * 100 + " ]" * 100) == b"[" * 100 + b"]" * 100
 
 
-def test_a_meaning_found_with_the_stack_almost_full_is_not_remembered() -> None:
+def test_a_result_with_an_almost_full_stack_is_not_cached() -> None:
     text = "[ " * 250 + "] " * 250
 
     def below(frames: int) -> None:
@@ -232,12 +232,12 @@ def test_a_meaning_found_with_the_stack_almost_full_is_not_remembered() -> None:
     assert canonical_arguments(text) == (b"[" * 250 + b"]" * 250, Notation.JSON)
 
 
-def test_a_literal_may_be_long_but_not_endless() -> None:
+def test_a_python_literal_has_a_length_limit() -> None:
     assert notation_of("{'a': '" + "x" * 90_000 + "'}") is Notation.PYTHON
     assert notation_of("{'a': '" + "x" * 100_000 + "'}") is Notation.TEXT
 
 
-def test_long_texts_are_read_like_short_ones() -> None:
+def test_uncached_long_texts_are_read_like_short_ones() -> None:
     filler = '"' + "x" * 5_000 + '"'
     assert canonical_bytes('{"b": 1.0, "a": ' + filler + "}") == canonical_bytes('{"a":' + filler + ',"b":1}')
 
@@ -251,13 +251,13 @@ def test_a_json_value_and_its_text_have_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": math.nan}, [math.inf]])
-def test_a_value_json_has_no_number_for_is_refused(value: Any) -> None:
+def test_a_non_finite_number_is_rejected(value: Any) -> None:
     with pytest.raises(ValueError, match="not JSON"):
         canonical_json(value)
 
 
 @pytest.mark.parametrize("value", [{1: 2}, {"a": b"x"}, [{1}], object()])
-def test_a_value_that_is_no_json_is_refused(value: Any) -> None:
+def test_a_value_that_is_not_json_is_rejected(value: Any) -> None:
     with pytest.raises(TypeError, match="not"):
         canonical_json(value)
 
@@ -275,13 +275,13 @@ def json_values(leaves: st.SearchStrategy[Any], keys: st.SearchStrategy[str]) ->
     )
 
 
-# Escapes join two halves into a character, so a string of two halves is not what comes back.
+# Decoding joins an escaped surrogate pair into one character, so such strings do not round-trip.
 any_text = st.text(st.characters(), max_size=8).filter(lambda text: not _PAIR.search(text))
 any_value = json_values(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | any_text,
     any_text,
 )
-# Leaves that are easily taken for each other.
+# Leaves that are easily confused.
 confusable_values = json_values(
     st.sampled_from([0, 1, True, False, None, 1.0, -0.0, 1.5, 10**16, 1e16, 2**53 + 1])
     | st.sampled_from(["", "0", "1", "true", "null", "{}", "[]", '"', "\\", ",", ":", "\ud800", "\\ud800"]),
@@ -290,7 +290,7 @@ confusable_values = json_values(
 
 
 def comparable_value(value: Any) -> Any:
-    """What a JSON value is, in Python values that are equal only where it is."""
+    """Returns a Python value that is equal iff the JSON values are equal."""
     if isinstance(value, dict):
         return ("object", frozenset((key, comparable_value(item)) for key, item in value.items()))
     if isinstance(value, list):
@@ -302,16 +302,17 @@ def comparable_value(value: Any) -> Any:
 
 @st.composite
 def values_with_json_text(draw: st.DrawFn, values: st.SearchStrategy[Any] = any_value) -> tuple[Any, str]:
-    """A value and one of the many texts for it."""
+    """Draws a value and one of its JSON texts."""
     value = draw(values)
     ascii_only = draw(st.booleans())
     gap = st.sampled_from(["", "", " ", "\n  ", "\t"])
 
     def string(text: str) -> str:
-        letters = [json.dumps(letter, ensure_ascii=ascii_only)[1:-1] for letter in text]
+        characters = [json.dumps(character, ensure_ascii=ascii_only)[1:-1] for character in text]
         if draw(st.booleans()):
-            letters = [{"/": "\\/", "a": "\\u0061"}.get(letter, letter) for letter in letters]
-        return '"' + "".join(letters) + '"'
+            escapes = {"/": "\\/", "a": "\\u0061"}
+            characters = [escapes.get(character, character) for character in characters]
+        return '"' + "".join(characters) + '"'
 
     def number(value: int | float) -> str:
         spellings = [json.dumps(value)]
@@ -352,21 +353,21 @@ def test_any_standard_serialiser_setting_has_the_same_bytes(
 
 
 @given(confusable_values, confusable_values)
-def test_bytes_are_equal_exactly_where_values_are(one: Any, other: Any) -> None:
+def test_bytes_are_equal_iff_values_are_equal(one: Any, other: Any) -> None:
     assert (canonical_json(one) == canonical_json(other)) == (
         comparable_value(one) == comparable_value(other)
     )
 
 
 @given(confusable_values)
-def test_canonical_bytes_are_json_for_the_value_and_their_own_canonical_form(value: Any) -> None:
+def test_canonical_bytes_are_json_in_canonical_form(value: Any) -> None:
     written = canonical_json(value).decode()
     assert comparable_value(json.loads(written)) == comparable_value(value)
     assert canonical_bytes(written) == written.encode()
 
 
 def _differs_in_python(value: Any) -> bool:
-    """Whether Python writes something in the value that JSON does not know."""
+    """Whether the Python literal of a value is not JSON."""
     if isinstance(value, dict):
         return bool(value)
     if isinstance(value, list):
@@ -375,7 +376,7 @@ def _differs_in_python(value: Any) -> bool:
 
 
 @given(json_values(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.text(max_size=3)))
-def test_what_python_prints_means_what_json_prints(value: Any) -> None:
+def test_a_python_repr_equals_the_json_text(value: Any) -> None:
     if isinstance(value, dict | list) and _differs_in_python(value):
         assert canonical_arguments(repr(value)) == (canonical_json(value), Notation.PYTHON)
 
@@ -405,8 +406,8 @@ fragments = st.lists(
 
 
 @given(fragments | st.text(st.characters(), max_size=20))
-def test_no_text_raises_and_texts_of_one_notation_agree_with_themselves(text: str) -> None:
-    found, how = canonical_arguments(text)
-    assert found
-    assert (how is Notation.TEXT) == found.startswith(b"text:")
-    assert canonical_arguments(text) == (found, how)
+def test_no_text_raises_and_results_are_deterministic(text: str) -> None:
+    canonical, notation = canonical_arguments(text)
+    assert canonical
+    assert (notation is Notation.TEXT) == canonical.startswith(b"text:")
+    assert canonical_arguments(text) == (canonical, notation)

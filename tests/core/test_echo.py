@@ -1,4 +1,4 @@
-"""An echo is recognised, each thing the client did to it is named, and a real change is never an echo."""
+"""An echo matches with a named equivalence for every change, and an edit never matches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_arguments(arguments: Any) -> Message:
     return assistant_calling(tool_call_json(arguments=arguments))
 
 
-# -- one thing at a time -----------------------------------------------------------------------------
+# -- single changes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def with_arguments(arguments: Any) -> Message:
         ),
     ],
 )
-def test_one_thing_done_to_a_message_is_accepted_under_its_name(
+def test_a_single_change_has_a_named_equivalence(
     sampled: Message, shown: Message, reason: Equivalence
 ) -> None:
     assert match_echo(sampled, shown) == (reason,)
@@ -233,11 +233,11 @@ def test_one_thing_done_to_a_message_is_accepted_under_its_name(
         ),
     ],
 )
-def test_a_perfect_echo_needs_no_reason(sampled: Message, shown: Message) -> None:
+def test_an_identical_echo_needs_no_equivalence(sampled: Message, shown: Message) -> None:
     assert match_echo(sampled, shown) == ()
 
 
-def test_an_empty_tool_list_is_no_tools_and_is_named() -> None:
+def test_an_empty_tool_list_is_a_named_equivalence() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     absent, null = Request.read(body), Request.read({**body, "tools": None})
     empty = Request.read({**body, "tools": []})
@@ -246,10 +246,10 @@ def test_an_empty_tool_list_is_no_tools_and_is_named() -> None:
     assert empty.prompt_config_digest == absent.prompt_config_digest == null.prompt_config_digest
 
 
-# -- several things at once --------------------------------------------------------------------------
+# -- several changes ---------------------------------------------------------------------------------
 
 
-def test_everything_at_once_is_named_thing_by_thing() -> None:
+def test_several_changes_are_named_one_by_one() -> None:
     sampled = assistant_calling(
         tool_call_json("f", '{"a": 1, "b": 2}', "c1"),
         tool_call_json("g", '{"on": true}', "c2"),
@@ -275,7 +275,7 @@ def test_everything_at_once_is_named_thing_by_thing() -> None:
     )
 
 
-def test_a_thing_done_twice_is_named_once() -> None:
+def test_a_repeated_change_is_named_once() -> None:
     sampled = assistant_calling(tool_call_json("f", '{"a": 1}', "c1"), tool_call_json("g", '{"a": 1}', "c2"))
     shown = assistant_calling(tool_call_json("f", '{"a":1}', "x1"), tool_call_json("g", '{"a":1}', "x2"))
     assert match_echo(sampled, shown) == (E.RENAMED_IDS, E.ARGUMENTS_RESERIALISED)
@@ -340,7 +340,7 @@ def test_a_thing_done_twice_is_named_once() -> None:
         ),
     ],
 )
-def test_a_real_change_is_no_echo(sampled: Message, shown: Message) -> None:
+def test_an_edit_does_not_match(sampled: Message, shown: Message) -> None:
     assert match_echo(sampled, shown) is None
     if not (shown.reasoning_content and not sampled.reasoning_content):
         assert match_echo(shown, sampled) is None
@@ -362,20 +362,20 @@ def tool_calls(*specs: tuple[str, str]) -> tuple[ToolCall, ...]:
         ((("a", "1"), ("b", "2")), (("b", "x"), ("a", "y")), [1, 0]),
         # Equal calls pair by their ids,
         ((("a", "1"), ("a", "2")), (("a", "2"), ("a", "1")), [1, 0]),
-        # else in turn,
+        # then in order,
         ((("a", "1"), ("a", "2")), (("a", "x"), ("a", "y")), [0, 1]),
         ((("a", ""), ("a", "")), (("a", ""), ("a", "")), [0, 1]),
-        # and an id that is known takes its call before the turn of others comes.
+        # and equal ids pair before equal calls.
         ((("a", "1"), ("a", "2")), (("a", "2"), ("a", "x")), [1, 0]),
         ((("a", "1"), ("a", "2"), ("a", "3")), (("a", "x"), ("a", "1"), ("a", "y")), [1, 0, 2]),
-        # An id does not make another call of a call.
+        # Calls with equal ids but different names do not pair.
         ((("a", "1"), ("b", "2")), (("b", "1"), ("a", "2")), [1, 0]),
-        # What has no echo has no place.
+        # A call without an echo gets -1.
         ((("a", "1"), ("b", "2")), (("b", "2"),), [-1, 0]),
         ((("a", "1"),), (), [-1]),
     ],
 )
-def test_each_sampled_call_finds_its_place(
+def test_sampled_calls_pair_with_their_echoes(
     sampled: Sequence[tuple[str, str]], shown: Sequence[tuple[str, str]], order: list[int]
 ) -> None:
     assert pair_tool_calls(tool_calls(*sampled), tool_calls(*shown)) == order
@@ -385,18 +385,18 @@ def test_each_sampled_call_finds_its_place(
 
 
 def reordered(sampled: str, shown: str, results: str) -> tuple[str, bool]:
-    """Calls as `name:id` in a row, results as `text:answers`; gives the texts in their new order."""
+    """Orders results `text:tool_call_id` of calls `name:id`; returns the texts in their new order."""
 
     def message(row: str) -> Message:
         return Message(
             "assistant", tool_calls=tool_calls(*(tuple(entry.split(":")) for entry in row.split()))
         )  # type: ignore[arg-type]
 
-    given = [
+    messages = [
         Message("tool", text, tool_call_id=answers)
         for text, answers in (entry.split(":") for entry in results.split())
     ]
-    ordered, moved = order_tool_results(message(sampled), message(shown), given)
+    ordered, moved = order_tool_results(message(sampled), message(shown), messages)
     return " ".join(result.content for result in ordered), moved
 
 
@@ -418,17 +418,17 @@ def reordered(sampled: str, shown: str, results: str) -> tuple[str, bool]:
         pytest.param("a:1 b:2", "b: a:", "A:1 B:2", "A B", id="ids left out on calls only"),
         pytest.param("a:1 b:2", "b:2 a:1", "B: A:", "A B", id="ids left out on results only"),
         pytest.param("a:1 b:2", "b:2 a:1", "B:2 A:", "A B", id="one id left out"),
-        pytest.param("a:1 b:2", "b:x a:y", "B:? A:?", "A B", id="unknown ids go by place"),
-        pytest.param("a:1 b:2", "b:x a:x", "B:x A:x", "A B", id="one id for all goes by place"),
+        pytest.param("a:1 b:2", "b:x a:y", "B:? A:?", "A B", id="unknown ids go by position"),
+        pytest.param("a:1 b:2", "b:x a:x", "B:x A:x", "A B", id="one id for all goes by position"),
         pytest.param("a:x b:2", "b:x a:x", "B:x A:x", "A B", id="one id for all, one of ours"),
         pytest.param("a:1 b:2 c:3", "a:1 b:2 c:3", "C:3 A:1", "A C", id="two of three"),
-        pytest.param("a:1 b:2 c:3", "c:3 b:2 a:1", "C: B:", "B C", id="two of three by place"),
+        pytest.param("a:1 b:2 c:3", "c:3 b:2 a:1", "C: B:", "B C", id="two of three by position"),
         pytest.param("a:1 b:2", "b:2 a:1", "B:2", "B", id="one of two"),
         pytest.param("a:1", "a:1", "A:1", "A", id="one of one"),
         pytest.param("a:1 b:2", "a:1 b:2", "B1:2 B2:2 A:1", "A B1 B2", id="a call answered twice"),
     ],
 )
-def test_results_go_back_to_the_order_their_calls_were_sampled_in(
+def test_results_are_put_in_the_order_of_the_sampled_calls(
     sampled: str, shown: str, results: str, ordered: str
 ) -> None:
     came = " ".join(entry.split(":")[0] for entry in results.split())
@@ -440,17 +440,17 @@ def test_results_go_back_to_the_order_their_calls_were_sampled_in(
     [
         pytest.param("a:1 b:2", "b:2 a:1", "B: A: X:", id="more results than calls"),
         pytest.param("a:1 b:2", "a:1 b:2", "B:2 A:1 X:9", id="a stray result"),
-        pytest.param("a:1 b:2", "b:2 a:1", "A:1 X:", id="a place that is taken"),
+        pytest.param("a:1 b:2", "b:2 a:1", "A:1 X:", id="a position that is taken"),
         pytest.param("a:1 b:2", "a:1 c:2", "B:2 A:1", id="calls that are no echo"),
         pytest.param("a:1 b:2", "a:1", "B:2 A:1", id="a call that is gone"),
     ],
 )
-def test_results_that_cannot_be_told_apart_stay_in_place(sampled: str, shown: str, results: str) -> None:
+def test_ambiguous_results_do_not_move(sampled: str, shown: str, results: str) -> None:
     came = " ".join(entry.split(":")[0] for entry in results.split())
     assert reordered(sampled, shown, results) == (came, False)
 
 
-# -- properties: anything a client may do is named, anything else is an edit -------------------------
+# -- properties: client changes have names, all other changes are edits -----------------------------
 
 TEXTS = ["", "hi", " hi\n", "\n\n", "a b"]
 REASONING = ["", "hm", "\nhm ", "\n"]
@@ -458,12 +458,12 @@ ARGUMENTS = ['{"a": 1, "b": [true, null]}', '{"a": 2.0}', "{}", '{"c": "é\\n"}'
 
 wire_calls = st.lists(
     st.tuples(st.sampled_from("fg"), st.sampled_from(ARGUMENTS)), max_size=4, unique=True
-).map(lambda made: [tool_call_json(name, text, f"c{place}") for place, (name, text) in enumerate(made)])
+).map(lambda made: [tool_call_json(name, text, f"c{position}") for position, (name, text) in enumerate(made)])
 
 
 @st.composite
 def assistant_bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """An assistant's message as it left us."""
+    """Draws an assistant message in wire form."""
     raw: dict[str, Any] = {"role": "assistant", "content": draw(st.sampled_from(TEXTS))}
     reasoning, made = draw(st.sampled_from(REASONING)), draw(wire_calls)
     if reasoning:
@@ -482,7 +482,7 @@ def _is_json(text: str) -> bool:
 
 
 def rewrite_arguments(draw: st.DrawFn, body: dict[str, Any]) -> Equivalence | None:
-    """Writes a call's arguments in another way; what that is called, if it is another way at all."""
+    """Rewrites the arguments of a call; returns the equivalence, or None if the text is unchanged."""
     text = body["arguments"]
     if not _is_json(text):
         return None
@@ -502,7 +502,7 @@ def rewrite_arguments(draw: st.DrawFn, body: dict[str, Any]) -> Equivalence | No
 
 
 def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
-    """Does to a message what clients do, and says what it did."""
+    """Changes a message as clients do; returns the equivalences."""
     done: set[Equivalence] = set()
     text, reasoning = raw["content"], raw.get("reasoning_content", "")
     if text != text.strip() and draw(st.booleans()):
@@ -538,7 +538,7 @@ def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
             done.add(reason)
     if made:
         order = draw(st.permutations(range(len(made))))
-        raw["tool_calls"] = [made[place] for place in order]
+        raw["tool_calls"] = [made[position] for position in order]
         if list(order) != sorted(order):
             done.add(E.REORDERED_CALLS)
     return done
@@ -546,7 +546,7 @@ def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
 
 @settings(max_examples=300)
 @given(assistant_bodies(), st.data())
-def test_whatever_clients_do_is_accepted_and_named(raw: dict[str, Any], data: st.DataObject) -> None:
+def test_client_changes_match_with_their_equivalences(raw: dict[str, Any], data: st.DataObject) -> None:
     sampled = read_message(raw)
     altered = json.loads(json.dumps(raw))
     done = mutate(data.draw, altered)
@@ -599,7 +599,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 @settings(max_examples=300)
 @given(assistant_bodies(), st.sampled_from(sorted(EDITS)), st.data())
-def test_a_real_change_among_whatever_clients_do_is_no_echo(
+def test_an_edit_among_client_changes_does_not_match(
     raw: dict[str, Any], edit: str, data: st.DataObject
 ) -> None:
     altered = json.loads(json.dumps(raw))
@@ -609,9 +609,7 @@ def test_a_real_change_among_whatever_clients_do_is_no_echo(
 
 
 @given(assistant_bodies(), assistant_bodies())
-def test_every_message_echoes_itself_perfectly_and_no_stranger(
-    raw: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_a_message_matches_itself_and_no_other(raw: dict[str, Any], other: dict[str, Any]) -> None:
     message, stranger = read_message(raw), read_message(other)
     assert match_echo(message, message) == ()
     assert match_echo(message, read_message(raw)) == ()
@@ -624,39 +622,41 @@ def test_every_message_echoes_itself_perfectly_and_no_stranger(
     st.booleans(),
     st.data(),
 )
-def test_reordered_calls_and_results_always_find_back(
+def test_reordered_calls_and_results_are_restored(
     names: list[str], renamed: bool, data: st.DataObject
 ) -> None:
     sampled = Message(
-        "assistant", tool_calls=tool_calls(*((name, str(place)) for place, name in enumerate(names)))
+        "assistant", tool_calls=tool_calls(*((name, str(position)) for position, name in enumerate(names)))
     )
-    by_place = data.draw(st.permutations(range(len(names))))
+    by_position = data.draw(st.permutations(range(len(names))))
     shown = Message(
         "assistant",
-        tool_calls=tuple(ToolCall(names[place], "{ }", id=f"{place}{'x' * renamed}") for place in by_place),
+        tool_calls=tuple(
+            ToolCall(names[position], "{ }", id=f"{position}{'x' * renamed}") for position in by_position
+        ),
     )
     results = [
-        Message("tool", str(place), tool_call_id=f"{place}{'x' * renamed}")
-        for place in data.draw(st.permutations(range(len(names))))
+        Message("tool", str(position), tool_call_id=f"{position}{'x' * renamed}")
+        for position in data.draw(st.permutations(range(len(names))))
     ]
     ordered, moved = order_tool_results(sampled, shown, results)
     assert moved == (list(ordered) != results)
-    # Calls of one name that were renamed are told apart by nothing but their order among the shown ones.
+    # Renamed calls with equal names are distinguished only by their order.
     expected = sorted(range(len(names)))
     if renamed:
-        turns = {name: [place for place in by_place if names[place] == name] for name in "ab"}
+        turns = {name: [position for position in by_position if names[position] == name] for name in "ab"}
         expected = [turns[name].pop(0) for name in names]
-    assert [result.content for result in ordered] == [str(place) for place in expected]
+    assert [result.content for result in ordered] == [str(position) for position in expected]
 
 
 calls_with_ids = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "1", "2"])), max_size=3)
 
 
 @given(calls_with_ids, calls_with_ids, st.lists(st.sampled_from(["", "1", "2", "9"]), max_size=4))
-def test_no_result_is_ever_lost_or_made_up(
+def test_ordering_keeps_every_result(
     sampled: list[tuple[str, str]], shown: list[tuple[str, str]], ids: list[str]
 ) -> None:
-    results = [Message("tool", str(place), tool_call_id=id) for place, id in enumerate(ids)]
+    results = [Message("tool", str(position), tool_call_id=id) for position, id in enumerate(ids)]
     ordered, moved = order_tool_results(
         Message("assistant", tool_calls=tool_calls(*sampled)),
         Message("assistant", tool_calls=tool_calls(*shown)),
@@ -667,11 +667,11 @@ def test_no_result_is_ever_lost_or_made_up(
 
 
 @given(calls_with_ids, calls_with_ids)
-def test_no_place_is_given_twice_and_only_to_equal_calls(
+def test_only_equal_calls_pair_and_only_once(
     sampled: list[tuple[str, str]], shown: list[tuple[str, str]]
 ) -> None:
     order = pair_tool_calls(tool_calls(*sampled), tool_calls(*shown))
-    taken = [place for place in order if place >= 0]
+    taken = [position for position in order if position >= 0]
     assert len(order) == len(sampled)
     assert len(set(taken)) == len(taken)
-    assert all(sampled[rank][0] == shown[place][0] for rank, place in enumerate(order) if place >= 0)
+    assert all(sampled[rank][0] == shown[position][0] for rank, position in enumerate(order) if position >= 0)

@@ -1,4 +1,4 @@
-"""Messages are read as clients write them: tolerant of spelling, exact in meaning, errors name the field."""
+"""Messages are read in every form that clients use; errors name the field."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.core.errors import InputError, MessageError
-from branchline.core.message import ROLES, Media, Message, ToolCall, WireShape, is_same_message
-from branchline.core.reader import json_digest, read_message, read_messages, read_tools, write_message
+from branchline.core.errors import MessageError
+from branchline.core.message import ROLES, Message, ToolCall, WireShape, is_same_message
+from branchline.core.reader import read_message, read_messages, write_message
 
 WAV = base64.b64encode(b"RIFF").decode()
+LINK = "https://a.example/x"
 
 
 def assistant_message(content: Any, **fields: Any) -> Message:
@@ -43,7 +44,7 @@ def test_every_role_is_read(role: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "text_read", "form"),
+    ("raw", "content", "shape"),
     [
         ({"content": "hi"}, "hi", WireShape.PLAIN),
         ({"content": ""}, "", WireShape.PLAIN),
@@ -60,12 +61,12 @@ def test_every_role_is_read(role: Any) -> None:
         ({"content": [text_part("hi")], "tool_calls": []}, "hi", WireShape.PART_LIST | WireShape.EMPTY_CALLS),
     ],
 )
-def test_every_way_to_write_a_text_gives_that_text_and_is_remembered_as_a_form(
-    raw: dict[str, Any], text_read: str, form: WireShape
+def test_every_form_of_a_text_is_read_and_recorded_as_wire_shape(
+    raw: dict[str, Any], content: str, shape: WireShape
 ) -> None:
     message = read_message({"role": "assistant", **raw})
-    assert (message.content, message.parts, message.wire_shape) == (text_read, (), form)
-    assert message.key == Message("assistant", text_read).key
+    assert (message.content, message.parts, message.wire_shape) == (content, (), shape)
+    assert message.key == Message("assistant", content).key
 
 
 def test_several_texts_are_joined_and_kept_in_order() -> None:
@@ -75,12 +76,12 @@ def test_several_texts_are_joined_and_kept_in_order() -> None:
     assert user_message("a", "b").parts == ("a", "b")
 
 
-def test_fields_of_no_meaning_to_us_are_passed_over() -> None:
+def test_unknown_fields_are_ignored() -> None:
     raw = {"role": "assistant", "content": "hi", "annotations": [], "audio": None, "cache_control": {"a": 1}}
     assert read_message(raw) == Message("assistant", "hi")
 
 
-def test_null_stands_for_an_absent_field() -> None:
+def test_null_equals_an_absent_field() -> None:
     nothing = dict.fromkeys(
         ["refusal", "name", "tool_call_id", "id", "function_call", "reasoning_content", "reasoning_details"]
     )
@@ -92,7 +93,7 @@ def test_ids_are_read() -> None:
     assert message == Message("tool", "1", tool_call_id="c1", id="m1", name="f")
 
 
-def test_a_request_is_read_message_by_message() -> None:
+def test_messages_are_read_in_order() -> None:
     read = read_messages([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
     assert read == (Message("system", "s"), Message("user", "u"))
 
@@ -144,7 +145,7 @@ def test_a_request_is_read_message_by_message() -> None:
         {"content": [text_part("hi")], "reasoning_content": "hm"},
     ],
 )
-def test_reasoning_is_found_under_every_name_it_has_on_the_wire(fields: dict[str, Any]) -> None:
+def test_reasoning_is_read_from_every_known_field(fields: dict[str, Any]) -> None:
     message = read_message({"role": "assistant", "content": "hi", **fields})
     assert (message.content, message.reasoning_content, message.parts) == ("hi", "hm", ())
 
@@ -176,7 +177,7 @@ def test_a_refusal_is_read_as_a_field_or_a_part(fields: dict[str, Any]) -> None:
         {"id": "c1", "name": "f", "arguments": {"a": 1}},
     ],
 )
-def test_a_call_is_read_in_every_shape(call: dict[str, Any]) -> None:
+def test_a_call_is_read_in_every_form(call: dict[str, Any]) -> None:
     assert read_tool_call(call) == ToolCall("f", '{"a":1}', id="c1")
 
 
@@ -188,7 +189,7 @@ def test_a_call_is_read_in_every_shape(call: dict[str, Any]) -> None:
         ({"id": "c1", "type": "shell", "function": {"name": "sh", "arguments": "ls -la"}}, "shell"),
     ],
 )
-def test_tools_of_other_types_are_calls_too(call: dict[str, Any], kind: str) -> None:
+def test_calls_of_other_tool_types_are_read(call: dict[str, Any], kind: str) -> None:
     assert read_tool_call(call) == ToolCall("sh", "ls -la", id="c1", kind=kind)
 
 
@@ -200,11 +201,11 @@ def test_a_call_without_arguments_has_empty_ones(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ids", [{}, {"id": None}, {"id": ""}])
-def test_a_call_without_an_id_is_a_call(ids: dict[str, Any]) -> None:
+def test_a_call_may_have_no_id(ids: dict[str, Any]) -> None:
     assert read_tool_call({"function": {"name": "f", "arguments": "{}"}, **ids}) == ToolCall("f", "{}")
 
 
-def test_the_function_call_of_old_is_a_call_without_an_id() -> None:
+def test_a_legacy_function_call_is_a_call_without_an_id() -> None:
     message = assistant_message(None, function_call={"name": "f", "arguments": '{"a": 1}'})
     assert message.tool_calls == (ToolCall("f", '{"a": 1}'),)
     assert assistant_message(None, function_call={"name": "g"}, tool_calls=None).tool_calls == (
@@ -222,84 +223,15 @@ def test_the_function_call_of_old_is_a_call_without_an_id() -> None:
         (False, "false"),
         ({"a": 10**30}, '{"a":1000000000000000000000000000000}'),
         ({"a": "\ud800"}, '{"a":"\ufffd"}'),
-        # Not JSON, so not `null` either, which would be another call.
+        # Not valid JSON; `null` would be another call.
         ({"a": float("nan")}, '{"a":NaN}'),
     ],
 )
-def test_arguments_given_as_a_value_are_written_out(arguments: Any, written: str) -> None:
+def test_arguments_that_are_not_a_string_are_serialized(arguments: Any, written: str) -> None:
     assert read_tool_call({"function": {"name": "f", "arguments": arguments}}).arguments == written
 
 
-# -- media -------------------------------------------------------------------------------------------
-
-LINK = "https://a.example/x"
-
-
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        ({"type": "image_url", "image_url": {"url": LINK}}, "image"),
-        ({"type": "image_url", "image_url": LINK}, "image"),
-        ({"type": "input_image", "image_url": LINK}, "image"),
-        ({"type": "input_image", "image_url": {"url": LINK}}, "image"),
-        ({"type": "image", "image": LINK}, "image"),
-        ({"type": "image", "url": LINK}, "image"),
-        ({"type": "image", "data": LINK}, "image"),
-        ({"type": "image", "source": {"type": "url", "url": LINK}}, "image"),
-        ({"type": "video_url", "video_url": {"url": LINK}}, "video"),
-        ({"type": "video", "video": LINK}, "video"),
-        ({"type": "input_video", "video_url": LINK}, "video"),
-        ({"type": "audio_url", "audio_url": {"url": LINK}}, "audio"),
-        ({"type": "audio", "audio": LINK}, "audio"),
-        ({"type": "file", "file": {"file_id": LINK}}, "file"),
-        ({"type": "input_file", "file_url": LINK}, "file"),
-        ({"type": "input_file", "file_id": LINK}, "file"),
-    ],
-)
-def test_a_link_is_carried_as_a_link(part: dict[str, Any], kind: Any) -> None:
-    assert user_message(part).parts == (Media(kind, "url:" + LINK, url=LINK),)
-
-
-@pytest.mark.parametrize(
-    ("part", "kind", "mime"),
-    [
-        ({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{WAV}"}}, "image", "image/png"),
-        ({"type": "image_url", "image_url": f"data:image/png;base64,{WAV}"}, "image", "image/png"),
-        ({"type": "image", "data": WAV, "mime_type": "image/png"}, "image", "image/png"),
-        (
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": WAV}},
-            "image",
-            "image/png",
-        ),
-        ({"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{WAV}"}}, "video", "video/mp4"),
-        ({"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}}, "audio", "audio/wav"),
-        ({"type": "input_audio", "input_audio": WAV}, "audio", ""),
-        ({"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{WAV}"}}, "audio", "audio/wav"),
-        ({"type": "file", "file": {"file_data": f"data:text/plain;base64,{WAV}"}}, "file", "text/plain"),
-        ({"type": "file", "file": {"file_data": WAV, "filename": "a.txt"}}, "file", ""),
-        ({"type": "input_file", "file_data": "data:,RIFF"}, "file", ""),
-    ],
-)
-def test_data_is_carried_as_bytes(part: dict[str, Any], kind: str, mime: str) -> None:
-    (media,) = user_message(part).media
-    assert (media.kind, media.payload, media.mime, media.url) == (kind, b"RIFF", mime, "")
-
-
-def test_an_uploaded_file_is_known_by_its_id() -> None:
-    for kind in ("file", "audio"):
-        assert user_message({"type": kind, kind: {"file_id": "file-1a"}}).parts == (
-            Media(kind, "url:file-1a", url="file-1a"),
-        )
-
-
-def test_media_keep_their_places_between_texts() -> None:
-    image = {"type": "image_url", "image_url": {"url": LINK, "detail": "low"}}
-    message = user_message(text_part("a"), image, text_part("b"))
-    assert message.content == "ab"
-    assert message.parts == ("a", Media("image", "url:" + LINK, url=LINK, detail="low"), "b")
-
-
-# -- refusals: each names its field ------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------
 
 IMAGE = "image_url"
 INVALID_MESSAGES = [
@@ -392,31 +324,31 @@ INVALID_MESSAGES = [
     INVALID_MESSAGES,
     ids=[json.dumps(raw, default=list)[:70] for raw, _ in INVALID_MESSAGES],
 )
-def test_an_unreadable_message_is_refused_by_the_field_that_is_wrong(raw: Any, field: str) -> None:
+def test_an_invalid_message_is_rejected_with_its_field(raw: Any, field: str) -> None:
     if isinstance(raw, dict) and raw and "role" not in raw:
         raw = {"role": "assistant", **raw}
     with pytest.raises(MessageError) as caught:
         read_messages([{"role": "user", "content": "hi"}] * 3 + [raw])
-    place = f"messages[3].{field}" if field else "messages[3]"
-    assert caught.value.field == place
-    assert str(caught.value).startswith(f"{place}: got ")
+    path = f"messages[3].{field}" if field else "messages[3]"
+    assert caught.value.field == path
+    assert str(caught.value).startswith(f"{path}: got ")
 
 
 @pytest.mark.parametrize("raw", [None, [], (), {}, "hi", 0, {"role": "user", "content": "hi"}])
-def test_a_request_without_messages_is_refused(raw: Any) -> None:
+def test_a_request_without_messages_is_rejected(raw: Any) -> None:
     with pytest.raises(MessageError) as caught:
         read_messages(raw)
     assert caught.value.field == "messages"
 
 
-def test_a_single_message_is_named_by_where_it_stands() -> None:
+def test_an_error_in_a_single_message_names_its_path() -> None:
     for where, index, field in (("message", None, "message.role"), ("choices[0].message", 2, None)):
         with pytest.raises(MessageError) as caught:
             read_message({"role": "wizard"}, where, index)
         assert caught.value.field == (field or "choices[0].message[2].role")
 
 
-def test_a_refusal_shows_the_value_and_what_was_expected() -> None:
+def test_an_error_shows_the_value_and_the_expectation() -> None:
     with pytest.raises(MessageError) as caught:
         read_message({"role": "wizard"})
     assert str(caught.value) == (
@@ -425,7 +357,7 @@ def test_a_refusal_shows_the_value_and_what_was_expected() -> None:
     assert caught.value.__cause__ is None
 
 
-def test_arguments_nested_without_end_are_refused_and_not_a_crash() -> None:
+def test_arguments_nested_too_deep_are_rejected() -> None:
     endless: list[Any] = []
     endless.append(endless)
     deep: list[Any] = []
@@ -437,67 +369,10 @@ def test_arguments_nested_without_end_are_refused_and_not_a_crash() -> None:
         assert caught.value.field == "message.tool_calls[0].function.arguments"
 
 
-# -- tools -------------------------------------------------------------------------------------------
-
-
-def test_no_tools_are_no_tools_whether_null_or_empty() -> None:
-    assert read_tools(None) == read_tools([]) == ()
-
-
-def test_tools_of_any_type_are_passed_on() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}, {"type": "custom"}]
-    assert read_tools(tools) == tuple(tools)
-
-
-@pytest.mark.parametrize(
-    ("raw", "field"),
-    [
-        ({}, "tools"),
-        ("", "tools"),
-        (0, "tools"),
-        ("f", "tools"),
-        ([{}, "f"], "tools[1]"),
-        ([None], "tools[0]"),
-    ],
-)
-def test_tools_that_are_no_list_of_objects_are_refused(raw: Any, field: str) -> None:
-    with pytest.raises(MessageError) as caught:
-        read_tools(raw)
-    assert caught.value.field == field
-
-
-def test_a_digest_knows_values_and_not_the_order_of_keys() -> None:
-    one = json_digest([{"name": "f", "strict": True}], {})
-    assert len(one) == 16
-    assert one == json_digest([{"strict": True, "name": "f"}], {})
-    assert one != json_digest([{"name": "f", "strict": 1}], {})
-    assert one != json_digest({}, [{"name": "f", "strict": True}])
-    assert one != json_digest([{"name": "f", "strict": True}])
-
-
-def test_nothing_has_no_digest() -> None:
-    assert json_digest([], {}) == json_digest(None) == json_digest() == b""
-    assert json_digest([], {"a": 0}) != b""
-
-
-def test_values_cannot_slip_from_one_place_of_a_digest_to_the_next() -> None:
-    assert json_digest("a", "b") != json_digest("ab", "") != json_digest("a\0b")
-    assert json_digest('a","b') != json_digest("a", "b")
-
-
-def test_what_is_no_json_has_no_digest_but_a_clear_error() -> None:
-    deep: list[Any] = []
-    for _ in range(5_000):
-        deep = [deep]
-    for value in ([{"a": float("nan")}], [{"a": object()}], deep):
-        with pytest.raises(InputError, match="expected JSON values"):
-            json_digest(value)
-
-
 # -- writing -----------------------------------------------------------------------------------------
 
 
-def test_a_message_is_written_as_chat_completions_have_it() -> None:
+def test_a_message_is_written_in_chat_completions_form() -> None:
     message = Message(
         "assistant",
         "hi",
@@ -521,33 +396,6 @@ def test_a_message_is_written_as_chat_completions_have_it() -> None:
         "content": "1",
         "tool_call_id": "c1",
     }
-
-
-@pytest.mark.parametrize(
-    ("media", "written"),
-    [
-        (
-            Media("image", "url:" + LINK, url=LINK, detail="low"),
-            {"type": "image_url", "image_url": {"url": LINK, "detail": "low"}},
-        ),
-        (
-            Media("video", "d", b"RIFF", mime="video/mp4"),
-            {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{WAV}"}},
-        ),
-        (
-            Media("audio", "d", b"RIFF"),
-            {"type": "audio_url", "audio_url": {"url": f"data:application/octet-stream;base64,{WAV}"}},
-        ),
-        (Media("file", "url:file-1", url="file-1"), {"type": "file", "file": {"file_id": "file-1"}}),
-        (
-            Media("file", "d", b"RIFF", mime="text/plain"),
-            {"type": "file", "file": {"file_data": f"data:text/plain;base64,{WAV}"}},
-        ),
-    ],
-)
-def test_media_are_written_as_parts(media: Media, written: dict[str, Any]) -> None:
-    message = Message("user", "see", parts=("see", media))
-    assert write_message(message)["content"] == [text_part("see"), written]
 
 
 # -- properties --------------------------------------------------------------------------------------
@@ -646,7 +494,7 @@ def wire_messages(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=200)
 @given(wire_messages())
-def test_what_is_written_reads_as_the_same_message(raw: dict[str, Any]) -> None:
+def test_a_written_message_reads_back_equal(raw: dict[str, Any]) -> None:
     message = read_message(raw)
     again = read_message(write_message(message))
     assert again.key == message.key

@@ -1,4 +1,4 @@
-"""Runs stand for arrays, one normal form each, and ids are nobody's to write to."""
+"""Runs encode arrays in one normal form, and id arrays are read-only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from branchline.core.errors import InputError
 from branchline.core.token_arrays import (
-    NO_FLOATS,
     NO_IDS,
     Origin,
     as_ids,
@@ -41,7 +40,7 @@ def test_runs_are_never_empty_and_never_repeat_their_neighbour(pairs: Any, runs:
     assert normalize_runs(pairs) == runs
 
 
-def test_runs_hold_plain_numbers_whatever_they_were_made_of() -> None:
+def test_runs_contain_plain_ints() -> None:
     runs = normalize_runs([(np.int64(2), Origin.SAMPLED), (np.int64(1), Origin.SAMPLED), (1, np.int32(7))])
     assert runs == ((3, 2), (1, 7))
     assert {type(number) for run in runs for number in run} == {int}
@@ -49,13 +48,13 @@ def test_runs_hold_plain_numbers_whatever_they_were_made_of() -> None:
     assert {type(number) for run in compressed for number in run} == {int}
 
 
-def test_an_array_is_compressed_to_its_runs() -> None:
+def test_an_array_is_encoded_as_runs() -> None:
     assert encode_runs(np.array([5, 5, 5, 4, 5])) == ((3, 5), (1, 4), (1, 5))
     assert encode_runs(np.array([9])) == ((1, 9),)
     assert encode_runs(np.array([], np.int32)) == ()
 
 
-def test_runs_expand_to_an_array_of_the_type_asked_for() -> None:
+def test_runs_are_decoded_to_the_requested_type() -> None:
     array = decode_runs(((2, Origin.TEMPLATE), (3, Origin.SAMPLED)), np.int8)
     assert array.tolist() == [0, 0, 2, 2, 2]
     assert array.dtype == np.int8
@@ -64,7 +63,7 @@ def test_runs_expand_to_an_array_of_the_type_asked_for() -> None:
     assert decode_runs((), np.int8).dtype == np.int8
 
 
-def test_the_total_is_the_number_of_values() -> None:
+def test_runs_length_is_the_number_of_values() -> None:
     assert runs_length(()) == 0
     assert runs_length(((3, 0), (4, 2))) == 7
 
@@ -74,7 +73,7 @@ pairs = st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 1)), max_size=12)
 
 
 @given(values)
-def test_an_array_comes_back_from_its_runs(numbers: list[int]) -> None:
+def test_decoding_inverts_encoding(numbers: list[int]) -> None:
     runs = encode_runs(np.array(numbers, np.int32))
     assert decode_runs(runs).tolist() == numbers
     assert runs_length(runs) == len(numbers)
@@ -83,9 +82,9 @@ def test_an_array_comes_back_from_its_runs(numbers: list[int]) -> None:
 
 
 @given(pairs)
-def test_pairs_and_the_array_they_stand_for_have_the_same_runs(given_pairs: list[tuple[int, int]]) -> None:
-    written_out = [value for count, value in given_pairs for _ in range(count)]
-    runs = normalize_runs(given_pairs)
+def test_normalized_pairs_equal_the_runs_of_their_array(raw_pairs: list[tuple[int, int]]) -> None:
+    written_out = [value for count, value in raw_pairs for _ in range(count)]
+    runs = normalize_runs(raw_pairs)
     assert decode_runs(runs).tolist() == written_out
     assert runs == encode_runs(np.array(written_out, np.int32))
     assert normalize_runs(runs) == runs
@@ -101,12 +100,12 @@ def test_equal_sequences_have_equal_runs(one: list[tuple[int, int]], other: list
 
 
 def writable_views() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Arrays to make ids of, each with the array through which somebody could still write."""
+    """Arrays to convert to ids, each with an array through which its memory could be written."""
     base = np.array([1, 2, 3, 4], np.int32)
     frozen = base[:]
     frozen.flags.writeable = False
     owner = np.array([1, 2, 3, 4], np.int32)
-    left_over = owner[:]
+    view = owner[:]
     owner.flags.writeable = False
     plain, wide, strided = (
         np.array([1, 2, 3, 4], np.int32),
@@ -118,12 +117,12 @@ def writable_views() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "another width": (wide, wide),
         "a slice": (strided[::2], strided),
         "a read-only view of a writable array": (frozen, base),
-        "a read-only array with a writable view": (owner, left_over),
+        "a read-only array with a writable view": (owner, view),
     }
 
 
 @pytest.mark.parametrize("name", sorted(writable_views()))
-def test_ids_are_read_only_and_share_nothing_that_can_be_written(name: str) -> None:
+def test_ids_are_read_only_and_share_no_memory(name: str) -> None:
     array, writer = writable_views()[name]
     ids = as_ids(array)
     before = ids.tolist()
@@ -135,30 +134,30 @@ def test_ids_are_read_only_and_share_nothing_that_can_be_written(name: str) -> N
         ids[0] = 9
 
 
-def test_making_ids_leaves_the_given_array_alone() -> None:
+def test_converting_an_array_leaves_it_writable() -> None:
     array = np.array([1, 2], np.int32)
     as_ids(array)
     assert array.flags.writeable
 
 
 @pytest.mark.parametrize(
-    "given_ids", [[1, 2], (1, 2), range(1, 3), np.array([1, 2]), np.array([1, 2], np.uint8)]
+    "values_", [[1, 2], (1, 2), range(1, 3), np.array([1, 2]), np.array([1, 2], np.uint8)]
 )
-def test_ids_are_made_of_any_row_of_integers(given_ids: Any) -> None:
-    ids = as_ids(given_ids)
+def test_any_flat_sequence_of_integers_is_converted(values_: Any) -> None:
+    ids = as_ids(values_)
     assert ids.tolist() == [1, 2]
     assert ids.dtype == np.int32
     assert not ids.flags.writeable
 
 
-@pytest.mark.parametrize("nothing", [[], (), np.array([]), NO_IDS])
-def test_no_ids_are_ids(nothing: Any) -> None:
-    assert as_ids(nothing).tolist() == []
-    assert as_ids(nothing).dtype == np.int32
+@pytest.mark.parametrize("empty", [[], (), np.array([]), NO_IDS])
+def test_an_empty_sequence_is_converted(empty: Any) -> None:
+    assert as_ids(empty).tolist() == []
+    assert as_ids(empty).dtype == np.int32
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [
         [1.5],
         np.array([1.0, 2.0]),
@@ -175,18 +174,17 @@ def test_no_ids_are_ids(nothing: Any) -> None:
         None,
     ],
 )
-def test_what_is_no_row_of_ids_is_refused_and_never_bent_into_one(wrong: Any) -> None:
+def test_other_values_are_rejected(invalid: Any) -> None:
     with pytest.raises(InputError, match="ids: got"):
-        as_ids(wrong)
+        as_ids(invalid)
 
 
-def test_the_empty_arrays_everybody_shares_cannot_be_written() -> None:
+def test_the_shared_empty_array_is_read_only() -> None:
     assert not NO_IDS.flags.writeable
-    assert not NO_FLOATS.flags.writeable
-    assert (NO_IDS.dtype, NO_FLOATS.dtype) == (np.int32, np.float32)
+    assert NO_IDS.dtype == np.int32
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20))
-def test_ids_are_exactly_what_was_given(numbers: list[int]) -> None:
+def test_ids_equal_their_input(numbers: list[int]) -> None:
     for made in (numbers, np.array(numbers, np.int64), np.array(numbers, np.int32)):
         assert as_ids(made).tolist() == numbers

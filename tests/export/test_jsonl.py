@@ -1,4 +1,4 @@
-"""JSON lines: what is written reads back, and nothing is ever half-written."""
+"""JSON lines: samples read back unchanged, and no file is written partially."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from branchline import ExportPolicy, Generation, Message, Request, Sample, Session, ToyCodec, export_samples
-from branchline.export.jsonl import read_jsonl, write_jsonl
+from branchline.export.jsonl import read_jsonl, sample_from_json, sample_to_json, write_jsonl
 
 
 def samples() -> list[Sample]:
@@ -23,7 +23,7 @@ def samples() -> list[Sample]:
     ).samples
 
 
-def test_a_sample_reads_back_as_it_was(tmp_path: Path) -> None:
+def test_a_sample_reads_back_unchanged(tmp_path: Path) -> None:
     written = samples()
     assert write_jsonl(written, tmp_path / "out.jsonl") == 1
     (again,) = read_jsonl(tmp_path / "out.jsonl")
@@ -40,13 +40,18 @@ def test_a_sample_reads_back_as_it_was(tmp_path: Path) -> None:
     assert b"NaN" not in (tmp_path / "out.jsonl").read_bytes()
 
 
-def test_a_fault_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
+def test_fields_of_older_files_are_ignored() -> None:
+    (sample,) = samples()
+    assert sample_from_json({**sample_to_json(sample), "routed_experts": None}).calls == sample.calls
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text("before")
 
     def broken() -> Iterator[Sample]:
         yield from samples()
-        raise RuntimeError("engine on fire")
+        raise RuntimeError("engine failed")
 
     with pytest.raises(RuntimeError):
         write_jsonl(broken(), target)

@@ -1,4 +1,4 @@
-"""Samples: shares sum to one, caps keep the last, and every token is accounted for."""
+"""Samples: shares sum to one, limits keep the last sample, and every token is accounted for."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CODEC = ToyCodec()
 
 
 def commit_reply(
-    session: Session, messages: list[Message], said: str, delivery: Delivery = Delivery.DELIVERED
+    session: Session, messages: list[Message], output: str, delivery: Delivery = Delivery.DELIVERED
 ) -> Message:
     turn = session.prepare(Request(tuple(messages)))
-    answer = Message("assistant", said)
+    answer = Message("assistant", output)
     ids = CODEC.encode_reply(answer)
     call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32), message=answer)).call
     session.record_delivery(call, delivery)
@@ -39,12 +39,12 @@ def commit_reply(
 
 
 def forked_session() -> Session:
-    """A1 with three continuations: AA, BBB, and CCCC."""
+    """Returns a session with reply A1 and three continuations: AA, BBB and CCCC."""
     session = Session("s", CODEC)
-    ask = Message("user", "u")
-    said = commit_reply(session, [ask], "A1")
+    question = Message("user", "u")
+    reply = commit_reply(session, [question], "A1")
     for text, answer in (("x", "AA"), ("y", "BBB"), ("z", "CCCC")):
-        commit_reply(session, [ask, said, Message("user", text)], answer)
+        commit_reply(session, [question, reply, Message("user", text)], answer)
     return session
 
 
@@ -55,24 +55,24 @@ def test_a_shared_token_is_split_over_the_leaves_through_it() -> None:
     assert [CODEC.decode(sample.prompt_ids) for sample in samples] == ["user:u\nassistant:"] * 3
 
 
-def test_first_trains_a_shared_token_in_one_sample_and_shows_it_as_context_in_the_others() -> None:
+def test_first_trains_a_shared_token_in_one_sample_only() -> None:
     samples = export_samples(forked_session().tree, ExportPolicy(shares="first")).samples
     assert [sample.trained_tokens for sample in samples] == [4, 3, 4]
     assert CODEC.decode(samples[1].prompt_ids) == "user:u\nassistant:A1user:y\nassistant:"
     assert all((sample.shares[sample.response_mask == 1] == 1).all() for sample in samples)
 
 
-def test_all_trains_it_everywhere_in_full() -> None:
+def test_all_trains_a_shared_token_fully_in_every_sample() -> None:
     samples = export_samples(forked_session().tree, ExportPolicy(shares="all")).samples
     assert [sample.trained_tokens for sample in samples] == [4, 5, 6]
     assert all((sample.shares[sample.response_mask == 1] == 1).all() for sample in samples)
 
 
-def test_a_cancelled_leaf_is_dropped_and_what_came_before_it_is_not() -> None:
+def test_a_cancelled_leaf_is_dropped_and_its_ancestors_are_trained() -> None:
     session = Session("s", CODEC)
-    ask = Message("user", "u")
-    said = commit_reply(session, [ask], "A1")
-    commit_reply(session, [ask, said, Message("user", "x")], "half", Delivery.CANCELLED)
+    question = Message("user", "u")
+    reply = commit_reply(session, [question], "A1")
+    commit_reply(session, [question, reply, Message("user", "x")], "half", Delivery.CANCELLED)
     export = export_samples(session.tree)
     (sample,) = export.samples
     assert CODEC.decode(sample.response_ids) == "A1"
@@ -90,7 +90,7 @@ def test_a_cause_can_be_dropped_with_everything_below_it() -> None:
 
 
 @pytest.mark.parametrize("keep", ["last", "random"])
-def test_a_cap_keeps_the_final_sample_and_shares_still_sum_to_one(keep: str) -> None:
+def test_max_samples_keeps_the_last_sample_and_shares_sum_to_one(keep: str) -> None:
     for seed in range(5):
         export = export_samples(forked_session().tree, ExportPolicy(max_samples=2, keep=keep, seed=seed))  # type: ignore[arg-type]
         assert len(export.samples) == 2
@@ -100,7 +100,7 @@ def test_a_cap_keeps_the_final_sample_and_shares_still_sum_to_one(keep: str) -> 
         assert {drop.reason for drop in export.report.dropped} == {"capped"}
 
 
-def test_a_length_cap_cuts_and_accounts_for_the_rest() -> None:
+def test_max_tokens_truncates_and_accounts_for_the_rest() -> None:
     prompt = len("user:u\nassistant:")
     export = export_samples(forked_session().tree, ExportPolicy(max_tokens=prompt + 1))
     assert [len(sample) for sample in export.samples] == [prompt + 1] * 3
@@ -118,20 +118,20 @@ def test_a_length_cap_cuts_and_accounts_for_the_rest() -> None:
     st.none() | st.integers(1, 600),
     st.sampled_from(["last", "random"]),
 )
-def test_under_every_cap_each_token_is_trained_with_weight_one_or_dropped_for_one_reason(
-    seed: int, steps: int, shares: str, most: int | None, tokens: int | None, keep: str
+def test_under_every_limit_each_token_is_trained_with_weight_one_or_dropped_for_one_reason(
+    seed: int, steps: int, shares: str, max_samples: int | None, max_tokens: int | None, keep: str
 ) -> None:
     codec = ToyCodec.chatml()
-    player = PlanRunner(Session("s", codec), codec)
-    player.run(PlanGenerator(Random(seed)).generate(steps))
-    policy = ExportPolicy(shares=shares, max_samples=most, max_tokens=tokens, keep=keep)  # type: ignore[arg-type]
-    export = export_samples(player.session.tree, policy)
+    runner = PlanRunner(Session("s", codec), codec)
+    runner.run(PlanGenerator(Random(seed)).generate(steps))
+    policy = ExportPolicy(shares=shares, max_samples=max_samples, max_tokens=max_tokens, keep=keep)  # type: ignore[arg-type]
+    export = export_samples(runner.session.tree, policy)
     report = export.report
     assert report.is_balanced
     assert sum(float(sample.shares.sum()) for sample in export.samples) == pytest.approx(
         report.trained_tokens, abs=1e-2
     )
-    assert len(export.samples) == report.samples <= (most or 10**9)
+    assert len(export.samples) == report.samples <= (max_samples or 10**9)
 
 
 def test_samples_can_be_read_before_the_session_ends() -> None:
@@ -141,19 +141,19 @@ def test_samples_can_be_read_before_the_session_ends() -> None:
     assert len(export_samples(session.tree, session="s", reward=0.5).samples) == 1
 
 
-def test_equal_answers_are_trained_once_where_that_is_asked_for() -> None:
+def test_dropping_duplicates_trains_equal_answers_once() -> None:
     session = Session("s", CODEC)
-    ask = Message("user", "u")
+    question = Message("user", "u")
     for _ in range(3):
-        said = commit_reply(session, [ask], "same")
-    commit_reply(session, [ask, said, Message("user", "x")], "end")
+        reply = commit_reply(session, [question], "same")
+    commit_reply(session, [question, reply, Message("user", "x")], "end")
     assert export_samples(session.tree).report.trained_tokens == 15
     export = export_samples(session.tree, ExportPolicy(drop=frozenset({Cause.DUPLICATE})))
     assert export.report.trained_tokens == 7
     assert CODEC.decode(export.samples[0].response_ids).endswith("end")
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": -1}, {"max_samples": 0}])
-def test_a_cap_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("limits", [{"max_tokens": -1}, {"max_samples": 0}])
+def test_an_invalid_limit_is_rejected(limits: dict[str, int]) -> None:
     with pytest.raises(ExportError, match="expected at least"):
-        ExportPolicy(**wrong)  # type: ignore[arg-type]
+        ExportPolicy(**limits)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""SCENARIOS part A: tokens, masks, merging; ids written by hand."""
+"""SCENARIOS part A: tokens, masks and merging, with ids written by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ U, A, S = (lambda text, role=role: Message(role, text) for role in ("user", "ass
 
 def logged(
     messages: list[Message],
-    said: Message | str,
+    output: Message | str,
     prompt: list[int] | None = None,
     ids: list[int] | None = None,
     *,
@@ -44,19 +44,19 @@ def logged(
     tools: tuple[dict[str, object], ...] = (),
     agent: str = "",
 ) -> LoggedCall:
-    answer = Message("assistant", said) if isinstance(said, str) else said
-    given = None if logprobs is None else np.array(logprobs, np.float32)
-    output = LoggedOutput(answer, None if ids is None else as_ids(ids), given, finish_reason)
+    answer = Message("assistant", output) if isinstance(output, str) else output
+    values = None if logprobs is None else np.array(logprobs, np.float32)
+    logged_output = LoggedOutput(answer, None if ids is None else as_ids(ids), values, finish_reason)
     request = Request(tuple(messages), tools, agent=agent)
-    return LoggedCall(request, (output,), None if prompt is None else as_ids(prompt), line=line)
+    return LoggedCall(request, (logged_output,), None if prompt is None else as_ids(prompt), line=line)
 
 
 def commit_reply(
-    session: Session, codec: ToyCodec, messages: list[Message], said: str | Message
+    session: Session, codec: ToyCodec, messages: list[Message], output: str | Message
 ) -> list[int]:
-    """One call through a session; the prompt it led to."""
+    """Runs one call of a session and returns its prompt ids."""
     turn = session.prepare(Request(tuple(messages)))
-    answer = Message("assistant", said) if isinstance(said, str) else said
+    answer = Message("assistant", output) if isinstance(output, str) else output
     session.commit(turn, Generation(codec.encode_reply(answer), message=answer))
     return turn.prompt_ids.tolist()
 
@@ -76,14 +76,14 @@ CHATML = ToyCodec("hand", header=lambda role: (151644, 77091, 198), terminator=(
     ],
     ids=["stopped", "cut"],
 )
-def test_1_the_terminator_is_trained_only_where_it_was_sampled(
+def test_1_the_terminator_is_trained_only_if_it_was_sampled(
     sampled: list[int], finish: str, mask: list[int]
 ) -> None:
     session = Session("s", CHATML)
-    said = Message("assistant", "said")
+    reply = Message("assistant", "reply")
     first = session.prepare(Request((U("p"),)))
-    session.commit(first, Generation(as_ids(sampled), finish_reason=finish, message=said))
-    second = session.prepare(Request((U("p"), said, U("q"))))
+    session.commit(first, Generation(as_ids(sampled), finish_reason=finish, message=reply))
+    second = session.prepare(Request((U("p"), reply, U("q"))))
     session.commit(second, Generation(as_ids([9, 151645]), message=A("next")))
     (line,) = timelines_of(session.tree)
     start = len(first.prompt_ids) - 3
@@ -92,8 +92,8 @@ def test_1_the_terminator_is_trained_only_where_it_was_sampled(
     assert line.mask[start : start + 8].tolist() == mask
 
     calls = [
-        logged([U("p")], said, first.prompt_ids.tolist(), sampled, finish_reason=finish),
-        logged([U("p"), said, U("q")], "next", second.prompt_ids.tolist(), [9, 151645]),
+        logged([U("p")], reply, first.prompt_ids.tolist(), sampled, finish_reason=finish),
+        logged([U("p"), reply, U("q")], "next", second.prompt_ids.tolist(), [9, 151645]),
     ]
     for order in permutations(calls):
         assert ids_and_masks(merge(order).tree) == [(line.ids.tolist(), line.mask.tolist())]
@@ -113,10 +113,10 @@ def test_2_a_branch_is_reattached_in_every_arrival_order(compare: str, with_ids:
     calls.append(([*start, A("Serendipity"), U("Now pick another.")], "Whimsical"))
     session = Session("s", codec)
     log = []
-    for messages, said in calls:
-        prompt = commit_reply(session, codec, messages, said)
-        ids = codec.encode_reply(A(said)).tolist()
-        log.append(logged(messages, said, prompt if with_ids else None, ids if with_ids else None))
+    for messages, reply in calls:
+        prompt = commit_reply(session, codec, messages, reply)
+        ids = codec.encode_reply(A(reply)).tolist()
+        log.append(logged(messages, reply, prompt if with_ids else None, ids if with_ids else None))
     expected = [[*WORDS[:1]], ["Ephemeral"], ["Serendipity", "Whimsical"]]
     for order in permutations(log):
         merged = merge(order, MergePolicy(compare=compare))  # type: ignore[arg-type]
@@ -196,28 +196,29 @@ def test_7_drift_by_token_is_two_sequences_each_token_trained_once() -> None:
 
 
 @pytest.mark.parametrize("token_bytes", [TOKEN_BYTES.__getitem__, None], ids=["tokenizer", "no tokenizer"])
-def test_7_drift_by_text_is_one_sequence_holding_what_was_sampled(token_bytes: object) -> None:
+def test_7_drift_by_text_is_one_sequence_with_the_sampled_ids(token_bytes: object) -> None:
     for order in permutations(DRIFTED_LOG):
         merged = merge(order, MergePolicy(token_bytes=token_bytes))  # type: ignore[arg-type]
         (line,) = timelines_of(merged.tree)
         assert line.ids.tolist() == [1, 2, 20, 21, 4, 5]
         assert line.mask.tolist() == [0, 0, 1, 1, 0, 1]
         assert line.logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1]
-        assert line.tokens_behind_other_ids == 1
+        assert line.inexact_tokens == 1
         (sample,) = export_samples(merged.tree, ExportPolicy(include_inexact=True)).samples
         assert not sample.exact
         assert sample.inexact_tokens == 1
-        # Unless asked for, only what stands where it was sampled is trained; the rest is accounted for.
+        # By default only exact tokens are trained, and the rest is accounted for.
         strict = export_samples(merged.tree)
         assert strict.report.trained_tokens == 2
         assert [(drop.reason, drop.tokens) for drop in strict.report.dropped] == [("inexact", 1)]
 
 
-def test_7_drift_is_left_alone_when_asked() -> None:
+def test_7_drift_is_a_fork_without_repair() -> None:
     merged = merge(DRIFTED_LOG, MergePolicy(repair=False))
     assert len(timelines_of(merged.tree)) == 2
     assert not merged.repairs
-    assert merged.drifted == [(1, 2)]
+    (fork,) = classify_forks(merged.tree).forks
+    assert (fork.cause, fork.branch.depth) == (Cause.DRIFT, 2)
 
 
 def test_7_through_a_session_drift_cannot_arise() -> None:
@@ -272,7 +273,7 @@ def test_8_equal_answers_with_different_dropped_reasoning_are_ambiguous_too() ->
     assert turn.parent.message.reasoning_content == "second"
 
 
-def test_8_equal_samples_of_a_log_are_merged_only_when_asked() -> None:
+def test_8_equal_samples_of_a_log_are_merged_only_by_policy() -> None:
     calls = [logged([U("u")], "same", [1], [2, 3], line=line) for line in (1, 2, 3)]
     assert len(timelines_of(merge(calls).tree)) == 3
     deduplicated = merge(calls, MergePolicy(deduplicate=True))
@@ -304,7 +305,7 @@ def test_9_a_long_timeline_captured_first_still_absorbs_its_prefix() -> None:
         assert ids_and_masks(merge(order).tree) == [([1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 0, 1])]
 
 
-def test_10_tool_lists_separate_equal_conversations_or_do_not() -> None:
+def test_10_tool_lists_separate_equal_conversations_unless_ignored() -> None:
     tool = {"type": "function", "function": {"name": "look"}}
     calls = [
         logged([U("a")], "b", tools=(tool,)),
@@ -314,7 +315,7 @@ def test_10_tool_lists_separate_equal_conversations_or_do_not() -> None:
     assert len(timelines_of(merge(calls, MergePolicy(ignore_tools=True)).tree)) == 1
 
 
-def test_11_missing_logprobs_stay_aligned_and_must_be_asked_for() -> None:
+def test_11_missing_logprobs_stay_aligned_and_must_be_allowed() -> None:
     calls = [
         logged([U("a")], "b", [1, 2], [3]),
         logged([U("a"), A("b"), U("c")], "d", [1, 2, 3, 4], [5, 6], logprobs=[-1.0, -2.0]),
@@ -339,12 +340,12 @@ def test_12_a_repair_loop_trains_the_good_reply_once_where_it_was_sampled() -> N
     ]
     session = Session("s", codec)
     log = []
-    for messages, said in calls:
-        prompt = commit_reply(session, codec, messages, said)
-        log.append(logged(messages, said, prompt, codec.encode_reply(A(said)).tolist(), line=len(log) + 1))
+    for messages, reply in calls:
+        prompt = commit_reply(session, codec, messages, reply)
+        log.append(logged(messages, reply, prompt, codec.encode_reply(A(reply)).tolist(), line=len(log) + 1))
     for tree in (session.tree, *(merge(order).tree for order in permutations(log))):
-        said = sorted([node.message.content for node in line.sampled_nodes] for line in timelines_of(tree))
-        assert said == [["bad", "good"], ["x"]]
+        reply = sorted([node.message.content for node in line.sampled_nodes] for line in timelines_of(tree))
+        assert reply == [["bad", "good"], ["x"]]
         (fork,) = classify_forks(tree).forks
         assert fork.cause == Cause.REPAIR_LOOP
         report = export_samples(tree, ExportPolicy(include_missing_logprobs=True)).report
@@ -352,7 +353,7 @@ def test_12_a_repair_loop_trains_the_good_reply_once_where_it_was_sampled() -> N
     assert ids_and_masks(merge(log).tree) == ids_and_masks(session.tree)
 
 
-def test_13_an_empty_generation_is_a_call_like_any_other() -> None:
+def test_13_an_empty_generation_is_recorded_and_continued() -> None:
     codec = ToyCodec.chatml()
     session = Session("s", codec)
     turn = session.prepare(Request((U("u"),)))
@@ -365,13 +366,13 @@ def test_13_an_empty_generation_is_a_call_like_any_other() -> None:
     assert turn.parent is node
     session.commit(turn, Generation(codec.encode_reply(A("yes")), np.zeros(4, np.float32)))
     (line,) = timelines_of(session.tree)
-    assert [emission.end - emission.start for emission in line.assistant_spans] == [0, 4]
+    assert [node.end - node.sampled_start for node in line.sampled_nodes] == [0, 4]
     assert export_samples(session.tree).report.is_balanced
     assert len(timelines_of(merge([logged([U("u")], "", [1], [], finish_reason="length")]).tree)) == 1
 
 
-def test_14_is_the_contract() -> None:
-    """SCENARIOS A14 is tests/test_contract.py; here only that its generator reaches every behaviour."""
+def test_14_plans_reach_every_cause() -> None:
+    """SCENARIOS A14 is tests/test_contract.py; this checks that its plans contain every cause."""
     from branchline.testing.plans import PlanGenerator
 
     seen = {call.expected_cause for seed in range(40) for call in PlanGenerator(Random(seed)).generate(8)}

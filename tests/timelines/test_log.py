@@ -1,4 +1,4 @@
-"""Reading call logs: what is there is taken, what is wrong is named."""
+"""Reading call logs: optional fields may be missing, invalid lines are named."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def log_line(**changes: Any) -> dict[str, Any]:
 
 def write_log(tmp_path: Path, *lines: object) -> Path:
     path = tmp_path / "calls.jsonl"
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
-def test_a_line_is_read_whole(tmp_path: Path) -> None:
+def test_all_fields_of_a_line_are_read(tmp_path: Path) -> None:
     (call,) = read_log(write_log(tmp_path, log_line()))
     assert (call.session, call.agent, call.line, call.id) == ("s", "main", 1, "resp")
     assert call.prompt_ids is not None
@@ -97,7 +97,7 @@ def test_ids_and_logprobs_may_be_missing(tmp_path: Path) -> None:
         (log_line(agent=7), "agent: got 7, expected a string"),
     ],
 )
-def test_a_bad_line_is_named_with_file_line_and_expectation(
+def test_an_invalid_line_is_reported_with_file_line_and_expectation(
     tmp_path: Path, raw: object, problem: str
 ) -> None:
     path = write_log(tmp_path, log_line(), raw)
@@ -105,16 +105,16 @@ def test_a_bad_line_is_named_with_file_line_and_expectation(
         read_log(path)
     assert str(error.value).startswith(f"{path}:2: ")
     assert problem in str(error.value)
-    reading = LogReader(path, skip_bad=True)
-    assert len(list(reading)) == 1
-    assert [bad.line for bad in reading.errors] == [2]
+    reader = LogReader(path, skip_bad=True)
+    assert len(list(reader)) == 1
+    assert [bad.line for bad in reader.errors] == [2]
 
 
-def test_ids_that_do_not_decode_are_a_bad_line(tmp_path: Path) -> None:
+def test_ids_that_fail_the_check_make_a_line_invalid(tmp_path: Path) -> None:
     path = write_log(tmp_path, log_line())
-    reading = LogReader(path, check_ids=lambda ids: f"id {ids.max()} is beyond 2" if ids.max() > 2 else None)
+    reader = LogReader(path, check_ids=lambda ids: f"id {ids.max()} is beyond 2" if ids.max() > 2 else None)
     with pytest.raises(LogError, match=r"choices\[0\].token_ids: id 4 is beyond 2"):
-        list(reading)
+        list(reader)
 
 
 def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Merging foreign logs where they are least tidy: ids on some calls only, equal answers, repeated turns."""
+"""Merging irregular foreign logs: ids on some calls only, equal answers, repeated turns."""
 
 from __future__ import annotations
 
@@ -41,48 +41,48 @@ def logged(
     )
 
 
-def timeline_texts(tree: Tree) -> list[tuple[list[int], list[int], bool]]:
+def timeline_rows(tree: Tree) -> list[tuple[list[int], list[int], bool]]:
     return sorted((line.ids.tolist(), line.mask.tolist(), line.exact) for line in timelines_of(tree))
 
 
-def test_a_prompt_with_ids_behind_a_call_without_stays_whole_and_exact() -> None:
+def test_a_prompt_with_ids_after_a_call_without_ids_stays_exact() -> None:
     calls = [
         logged([user("a")], "b", None, None),
         logged([user("a"), assistant("b"), user("c")], "d", [1, 2, 3, 4], [5, 6]),
     ]
     tree = merge(calls).tree
-    assert timeline_texts(tree) == [([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1], True)]
+    assert timeline_rows(tree) == [([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1], True)]
     assert export_samples(tree).report.trained_tokens == 2
 
 
-def test_a_gap_in_the_middle_of_a_log_loses_no_ids() -> None:
+def test_a_call_without_ids_in_the_middle_loses_no_ids() -> None:
     calls = [
         logged([user("a")], "b", [1], [2]),
         logged([user("a"), assistant("b"), user("c")], "d", None, None),
         logged([user("a"), assistant("b"), user("c"), assistant("d"), user("e")], "f", [1, 2, 3, 4, 5], [6]),
     ]
-    assert timeline_texts(merge(calls).tree) == [([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1], True)]
+    assert timeline_rows(merge(calls).tree) == [([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1], True)]
 
 
-def test_an_output_that_ids_prove_goes_before_one_without_ids() -> None:
+def test_an_output_with_matching_ids_is_preferred_to_one_without_ids() -> None:
     calls = [
         logged([user("u")], "same", [1], None, 1),
         logged([user("u")], "same", [1], [7], 2),
         logged([user("u"), assistant("same"), user("n")], "end", [1, 7, 4], [5], 3),
     ]
     for order in permutations(calls):
-        assert ([1, 7, 4, 5], [0, 1, 0, 1], True) in timeline_texts(merge(order).tree)
+        assert ([1, 7, 4, 5], [0, 1, 0, 1], True) in timeline_rows(merge(order).tree)
 
 
-def test_ids_made_from_text_never_take_the_place_of_logged_ones() -> None:
+def test_ids_encoded_from_text_never_replace_logged_ids() -> None:
     calls = [
         with_encoded_ids(logged([user("a")], "hello", None, None, 1), as_ids([1, 2]), [as_ids([20, 21])]),
         logged([user("a"), assistant("hello"), user("c")], "d", [1, 2, 22, 4], [5], 2),
     ]
-    assert ([1, 2, 22, 4, 5], [0, 0, 0, 0, 1], True) in timeline_texts(merge(calls).tree)
+    assert ([1, 2, 22, 4, 5], [0, 0, 0, 0, 1], True) in timeline_rows(merge(calls).tree)
 
 
-def test_of_equal_turns_behind_a_changed_prefix_the_right_one_is_cut() -> None:
+def test_after_a_changed_prefix_the_right_one_of_equal_turns_is_found() -> None:
     turn = [11, 12, 13, 14, 15, 16, 17, 18, 50]
     first = [100, *turn]
     second = [*first, 60, *turn]
@@ -98,7 +98,7 @@ def test_of_equal_turns_behind_a_changed_prefix_the_right_one_is_cut() -> None:
     assert not line.exact
 
 
-def test_by_token_an_empty_output_is_continued_only_where_the_text_says_so() -> None:
+def test_by_token_an_empty_output_is_continued_only_if_the_text_agrees() -> None:
     calls = [
         logged([user("y")], "", [121], [], 1),
         logged([user("y"), assistant("ok"), user("x")], "z", [121, 7, 120], [3], 2),
@@ -108,7 +108,7 @@ def test_by_token_an_empty_output_is_continued_only_where_the_text_says_so() -> 
     assert len(timelines_of(merge(calls, MergePolicy(compare="token")).tree)) == 1
 
 
-def test_a_thousand_equal_answers_do_not_take_a_million_looks() -> None:
+def test_many_equal_answers_are_merged_in_linear_time() -> None:
     count = 1500
     calls = [logged([user("u")], "ok", [1], [2], line) for line in range(count)]
     calls += [
@@ -119,7 +119,7 @@ def test_a_thousand_equal_answers_do_not_take_a_million_looks() -> None:
     assert sum(link is not None for link in merged.links) == count
 
 
-def test_a_call_that_shows_what_its_own_continuation_says_later_is_merged() -> None:
+def test_a_call_that_repeats_an_output_of_its_own_continuation_is_merged() -> None:
     calls = [
         logged([user("a"), assistant("later"), user("b")], "x", [1], [2], 1),
         logged(
@@ -127,11 +127,11 @@ def test_a_call_that_shows_what_its_own_continuation_says_later_is_merged() -> N
         ),
     ]
     for order in permutations(calls):
-        assert timeline_texts(merge(order).tree) == [([1, 2, 3, 4], [0, 1, 0, 1], True)]
+        assert timeline_rows(merge(order).tree) == [([1, 2, 3, 4], [0, 1, 0, 1], True)]
 
 
 @pytest.mark.parametrize("compare", ["text", "token"])
-def test_the_account_balances_whatever_is_missing(compare: str) -> None:
+def test_the_report_balances_with_missing_ids(compare: str) -> None:
     calls = [
         logged([user("a")], "b", [1], [2], 1),
         logged([user("a")], "b", None, [2], 2),

@@ -1,4 +1,4 @@
-"""Prefix hashing finds exactly what comparing all pairs finds."""
+"""Prefix hashing finds exactly the matches of a pairwise comparison."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logged_calls = st.lists(
 @settings(max_examples=300)
 @given(logged_calls)
 def test_message_prefixes_equal_those_of_the_pairwise_comparison(calls: list[CallKeys]) -> None:
-    found = MessagePrefixIndex(calls)
+    prefixes = MessagePrefixIndex(calls)
     for index, call in enumerate(calls):
         expected = [
-            (len(other.message_keys) // 16 + 1, place, choice)
-            for place, other in enumerate(calls)
+            (len(other.message_keys) // 16 + 1, parent, choice)
+            for parent, other in enumerate(calls)
             for choice, output in enumerate(other.output_keys)
             if other.scope == call.scope and call.message_keys.startswith(other.message_keys + output)
         ]
-        hits = list(found.matches(index))
-        assert sorted(hits) == sorted(expected)
-        assert [hit[0] for hit in hits] == sorted((hit[0] for hit in hits), reverse=True)
+        matches = list(prefixes.matches(index))
+        assert sorted(matches) == sorted(expected)
+        assert [match[0] for match in matches] == sorted((match[0] for match in matches), reverse=True)
 
 
 ids = st.lists(st.integers(0, 2), max_size=5)
@@ -46,26 +46,26 @@ ids = st.lists(st.integers(0, 2), max_size=5)
 def test_id_prefixes_equal_those_of_the_pairwise_comparison(
     calls: list[tuple[int, list[int] | None, list[list[int] | None]]],
 ) -> None:
-    found = TokenPrefixIndex(
+    prefixes = TokenPrefixIndex(
         [scope for scope, _, _ in calls],
         [None if prompt is None else as_ids(prompt) for _, prompt, _ in calls],
-        [[None if said is None else as_ids(said) for said in outputs] for _, _, outputs in calls],
+        [[None if output is None else as_ids(output) for output in outputs] for _, _, outputs in calls],
     )
     for index, (scope, prompt, _) in enumerate(calls):
         expected = [
-            (len(before) + len(said), place, choice)
-            for place, (other, before, outputs) in enumerate(calls)
-            for choice, said in enumerate(outputs)
+            (len(before) + len(output), parent, choice)
+            for parent, (other, before, outputs) in enumerate(calls)
+            for choice, output in enumerate(outputs)
             if prompt is not None
             and before is not None
-            and said is not None
+            and output is not None
             and other == scope
             and len(before) < len(prompt)
-            and prompt[: len(before) + len(said)] == before + said
+            and prompt[: len(before) + len(output)] == before + output
         ]
-        assert sorted(found.matches(index)) == sorted(expected)
+        assert sorted(prefixes.matches(index)) == sorted(expected)
 
 
-def test_a_leading_zero_id_is_not_nothing() -> None:
-    found = TokenPrefixIndex([0, 0], [as_ids([]), as_ids([0, 0])], [[as_ids([0])], []])
-    assert list(found.matches(1)) == [(1, 0, 0)]
+def test_a_leading_zero_id_changes_the_hash() -> None:
+    prefixes = TokenPrefixIndex([0, 0], [as_ids([]), as_ids([0, 0])], [[as_ids([0])], []])
+    assert list(prefixes.matches(1)) == [(1, 0, 0)]

@@ -1,4 +1,4 @@
-"""Timelines read a path back as aligned arrays, turn by turn."""
+"""Timelines are aligned arrays with the boundaries of each turn."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ def conversation() -> Session:
     codec = ToyCodec()
     session = Session("s", codec)
     history: list[Message] = []
-    for version, (ask, said) in enumerate((("p", "A1"), ("x", "A2")), start=3):
-        history.append(Message("user", ask))
+    for version, (question, reply) in enumerate((("p", "A1"), ("x", "A2")), start=3):
+        history.append(Message("user", question))
         turn = session.prepare(Request(tuple(history)))
         session.commit(
             turn,
             Generation(
-                codec.encode_reply(Message("assistant", said)), np.array([-1, -2], np.float32), version
+                codec.encode_reply(Message("assistant", reply)), np.array([-1, -2], np.float32), version
             ),
         )
-        history.append(Message("assistant", said))
+        history.append(Message("assistant", reply))
     return session
 
 
-def test_b1_one_trajectory_with_the_template_in_between_as_context() -> None:
+def test_b1_template_tokens_between_turns_are_not_masked() -> None:
     (line,) = timelines_of(conversation().tree)
     assert ToyCodec().decode(line.ids) == "user:p\nassistant:A1user:x\nassistant:A2"
     start = len("user:p\nassistant:")
@@ -33,23 +33,21 @@ def test_b1_one_trajectory_with_the_template_in_between_as_context() -> None:
     assert line.mask[:start].sum() == 0
 
 
-def test_origins_tell_template_context_and_sampled_apart() -> None:
+def test_origins_distinguish_template_context_and_sampled() -> None:
     (line,) = timelines_of(conversation().tree)
     shown = "".join("tcS"[origin] for origin in line.origins)
     assert shown == "tttttct" + "t" * 10 + "SS" + "tttttct" + "t" * 10 + "SS"
     assert Origin.SAMPLED == 2
 
 
-def test_the_exact_prompt_of_every_turn_can_be_read_back() -> None:
+def test_nodes_give_the_exact_prompt_and_output_of_every_turn() -> None:
     session = conversation()
     (line,) = timelines_of(session.tree)
-    prompts = [ToyCodec().decode(line.ids[: emission.start]) for emission in line.assistant_spans]
+    prompts = [ToyCodec().decode(line.ids[: node.sampled_start]) for node in line.sampled_nodes]
     assert prompts == ["user:p\nassistant:", "user:p\nassistant:A1user:x\nassistant:"]
-    said = [ToyCodec().decode(line.ids[emission.start : emission.end]) for emission in line.assistant_spans]
-    assert said == ["A1", "A2"]
-    assert [emission.call.prompt_tokens for emission in line.assistant_spans] == [
-        len(prompt) for prompt in prompts
-    ]
+    outputs = [ToyCodec().decode(line.ids[node.sampled_start : node.end]) for node in line.sampled_nodes]
+    assert outputs == ["A1", "A2"]
+    assert [call.prompt_tokens for call in line.calls] == [len(prompt) for prompt in prompts]
 
 
 def test_versions_are_known_per_token() -> None:

@@ -1,4 +1,4 @@
-"""Tool calls that come back with defaults written out are the calls that were sampled; nothing else is."""
+"""Tool calls that come back with filled-in schema defaults match the sampled calls; other changes do not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def edit_call(arguments: str, id: str = "c1", name: str = "edit") -> Message:
 
 
 def run_session(sampled: Message, shown: Message, tools: tuple[object, ...] = (EDIT,)) -> Session:
-    """A session where a call was sampled and came back as shown."""
+    """Returns a session in which a sampled call came back as `shown`."""
     session = Session("s", CODEC)
     turn = session.prepare(Request((ASK,), tools))  # type: ignore[arg-type]
     session.commit(turn, Generation(CODEC.encode_reply(sampled), message=sampled))
@@ -56,7 +56,7 @@ def run_session(sampled: Message, shown: Message, tools: tuple[object, ...] = (E
         ("", '{"all": false}'),
     ],
 )
-def test_defaults_written_out_or_left_out_are_the_same_call(sampled: str, shown: str) -> None:
+def test_added_or_omitted_defaults_are_the_same_call(sampled: str, shown: str) -> None:
     session = run_session(edit_call(sampled), edit_call(shown))
     assert not classify_forks(session.tree).forks
     assert AppliedEquivalence(1, Equivalence.DEFAULTS_FILLED) in session.tree.calls[1].applied_equivalences
@@ -74,64 +74,65 @@ def test_defaults_written_out_or_left_out_are_the_same_call(sampled: str, shown:
         ("old a", "old a, all"),
     ],
 )
-def test_anything_else_is_an_edit(sampled: str, shown: str) -> None:
+def test_other_changes_are_edits(sampled: str, shown: str) -> None:
     session = run_session(edit_call(sampled), edit_call(shown))
     assert len(classify_forks(session.tree).forks) == 1
     assert not session.tree.calls[1].applied_equivalences
 
 
-def test_a_call_that_does_not_echo_its_id_is_not_guessed_at() -> None:
-    assert (
-        len(classify_forks(run_session(edit_call("{}"), edit_call('{"all": false}', "c9")).tree).forks) == 1
-    )
+FILLED = '{"all": false}'
 
 
-def test_another_tool_or_one_nobody_offered_has_no_defaults() -> None:
-    filled = edit_call('{"all": false}', name="write")
-    assert len(classify_forks(run_session(edit_call("{}"), filled).tree).forks) == 1
-    assert len(classify_forks(run_session(edit_call("{}", name="write"), filled).tree).forks) == 1
-    assert len(classify_forks(run_session(edit_call("{}"), edit_call('{"all": false}'), ()).tree).forks) == 1
+@pytest.mark.parametrize(
+    ("sampled", "shown", "tools"),
+    [
+        pytest.param(edit_call("{}"), edit_call(FILLED, "c9"), (EDIT,), id="another id"),
+        pytest.param(edit_call("{}"), edit_call(FILLED, name="write"), (EDIT,), id="another tool"),
+        pytest.param(edit_call("{}", name="write"), edit_call(FILLED, name="write"), (EDIT,), id="no schema"),
+        pytest.param(edit_call("{}"), edit_call(FILLED), (), id="no tools"),
+    ],
+)
+def test_without_an_echoed_id_and_a_schema_nothing_is_filled(
+    sampled: Message, shown: Message, tools: tuple[object, ...]
+) -> None:
+    assert len(classify_forks(run_session(sampled, shown, tools).tree).forks) == 1
 
 
-def test_every_filled_call_of_a_long_history_is_known_again() -> None:
+def test_every_filled_call_of_a_long_history_matches() -> None:
     session = Session("s", CODEC)
     history: list[Message] = [ASK]
     for number in range(3):
         turn = session.prepare(Request(tuple(history), (EDIT,)))
-        said = edit_call(f'{{"old": "{number}"}}', f"c{number}")
-        session.commit(turn, Generation(CODEC.encode_reply(said), message=said))
+        sampled = edit_call(f'{{"old": "{number}"}}', f"c{number}")
+        session.commit(turn, Generation(CODEC.encode_reply(sampled), message=sampled))
         history += [
             edit_call(f'{{"all": false, "old": "{number}"}}', f"c{number}"),
             Message("tool", "done", tool_call_id=f"c{number}"),
         ]
     assert not classify_forks(session.tree).forks
-    assert [
-        echo.message_index
-        for echo in session.tree.calls[2].applied_equivalences
-        if echo.equivalence == "defaults_filled"
-    ] == [
-        1,
-        3,
+    filled = [
+        applied.message_index
+        for applied in session.tree.calls[2].applied_equivalences
+        if applied.equivalence == Equivalence.DEFAULTS_FILLED
     ]
+    assert filled == [1, 3]
 
 
-def test_a_restored_session_knows_them_too(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    journal = Journal(path)
-    session = Session("s", CODEC, journal=journal)
-    said = edit_call('{"old": "a"}')
-    session.commit(
-        session.prepare(Request((ASK,), (EDIT,))), Generation(CODEC.encode_reply(said), message=said)
-    )
-    journal.close()
-    journal = Journal(path)
-    again = Session.reopen("s", CODEC, journal)
-    filled = edit_call('{"all": false, "old": "a"}')
-    turn = again.prepare(Request((ASK, filled, Message("tool", "done", tool_call_id="c1")), (EDIT,)))
-    assert turn.applied_equivalences == (AppliedEquivalence(1, Equivalence.DEFAULTS_FILLED),)
-    journal.close()
+def test_a_restored_session_recognises_filled_calls(tmp_path: Path) -> None:
+    sampled = edit_call('{"old": "a"}')
+    with Journal(tmp_path / "journal") as journal:
+        session = Session("s", CODEC, journal=journal)
+        session.commit(
+            session.prepare(Request((ASK,), (EDIT,))),
+            Generation(CODEC.encode_reply(sampled), message=sampled),
+        )
+    with Journal(tmp_path / "journal") as journal:
+        restored = Session.reopen("s", CODEC, journal)
+        filled = edit_call('{"all": false, "old": "a"}')
+        turn = restored.prepare(Request((ASK, filled, Message("tool", "done", tool_call_id="c1")), (EDIT,)))
+        assert turn.applied_equivalences == (AppliedEquivalence(1, Equivalence.DEFAULTS_FILLED),)
 
 
 @pytest.mark.parametrize("schema", [None, [], {"properties": []}, {"properties": {"a": None}}, {"items": 3}])
-def test_a_schema_that_is_none_fills_nothing(schema: object) -> None:
+def test_an_invalid_schema_fills_nothing(schema: object) -> None:
     assert fill_defaults({"b": [1]}, schema) == {"b": [1]}

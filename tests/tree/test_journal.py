@@ -1,4 +1,4 @@
-"""The journal keeps what it acknowledged, in order, through kills, cuts, full disks and second openers."""
+"""The journal keeps acknowledged records in order after kills, truncation, full disks and second openers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import pytest
 
 from branchline.core.errors import JournalError
 from branchline.tree import journal as journal_module
-from branchline.tree import journal_file
 from branchline.tree.journal import Durability, Journal
 
 LEVELS: list[Durability] = ["process", "disk"]
@@ -33,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def write_lock_held(path: Path) -> Iterator[None]:
-    """Hold SQLite's write lock from outside: whatever is appended meanwhile stays queued."""
+    """Holds SQLite's write lock from another connection, so that appends stay queued."""
     with closing(sqlite3.connect(path, isolation_level=None)) as outsider:
         outsider.execute("BEGIN IMMEDIATE")
         yield
@@ -54,7 +53,7 @@ def encode_index(index: int) -> bytes:
     return b"%d" % index
 
 
-# Order and isolation
+# -- order and isolation -------------------------------------------------------------------------------
 
 
 def test_each_session_reads_its_own_records_in_order_of_append(path: Path) -> None:
@@ -67,15 +66,7 @@ def test_each_session_reads_its_own_records_in_order_of_append(path: Path) -> No
         assert list(journal.replay()) == [(f"s{i % 3}", encode_index(i)) for i in range(30)]
 
 
-def test_sessions_are_listed_in_order_of_their_first_record(path: Path) -> None:
-    with Journal(path) as journal:
-        for session in ["zebra", "ant", "zebra", "mole", "ant"]:
-            journal.append(session, b"x")
-        journal.flush()
-        assert journal.sessions() == ["zebra", "ant", "mole"]
-
-
-def test_any_text_names_a_session_and_any_bytes_are_a_record(path: Path) -> None:
+def test_any_text_is_a_session_name_and_any_bytes_are_a_record(path: Path) -> None:
     expected = [("", b""), ("a", b"\0"), ("a\0b", bytes(range(256))), ("Zürich/%?#'\"", b"x" * 100_000)]
     with Journal(path) as journal:
         for session, record in expected:
@@ -89,9 +80,8 @@ def test_any_text_names_a_session_and_any_bytes_are_a_record(path: Path) -> None
 
 def test_an_unknown_session_has_no_records(path: Path) -> None:
     with Journal(path) as journal:
-        assert list(journal.read("nobody")) == []
+        assert list(journal.read("unknown")) == []
         assert list(journal.replay()) == []
-        assert journal.sessions() == []
 
 
 def test_a_reader_sees_the_records_committed_when_it_began(path: Path) -> None:
@@ -117,7 +107,7 @@ def test_queued_records_are_not_read_before_they_are_committed(path: Path) -> No
 
 
 @pytest.mark.parametrize("durability", LEVELS)
-def test_records_and_their_numbers_survive_close_and_reopen(path: Path, durability: Durability) -> None:
+def test_records_and_sequence_numbers_survive_close_and_reopen(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
         assert (journal.path, journal.durability, journal.failure) == (path, durability, None)
         first = journal.append("a", b"1").result()
@@ -125,10 +115,9 @@ def test_records_and_their_numbers_survive_close_and_reopen(path: Path, durabili
     with Journal(path, durability=durability) as journal:
         assert journal.append("a", b"3").result() > first + 1
         assert list(journal.replay()) == [("a", b"1"), ("b", b"2"), ("a", b"3")]
-        assert journal.sessions() == ["a", "b"]
 
 
-# Who writes: the appender at level `process`, the thread at level `disk` and where the appender would wait
+# -- inline writes and lazy records --------------------------------------------------------------------
 
 
 def test_at_level_process_an_append_is_durable_when_it_returns(path: Path) -> None:
@@ -139,7 +128,7 @@ def test_at_level_process_an_append_is_durable_when_it_returns(path: Path) -> No
         assert list(journal.read("s")) == [encode_index(index) for index in range(20)]
 
 
-def test_a_large_record_is_left_to_the_thread_and_keeps_its_place(
+def test_a_large_record_is_written_by_the_thread_in_order(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_MAX_INLINE_BYTES", 100)
@@ -153,10 +142,10 @@ def test_a_large_record_is_left_to_the_thread_and_keeps_its_place(
 @pytest.mark.parametrize("durability", LEVELS)
 def test_a_lazy_record_shares_the_commit_of_the_next_one(path: Path, durability: Durability) -> None:
     with Journal(path, durability=durability) as journal:
-        notes = [journal.append("s", encode_index(index), lazy=True) for index in range(3)]
-        assert not any(note.done() for note in notes)
+        lazy = [journal.append("s", encode_index(index), lazy=True) for index in range(3)]
+        assert not any(future.done() for future in lazy)
         assert journal.append("t", b"record").result() == 4
-        assert [note.result() for note in notes] == [1, 2, 3]
+        assert [future.result() for future in lazy] == [1, 2, 3]
         assert journal.commit_count == 1
         assert [record for _, record in journal.replay()] == [
             encode_index(0),
@@ -167,20 +156,20 @@ def test_a_lazy_record_shares_the_commit_of_the_next_one(path: Path, durability:
 
 
 @pytest.mark.parametrize("durability", LEVELS)
-def test_a_lazy_record_that_nothing_follows_is_still_written(
+def test_a_lazy_record_without_a_successor_is_written(
     path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_LAZY_FLUSH_S", 0.01)
     with Journal(path, durability=durability) as journal:
-        assert journal.append("s", b"note", lazy=True).result(timeout=30) == 1
+        assert journal.append("s", b"lazy", lazy=True).result(timeout=30) == 1
 
 
 def test_a_callback_may_append(path: Path) -> None:
     with Journal(path) as journal:
-        note = journal.append("s", b"note", lazy=True)
-        note.add_done_callback(lambda _: journal.append("s", b"from a callback"))
+        lazy = journal.append("s", b"lazy", lazy=True)
+        lazy.add_done_callback(lambda _: journal.append("s", b"from a callback"))
         journal.append("s", b"record").result()
-        assert list(journal.read("s")) == [b"note", b"record", b"from a callback"]
+        assert list(journal.read("s")) == [b"lazy", b"record", b"from a callback"]
 
 
 @pytest.mark.parametrize("durability", LEVELS)
@@ -196,27 +185,27 @@ def test_flush_and_close_write_lazy_records(path: Path, durability: Durability) 
 
 def test_at_level_process_a_reader_finds_earlier_lazy_records(path: Path) -> None:
     with Journal(path) as journal:
-        journal.append("s", b"note", lazy=True)
-        assert list(journal.read("s")) == [b"note"]
+        journal.append("s", b"lazy", lazy=True)
+        assert list(journal.read("s")) == [b"lazy"]
 
 
 class Interrupt(BaseException):
-    """As raised by a signal."""
+    """Raised like the exception of a signal handler."""
 
 
 def interrupted_append(journal: Journal, line: int) -> bool:
-    """Appends with a signal at the so-many-th line of the journal's own code; False where there is none."""
-    left = line
+    """Appends with a signal at the n-th executed line of the journal's code; False if it has fewer lines."""
+    remaining = line
 
     def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal left
+        nonlocal remaining
         if frame.f_code.co_filename != journal_module.__file__:
             return None
-        # No signal is looked at between the end of a block and what closes it, where a trace would be.
+        # Between the end of a `with` block and its exit a trace fires, but no signal is handled.
         code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and not code.strip().startswith("with "):
-            left -= 1
-            if left == 0:
+            remaining -= 1
+            if remaining == 0:
                 raise Interrupt
         return trace
 
@@ -231,22 +220,22 @@ def interrupted_append(journal: Journal, line: int) -> bool:
     return False
 
 
-def test_a_signal_at_any_line_of_an_append_leaves_its_record_once_or_not_at_all(tmp_path: Path) -> None:
+def test_a_signal_at_any_line_of_an_append_writes_its_record_at_most_once(tmp_path: Path) -> None:
     for line in range(1, 1000):
         with Journal(tmp_path / str(line)) as journal:
-            journal.append("s", b"note", lazy=True)
+            journal.append("s", b"lazy", lazy=True)
             is_interrupted = interrupted_append(journal, line)
             assert journal.append("s", b"after").result(timeout=30)
             journal.flush()
             found = list(journal.read("s"))
-            assert found in ([b"note", b"after"], [b"note", b"interrupted", b"after"])
+            assert found in ([b"lazy", b"after"], [b"lazy", b"interrupted", b"after"])
         if not is_interrupted:
             assert line > 20
             return
-    raise AssertionError("an append has no end")
+    raise AssertionError("the append was interrupted at every line")
 
 
-def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(
+def test_a_journal_locked_too_long_by_another_program_fails(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_BUSY_TIMEOUT_S", 0.02)
@@ -256,7 +245,7 @@ def test_a_journal_that_another_program_holds_too_long_fails_and_says_so(
         assert journal.failure is not None
 
 
-# Group commit, threads, asyncio
+# -- group commit, threads, asyncio --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("durability", LEVELS)
@@ -265,11 +254,11 @@ def test_appends_queued_at_once_share_a_transaction(path: Path, durability: Dura
         with write_lock_held(path):
             futures = [journal.append("s", encode_index(index)) for index in range(500)]
         assert [future.result() for future in futures] == list(range(1, 501))
-        assert journal.commit_count <= 2  # the writer may have left with the first record alone
+        assert journal.commit_count <= 2  # the writer may have taken the first record alone
         assert list(journal.read("s")) == [encode_index(index) for index in range(500)]
 
 
-def test_concurrent_threads_lose_nothing_and_keep_their_order(path: Path) -> None:
+def test_concurrent_threads_keep_all_records_in_order(path: Path) -> None:
     with Journal(path) as journal:
 
         def work(name: str) -> None:
@@ -291,7 +280,7 @@ def test_concurrent_threads_lose_nothing_and_keep_their_order(path: Path) -> Non
 
 def test_flush_waits_for_everything_appended_before_it(path: Path) -> None:
     with Journal(path) as journal:
-        journal.flush()  # nothing to wait for
+        journal.flush()  # an empty queue
         futures = [journal.append("s", encode_index(index)) for index in range(200)]
         journal.flush()
         assert all(future.done() for future in futures)
@@ -309,8 +298,8 @@ def test_an_event_loop_awaits_appends_with_wrap_future(path: Path) -> None:
         assert list(journal.read("s")) == [encode_index(index) for index in range(50)]
 
 
-def test_a_cancelled_waiter_takes_nothing_back_and_stops_nothing(path: Path) -> None:
-    async def give_up(journal: Journal) -> None:
+def test_a_cancelled_waiter_does_not_undo_its_append(path: Path) -> None:
+    async def append_and_cancel(journal: Journal) -> None:
         with write_lock_held(path):
             waiter = asyncio.wrap_future(journal.append("s", b"unawaited"))
             waiter.cancel()
@@ -320,22 +309,22 @@ def test_a_cancelled_waiter_takes_nothing_back_and_stops_nothing(path: Path) -> 
         await asyncio.wrap_future(journal.append("s", b"after"))
 
     with Journal(path) as journal:
-        asyncio.run(give_up(journal))
+        asyncio.run(append_and_cancel(journal))
         assert list(journal.read("s")) == [b"unawaited", b"kept", b"after"]
 
 
 def test_a_callback_that_raises_does_not_stop_the_writer(path: Path) -> None:
-    def explode(_: object) -> None:
-        raise RuntimeError("not the journal's problem")
+    def fail(_: object) -> None:
+        raise RuntimeError("error in a callback")
 
     with Journal(path) as journal:
         with write_lock_held(path):
-            journal.append("s", b"1").add_done_callback(explode)
+            journal.append("s", b"1").add_done_callback(fail)
         journal.append("s", b"2").result()
         assert list(journal.read("s")) == [b"1", b"2"]
 
 
-# Kills and cuts
+# -- kills and truncated files -------------------------------------------------------------------------
 
 APPEND_SCRIPT = """
 import sys
@@ -358,14 +347,14 @@ def test_everything_acknowledged_survives_kill_9(path: Path, durability: Durabil
         acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
     with Journal(path) as journal:
         records = list(journal.replay())
-        # The child numbers its records from 0, the journal from 1: what is there is a prefix, and whole.
+        # The child counts records from 0, the journal from 1: the records are a prefix without gaps.
         assert records == [(f"s{index % 7}", encode_index(index)) for index in range(len(records))]
         assert len(records) >= max(acknowledged)
-        assert journal.append("s", b"goes on").result() == len(records) + 1
+        assert journal.append("s", b"after").result() == len(records) + 1
 
 
 def crashed_copy(path: Path, records: list[bytes], sizes: list[int]) -> Path:
-    """A copy of a journal and its WAL as a crash leaves them; `sizes` gets the WAL's length per commit."""
+    """Copies a journal and its WAL as after a crash; appends the WAL's size per commit to `sizes`."""
     crashed = path.with_name("crashed.journal")
     wal = Path(f"{path}-wal")
     with Journal(path) as journal:
@@ -384,19 +373,19 @@ def check_cuts(crashed: Path, records: list[bytes], sizes: list[int], cuts: list
     for step, cut in enumerate(cuts):
         cut_path.write_bytes(main)
         Path(f"{cut_path}-wal").write_bytes(wal[:cut])
-        whole = sum(size <= cut for size in sizes[1:])
+        complete = sum(size <= cut for size in sizes[1:])
         with Journal(cut_path) as journal:
-            assert list(journal.read("s")) == records[:whole], cut
+            assert list(journal.read("s")) == records[:complete], cut
             if step % 10 == 0:
-                assert journal.append("s", b"goes on").result() == whole + 1
-                assert list(journal.read("s")) == [*records[:whole], b"goes on"]
+                assert journal.append("s", b"after").result() == complete + 1
+                assert list(journal.read("s")) == [*records[:complete], b"after"]
 
 
-def test_a_wal_cut_at_any_byte_opens_at_the_last_whole_commit(
+def test_a_wal_truncated_at_any_byte_opens_at_the_last_complete_commit(
     path: Path, fast_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Small pages make small commits, so that every byte of the last ones can be tried.
-    monkeypatch.setattr(journal_file, "_SCHEMA", f"PRAGMA page_size = 512; {journal_file._SCHEMA}")
+    # Small pages make small commits, so that every byte of the last ones can be tested.
+    monkeypatch.setattr(journal_module, "_SCHEMA", f"PRAGMA page_size = 512; {journal_module._SCHEMA}")
     records = [encode_index(index) * 20 for index in range(8)]
     sizes: list[int] = []
     crashed = crashed_copy(path, records, sizes)
@@ -404,7 +393,7 @@ def test_a_wal_cut_at_any_byte_opens_at_the_last_whole_commit(
     check_cuts(crashed, records, sizes, cuts, fast_folder)
 
 
-def test_a_cut_through_pages_of_the_usual_size_opens_at_the_last_whole_commit(
+def test_a_wal_truncated_inside_default_pages_opens_at_the_last_complete_commit(
     path: Path, fast_folder: Path
 ) -> None:
     records = [bytes([index]) * 3000 for index in range(12)]
@@ -416,7 +405,7 @@ def test_a_cut_through_pages_of_the_usual_size_opens_at_the_last_whole_commit(
 
 @pytest.fixture
 def fast_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose fsync costs nothing, where there is one: what is cut is the file, not the machine."""
+    """A folder in memory, if available: these tests truncate files, so fsync does not matter."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -427,14 +416,14 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_file_cut_off_before_its_schema_opens_empty(path: Path) -> None:
+def test_an_empty_file_opens_as_an_empty_journal(path: Path) -> None:
     path.touch()
     with Journal(path) as journal:
         assert list(journal.replay()) == []
         assert journal.append("s", b"1").result() == 1
 
 
-def test_the_wal_is_emptied_once_it_is_long(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wal_is_emptied(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 50_000)
     wal = Path(f"{path}-wal")
     with Journal(path) as journal:
@@ -445,7 +434,7 @@ def test_the_wal_is_emptied_once_it_is_long(path: Path, monkeypatch: pytest.Monk
         assert wal.stat().st_size < 100_000
 
 
-def test_a_slow_reader_delays_the_emptying_and_not_the_writer(
+def test_a_slow_reader_delays_the_checkpoint_and_not_the_writer(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 50_000)
@@ -465,7 +454,7 @@ def test_a_slow_reader_delays_the_emptying_and_not_the_writer(
         assert wal.stat().st_size < 100_000
 
 
-# What is not a journal, and who else has it open
+# -- other files, second openers -----------------------------------------------------------------------
 
 
 def file_contents(folder: Path) -> dict[str, bytes]:
@@ -486,7 +475,7 @@ def test_a_folder_is_not_a_journal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"dear diary\n", b"dear diary\n" * 1000, b"SQLite format 3\0", b"\0" * 4096]
 )
-def test_a_file_that_is_not_sqlite_is_refused_and_left_alone(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_sqlite_is_rejected_unchanged(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     before = file_contents(path.parent)
     with pytest.raises(JournalError, match=r"run\.journal: found a.*, expected a journal"):
@@ -495,7 +484,7 @@ def test_a_file_that_is_not_sqlite_is_refused_and_left_alone(path: Path, content
 
 
 @pytest.mark.parametrize("mode", ["delete", "wal"])
-def test_a_foreign_database_is_refused_and_left_alone(path: Path, mode: str) -> None:
+def test_a_foreign_database_is_rejected_unchanged(path: Path, mode: str) -> None:
     with closing(sqlite3.connect(path)) as foreign:
         foreign.execute(f"PRAGMA journal_mode = {mode}")
         foreign.execute("CREATE TABLE diary (page TEXT)")
@@ -506,7 +495,7 @@ def test_a_foreign_database_is_refused_and_left_alone(path: Path, mode: str) -> 
         assert file_contents(path.parent) == before
 
 
-def test_another_version_is_refused_and_left_alone(path: Path) -> None:
+def test_another_version_is_rejected_unchanged(path: Path) -> None:
     with Journal(path) as journal:
         journal.append("s", b"1")
     with closing(sqlite3.connect(path)) as newer:
@@ -519,7 +508,7 @@ def test_another_version_is_refused_and_left_alone(path: Path) -> None:
     assert file_contents(path.parent) == before
 
 
-def test_a_damaged_journal_is_an_error_that_names_it(path: Path) -> None:
+def test_a_damaged_journal_is_rejected_with_its_path(path: Path) -> None:
     with Journal(path) as journal:
         journal.append("s", b"x" * 100_000)
     with path.open("r+b") as file:
@@ -529,7 +518,7 @@ def test_a_damaged_journal_is_an_error_that_names_it(path: Path) -> None:
         Journal(path)
 
 
-def test_a_second_opener_in_this_process_is_refused_even_through_a_link(path: Path) -> None:
+def test_a_second_opener_in_this_process_is_rejected_even_through_a_link(path: Path) -> None:
     link = path.with_name("link.journal")
     link.symlink_to(path)
     with Journal(path) as journal:
@@ -552,7 +541,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no flock")
-def test_another_live_process_has_it_until_it_is_killed(path: Path) -> None:
+def test_another_process_holds_the_journal_until_it_is_killed(path: Path) -> None:
     with child_process(OPEN_SCRIPT, path) as process:
         assert process.stdout is not None
         assert next(process.stdout) == "open\n"
@@ -564,7 +553,7 @@ def test_another_live_process_has_it_until_it_is_killed(path: Path) -> None:
             assert list(journal.read("s")) == [b"theirs"]
 
 
-# Failure
+# -- failures ------------------------------------------------------------------------------------------
 
 FILL_DISK_SCRIPT = """
 import resource, sys
@@ -607,11 +596,11 @@ def test_a_full_disk_fails_the_futures_and_keeps_what_was_committed(
         kept = list(journal.read("s"))
         assert len(kept) == int(out)
         assert kept[:5] == [encode_index(index) for index in range(5)]
-        journal.append("s", b"room again").result()
-        assert list(journal.read("s")) == [*kept, b"room again"]
+        journal.append("s", b"after").result()
+        assert list(journal.read("s")) == [*kept, b"after"]
 
 
-def test_a_failed_transaction_fails_all_that_queued_behind_it(path: Path) -> None:
+def test_a_failed_transaction_fails_all_later_records(path: Path) -> None:
     with Journal(path) as journal:
         journal.append("s", b"kept").result()
         with closing(sqlite3.connect(path)) as outsider:
@@ -621,21 +610,23 @@ def test_a_failed_transaction_fails_all_that_queued_behind_it(path: Path) -> Non
         assert "no such table" in str(journal.failure)
 
 
-def test_a_failed_checkpoint_stops_the_journal_and_takes_back_nothing(
+def test_a_failed_checkpoint_stops_the_journal_and_keeps_its_records(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 1)
     monkeypatch.setattr(journal_module, "_CHECKPOINT_SQL", "SELECT * FROM nowhere")
     with Journal(path) as journal:
         kept: list[bytes] = []
-        while (refusal := journal.append("s", encode_index(len(kept))).exception()) is None:
+        while (rejection := journal.append("s", encode_index(len(kept))).exception()) is None:
             kept.append(encode_index(len(kept)))
         assert kept
-        assert "no such table: nowhere" in str(refusal)
+        assert "no such table: nowhere" in str(rejection)
         assert list(journal.read("s")) == kept
 
 
-def test_an_unstorable_value_is_refused_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_record_is_rejected_without_failing_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_module, "_MAX_RECORD_BYTES", 10)
     with Journal(path) as journal:
         with pytest.raises(JournalError, match="got 11 bytes, expected at most 10"):
@@ -647,7 +638,7 @@ def test_an_unstorable_value_is_refused_alone(path: Path, monkeypatch: pytest.Mo
         assert list(journal.replay()) == [("s", b"fine")]
 
 
-def test_a_closed_journal_refuses_appends_and_reads(path: Path) -> None:
+def test_a_closed_journal_rejects_appends_and_reads(path: Path) -> None:
     journal = Journal(path)
     journal.close()
     journal.close()
@@ -656,5 +647,3 @@ def test_a_closed_journal_refuses_appends_and_reads(path: Path) -> None:
         journal.append("s", b"x").result(timeout=0)
     with pytest.raises(JournalError, match="is closed"):
         list(journal.read("s"))
-    with pytest.raises(JournalError, match="is closed"):
-        journal.sessions()

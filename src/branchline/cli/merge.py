@@ -154,7 +154,7 @@ def _timeline_to_json(session: LoggedSession, timeline: Timeline) -> JsonDict:
         "calls": len(sampled),
         "lines": [session.merged.line_of_call[call.index] for call in timeline.calls],
         "exact": all(node.output is not None and not node.output.inexact for node in sampled),
-        "tokens_behind_other_ids": timeline.tokens_behind_other_ids,
+        "tokens_behind_other_ids": timeline.inexact_tokens,
         "missing_logprobs": sum(_missing_logprobs(node) for node in sampled),
         "finish": last.finish_reason if last is not None else None,
         "history": [_message_to_json(node) for node in timeline.nodes],

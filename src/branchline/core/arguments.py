@@ -1,7 +1,7 @@
-"""Tool-call arguments reduced to what they mean, so that a client may re-serialise them.
+"""Canonical form of tool-call arguments, so that arguments re-serialised by a client still compare equal.
 
-Two argument texts are the same call iff their canonical bytes are equal: key order, spacing, escapes and
-number spelling (`1.0` for `1`, as JavaScript writes it) do not count; types do, so `1` is not `true`.
+Two argument texts mean the same call iff their canonical bytes are equal. Key order, spacing, escapes and
+number spelling (`1.0` for `1`, as JavaScript writes it) are ignored; types count, so `1` is not `true`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 import msgspec
 
 _MAX_LITERAL_CHARS = 100_000
-# Every request sends all earlier calls again, so most short texts have been read before.
+# Every request repeats all earlier calls, so most short texts have been read before.
 _CACHE_ENTRIES = 4096
 _MAX_CACHED_CHARS = 1024
 
 
 class Notation(IntEnum):
-    """How an argument text was written; it says which equivalence an echo used."""
+    """How an argument text was written; decides which equivalence an echo used."""
 
     JSON = 0
     EMPTY = 1
-    """Nothing at all, which every client reads as `{}`."""
+    """An empty text, which every client reads as `{}`."""
     PYTHON = 2
-    """A Python literal (`{'a': False}`), looked at only where JSON fails."""
+    """A Python literal (`{'a': False}`); tried only if the text is not JSON."""
     TEXT = 3
-    """Free text: compared letter by letter."""
+    """Free text, compared character by character."""
 
 
 def canonical_arguments(text: str) -> tuple[bytes, Notation]:
-    """The meaning of an argument text, and the notation it was found in.
+    """Returns the canonical bytes of an argument text and its notation. Never raises.
 
     >>> canonical_arguments('{"b": 1.0, "a": true}')
     (b'{"a":true,"b":1}', <Notation.JSON: 0>)
@@ -44,14 +44,14 @@ def canonical_arguments(text: str) -> tuple[bytes, Notation]:
     try:
         return _canonicalize_cached(text) if len(text) <= _MAX_CACHED_CHARS else _canonicalize(text)
     except RecursionError:
-        # Caught out here, so that it is never remembered: it tells of the caller's stack, not of the text.
+        # Caught outside the cache: the error depends on the caller's stack depth, not on the text.
         return _canonical_text(text)
 
 
 def canonical_json(value: Any) -> bytes:
-    """The canonical bytes of any JSON value (tool lists, template arguments).
+    """Returns the canonical bytes of any JSON value (tool lists, template arguments).
 
-    What is no JSON raises TypeError or ValueError, what is nested too deep RecursionError.
+    Raises TypeError or ValueError for a value that is not JSON, RecursionError for one nested too deep.
     """
     return _encode_canonical(_to_json_types(value))
 
@@ -77,7 +77,7 @@ def _canonical_text(text: str) -> tuple[bytes, Notation]:
 
 
 def _normalize_number(value: float | str) -> float | int:
-    """A number that is not spelled as an integer; JSON has one kind of number, so `2.0` is `2`."""
+    """Returns an integral float as an int: JSON has one number type, so `2.0` is `2`."""
     value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"{value} is not JSON")
@@ -92,7 +92,7 @@ def _parse_json(text: str) -> Any:
     try:
         return _decode(text)
     except ValueError:
-        # What msgspec refuses and clients still send: lone surrogates.
+        # msgspec rejects lone surrogates, which clients do send.
         return json.loads(text, parse_float=_normalize_number, parse_constant=_refuse_constant)
 
 
@@ -100,19 +100,19 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-# Warning filters belong to the process: two threads that set and restore them at once would mix them up.
+# Warning filters are process-wide: two threads that set and restore them concurrently would corrupt them.
 _warnings_lock = threading.Lock()
 
 
 def _parse_python_literal(text: str) -> Any:
     if len(text) > _MAX_LITERAL_CHARS:
         raise ValueError("too long for a literal")
-    # Odd escapes make the parser warn, and how a process treats warnings must not decide what a text means.
+    # Invalid escapes make the parser warn; warnings configured as errors must not change the result.
     with _warnings_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         value = ast.literal_eval(text.strip())
     if not isinstance(value, dict | list):
-        raise ValueError("not a structure")
+        raise ValueError("not a dict or list")
     return value
 
 
@@ -124,7 +124,7 @@ def _encode_canonical(plain: Any) -> bytes:
 
 
 def _to_json_types(value: Any) -> Any:
-    """The value in JSON's own types, with integral floats as integers."""
+    """Returns the value in JSON types, with integral floats as integers."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -141,12 +141,12 @@ def _to_json_types(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-# Tool lists are walked on every request: what needs no change is not even asked twice.
+# Tool lists are converted on every request; these types need no conversion.
 _JSON_SCALARS = frozenset((str, int, bool, type(None)))
 
 
 def freeform_arguments(text: str) -> str:
-    """The arguments that mean an input of a freeform tool.
+    """Returns the JSON arguments that carry the input of a freeform tool.
 
     >>> freeform_arguments("a patch")
     '{"input":"a patch"}'
@@ -155,7 +155,7 @@ def freeform_arguments(text: str) -> str:
 
 
 def freeform_input(arguments: str) -> str:
-    """The input of a freeform tool out of the arguments a model wrote; what is nothing of the kind stays.
+    """Returns the input of a freeform tool from its JSON arguments; any other text is returned unchanged.
 
     >>> freeform_input('{"input": "a patch"}'), freeform_input('{"patch": 1}')
     ('a patch', '{"patch": 1}')

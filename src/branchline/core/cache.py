@@ -1,4 +1,4 @@
-"""A cache that is bounded by bytes."""
+"""An LRU cache with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class ByteLimitedCache(Generic[Value]):
-    """The most recently used values up to a number of bytes; safe to share between threads."""
+    """Keeps the most recently used values up to `max_bytes`. Thread-safe."""
 
     def __init__(self, max_bytes: int, size_of: Callable[[Value], int]) -> None:
         self._max_bytes = max_bytes

@@ -1,6 +1,6 @@
-"""A call: what was asked, what the engine gave, and what became of it.
+"""A call: its request, its generations and its delivery.
 
-`Request` comes in, `Generation` comes out of an engine, `Call` is the record of both in a tree.
+A `Request` comes from a client, a `Generation` from an engine; a `Call` is the record of both in a tree.
 """
 
 from __future__ import annotations
@@ -20,50 +20,51 @@ from branchline.core.echo import Equivalence
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
-from branchline.core.reader import ToolList, json_digest, read_messages, read_tools
+from branchline.core.reader import read_messages
 from branchline.core.token_arrays import Floats, Ids, Runs
+from branchline.core.tools import ToolList, json_digest, read_tools
 
 DEFAULT_AGENT = ""
 RAW_PROMPT_DIGEST = b"raw prompt"
-"""Keeps bare prompts apart from conversations that say the same."""
+"""Separates raw prompts from conversations with equal messages."""
 
 
 class Delivery(StrEnum):
-    """Whether an output reached the client that asked for it."""
+    """Whether an output reached the client that requested it."""
 
     PENDING = "pending"
     """Not known yet."""
     DELIVERED = "delivered"
     LOST = "lost"
-    """The client was gone before the output was whole (a timeout, a dropped connection)."""
+    """The client disconnected before the output was complete (a timeout, a dropped connection)."""
     CANCELLED = "cancelled"
-    """Stopped on purpose; what was sampled until then is kept."""
+    """Stopped on purpose; the tokens sampled until then are kept."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One inbound request, free of its protocol: the conversation so far and who asks."""
+    """One inbound request, independent of its wire protocol: the conversation so far and the agent."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template (`enable_thinking`, …): part of a prompt's identity."""
+    """Arguments of the chat template (`enable_thinking`, …); they identify a prompt together with `tools`."""
     agent: str = DEFAULT_AGENT
     retry_count: int = 0
-    """How often the client says it has sent this before (an SDK's retry header)."""
+    """The value of the SDK's retry header: how often the client has sent this request before."""
     spawned_by: str = ""
-    """The agent that started this one, where a header says so."""
+    """The agent that started this one, from a request header."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     equivalences: tuple[Equivalence, ...] = ()
-    """What reading the request already had to tolerate."""
+    """Equivalences that were applied while reading the request."""
     trainable: bool = True
-    """Whether its outputs are for training; a judge's or a title's may not be."""
+    """Whether the outputs are for training (those of a judge or a title generator may not be)."""
     resume_call_id: str = ""
-    """The id of a cancelled call that this one goes on from, behind the ids it had sampled."""
+    """The id of a cancelled call to continue: the output starts with the ids that call had sampled."""
     is_raw_prompt: bool = False
-    """A bare prompt that no template frames: its one message is the whole of it."""
+    """A raw prompt without a chat template: its single message is the entire prompt."""
     has_instructions: bool = False
-    """Its first message are instructions for this answer alone: who goes on from it leaves them out."""
+    """The first message is instructions for this call only; a follow-up request omits them."""
 
     @classmethod
     def read(
@@ -75,30 +76,30 @@ class Request:
         tools: ToolList | None = None,
         **known: Any,
     ) -> Request:
-        """A request from the body of a chat completion request, but for what is read or known already."""
+        """Reads the body of a chat completion request; `messages`, `tools` and `known` fields override it."""
         if tools is None:
             tools = read_tools(body.get("tools"))
-        template = body.get("chat_template_kwargs")
-        if template is not None and not isinstance(template, dict):
-            raise MessageError("chat_template_kwargs", template, "an object or null")
-        tolerated = (Equivalence.EMPTY_TOOLS,) if not tools and body.get("tools") is not None else ()
+        template_kwargs = body.get("chat_template_kwargs")
+        if template_kwargs is not None and not isinstance(template_kwargs, dict):
+            raise MessageError("chat_template_kwargs", template_kwargs, "an object or null")
+        equivalences = (Equivalence.EMPTY_TOOLS,) if not tools and body.get("tools") is not None else ()
         return cls(
             read_messages(body.get("messages")) if messages is None else messages,
             tools,
-            chat_template_kwargs=replace_surrogates_deep(template or {}),
+            chat_template_kwargs=replace_surrogates_deep(template_kwargs or {}),
             agent=agent,
-            equivalences=tolerated,
+            equivalences=equivalences,
             **known,
         )
 
     @cached_property
     def message_keys(self) -> bytes:
-        """The keys of all messages, end to end."""
+        """The keys of all messages, concatenated."""
         return b"".join([message.key for message in self.messages])
 
     @cached_property
     def prompt_config_digest(self) -> bytes:
-        """What decides a prompt beside its messages: the tools and the template's arguments."""
+        """Digest of what determines a prompt apart from its messages: tools and template arguments."""
         if self.is_raw_prompt:
             return RAW_PROMPT_DIGEST
         tools = self.tools if isinstance(self.tools, ToolList) else ToolList(map(dict, self.tools))
@@ -108,39 +109,36 @@ class Request:
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine gave for a prompt: ids out, and all that is known of each."""
+    """One output of an engine: the sampled ids and per-token data."""
 
     ids: Ids
     logprobs: Floats | None = None
     versions: int | NDArray[np.integer] = 0
-    """The policy version that sampled each token, or one for all."""
+    """The policy version that sampled each token, or one version for all."""
     finish_reason: str = "stop"
     message: Message | None = None
-    """The output as parsed; None lets the codec parse it."""
-    routed_experts: NDArray[np.integer] | None = None
-    """One row per sampled token, for mixture models that replay their routing."""
+    """The parsed output; if None, the codec parses the ids."""
     inexact: bool = False
-    """The ids were encoded from text, because what was sampled is not known."""
+    """The ids were encoded from text because the sampled ids are not known."""
 
 
 class AppliedEquivalence(msgspec.Struct, frozen=True, array_like=True):
-    """An equivalence that was used to recognise the message at `index` of a request."""
+    """An equivalence used to recognise a message of a request; -1 stands for the request itself."""
 
     message_index: int
     equivalence: Equivalence
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """The sampled part of a node, beyond its ids."""
+    """Data of a node's sampled ids."""
 
     call_index: int
     choice_index: int = 0
     finish_reason: str = "stop"
     logprobs: Floats | None = None
     versions: Runs = ()
-    routed_experts: NDArray[np.integer] | None = None
     inexact: bool = False
-    """Sampled behind other ids than those on its path, or as other ids (foreign logs, upstreams)."""
+    """The model saw other ids than those on the path, or sampled other ids (foreign logs, upstreams)."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -151,30 +149,30 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     id: str
     agent: str
     prompt_node: int
-    """The node the prompt ends on (the generation prompt belongs to the outputs)."""
+    """The last node of the prompt (the generation prompt belongs to the output nodes)."""
     outputs: tuple[int, ...]
     prompt_tokens: int
     prompt_config_digest: bytes = b""
-    """What keeps first messages apart beside what they say; none where tool lists are ignored."""
+    """Part of the key of the first message; empty in merged logs that ignore tool lists."""
     requested_config_digest: bytes = b""
-    """The digest of the tools and template arguments asked for."""
+    """The digest of the requested tools and template arguments."""
     applied_equivalences: tuple[AppliedEquivalence, ...] = ()
     ambiguous_match: bool = False
-    """Several recorded outputs fitted an echo and nothing but their age decided."""
+    """Several recorded outputs matched an echo and only their age decided."""
     encoded_tokens: int = 0
     rewrite_reason: str = ""
-    """Why the template did not show the matched path as it was sampled (`think_strip`), if it did not."""
+    """Why the template did not render the matched path as sampled (`think_strip`), empty if it did."""
     retry_count: int = 0
     spawned_by: str = ""
     sampling: Mapping[str, Any] = {}
     reused_nodes: tuple[int, ...] = ()
-    """Nodes sampled elsewhere that this prompt shows as context."""
+    """Nodes sampled elsewhere that this prompt repeats as context."""
     template_time: float = 0.0
-    """The moment that the session's templates show as now, in seconds since 1970."""
+    """The current time as the session's templates show it, in seconds since 1970."""
     trainable: bool = True
     """Whether its outputs are for training."""
     resumed_call_index: int = -1
-    """The cancelled call whose tokens its output begins with; they count here and no longer there."""
+    """The cancelled call whose tokens this output starts with; they are counted here and not there."""
     has_instructions: bool = False
-    """Its first message were instructions for it alone. Others may have sent the same words as a message, and
-    share the node: so it is the call that knows."""
+    """The first message was instructions for this call only. Kept on the call, because a call that sent the
+    same text as a regular message shares the node."""

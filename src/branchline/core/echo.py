@@ -1,7 +1,7 @@
-"""The echo matcher: does this inbound message mean what we sampled, and what did the client do to it?
+"""The echo matcher: is an inbound assistant message the one that was sampled, and what did the client change?
 
-`echo(sampled, shown)` is None for an edit, else the named equivalences that were needed (none: a perfect
-echo). Nothing is accepted without a name, so what was tolerated can always be counted.
+`match_echo(sampled, shown)` returns None for an edit, else the equivalences that were needed (an empty tuple
+for an identical message). Every tolerated difference has a name, so it can be recorded and counted.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from branchline.core.message import Message, ToolCall, WireShape
 
 
 class Equivalence(StrEnum):
-    """One thing clients do to a message without meaning to change it."""
+    """A change that clients make to a message without changing its meaning."""
 
     EMPTY_CONTENT = "empty_content"
-    """`null`, `""` and an absent content stand for each other."""
+    """`null`, `""` and absent content are interchanged."""
     PART_LIST = "part_list"
-    """A text as a list of text parts, or the other way round."""
+    """A text sent as a list of text parts, or the reverse."""
     EMPTY_CALLS = "empty_calls"
-    """`tool_calls: null` or `[]` where there are none."""
+    """`tool_calls: null` or `[]` for a message without calls."""
     RENAMED_IDS = "renamed_ids"
-    """Ids of tool calls replaced or left out."""
+    """Ids of tool calls replaced or omitted."""
     ARGUMENTS_RESERIALISED = "arguments_reserialised"
     """The same JSON with other spacing, key order, escapes or number spelling."""
     PYTHON_LITERALS = "python_literals"
-    """Arguments that are no JSON but read as a Python literal (`False` for `false`)."""
+    """Arguments that are not JSON but parse as a Python literal (`False` for `false`)."""
     EMPTY_ARGUMENTS = "empty_arguments"
-    """No arguments at all for `{}`."""
+    """Empty arguments for `{}`."""
     DEFAULTS_FILLED = "defaults_filled"
-    """Arguments that a tool's schema has defaults for, written out or left out."""
+    """Arguments with a default in the tool's schema, added or omitted."""
     REORDERED_CALLS = "reordered_calls"
-    """Parallel calls in another order; results go back to the sampled order."""
+    """Parallel calls in another order; their results are put back into the sampled order."""
     REORDERED_RESULTS = "reordered_results"
     """Tool results in another order than their calls."""
     TRIMMED_WHITESPACE = "trimmed_whitespace"
-    """Whitespace around the text or the reasoning lost."""
+    """Whitespace around the text or the reasoning removed."""
     DROPPED_REASONING = "dropped_reasoning"
     """Reasoning not sent back."""
     NAMED = "named"
-    """A `name` that was not sent, or one that was left out."""
+    """A `name` added or omitted."""
     EMPTY_TOOLS = "empty_tools"
     """`tools: []` for no tools."""
 
 
-# Plain numbers, because this runs for every message of every request and flags of an enum are slow.
+# Plain ints: this runs for every message of every request, and enum flags are slow.
 _NO_CONTENT = int(WireShape.NULL_CONTENT | WireShape.ABSENT_CONTENT)
 _PART_LIST = int(WireShape.PART_LIST)
 _NO_CALLS = int(WireShape.NULL_CALLS | WireShape.EMPTY_CALLS)
 
 
 def match_echo(sampled: Message, shown: Message) -> tuple[Equivalence, ...] | None:
-    """The equivalences under which `shown` is `sampled` sent back; None where it is something else.
+    """Returns the equivalences under which `shown` is an echo of `sampled`, or None if it is not an echo.
 
-    >>> match_echo(Message("assistant", "hi ", reasoning_content="hm"), Message("assistant", "hi"))
-    (<Equivalence.TRIMMED_WHITESPACE: 'trimmed_whitespace'>, <Equivalence.DROPPED_REASONING: 'dropped_reasoning'>)
+    >>> match_echo(Message("assistant", "hi "), Message("assistant", "hi"))
+    (<Equivalence.TRIMMED_WHITESPACE: 'trimmed_whitespace'>,)
     """
     if sampled.key != shown.key:
         return None
@@ -94,32 +94,32 @@ def _wire_shape_equivalences(changed: int) -> list[Equivalence]:
 
 
 def pair_tool_calls(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -> list[int]:
-    """For each sampled call, the place of its echo. Equal calls pair by id, else in turn.
+    """Returns for each sampled call the index of its echo, or -1. Equal calls pair by id, then in order.
 
     >>> pair_tool_calls((ToolCall("a"), ToolCall("b")), (ToolCall("b"), ToolCall("a")))
     [1, 0]
     """
     free = list(range(len(shown)))
     order = [-1] * len(sampled)
-    # An echoed id is proof, so it goes first; what is left pairs by meaning, first come first served.
+    # Equal ids are certain, so they pair first; the remaining calls pair by name and arguments, in order.
     for by_id in (True, False):
         for index, call in enumerate(sampled):
             if order[index] >= 0:
                 continue
-            for place in free:
-                other = shown[place]
+            for position in free:
+                other = shown[position]
                 if (
                     call.name == other.name
                     and call.canonical_arguments == other.canonical_arguments
                     and (not by_id or (call.id and call.id == other.id))
                 ):
-                    order[index] = place
-                    free.remove(place)
+                    order[index] = position
+                    free.remove(position)
                     break
     return order
 
 
-# By the notation that is further from JSON, of two texts that mean the same.
+# Keyed by whichever of the two notations is further from JSON.
 _ARGUMENT_EQUIVALENCES = {
     Notation.JSON: Equivalence.ARGUMENTS_RESERIALISED,
     Notation.EMPTY: Equivalence.EMPTY_ARGUMENTS,
@@ -129,7 +129,7 @@ _ARGUMENT_EQUIVALENCES = {
 
 def _call_equivalences(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -> list[Equivalence]:
     order = pair_tool_calls(sampled, shown)
-    pairs = [(call, shown[place]) for call, place in zip(sampled, order, strict=True)]
+    pairs = [(call, shown[position]) for call, position in zip(sampled, order, strict=True)]
     used: list[Equivalence] = []
     if order != sorted(order):
         used.append(Equivalence.REORDERED_CALLS)
@@ -146,23 +146,26 @@ def _call_equivalences(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -
 def order_tool_results(
     sampled: Message, shown: Message, results: Sequence[Message]
 ) -> tuple[Sequence[Message], bool]:
-    """Tool results in the order of the sampled calls (templates pair by position), and whether they moved.
+    """Returns tool results in the order of the sampled calls, as templates expect, and whether any moved.
 
-    Results are known by the id of the call they answer. One whose id is missing, unknown or not unique is
-    taken to stand where its call stands among the shown calls; where that cannot be, nothing moves.
+    A result belongs to the call with its `tool_call_id`. If that id is missing, unknown or not unique, the
+    result is assumed to be at the position of its call among the shown calls; if that is contradictory,
+    nothing moves.
     """
     if len(sampled.tool_calls) < 2 or len(results) < 2:
         return results, False
     order = pair_tool_calls(sampled.tool_calls, shown.tool_calls)
     if -1 in order:
         return results, False
-    # Ids as the client writes them count first; on results it may also have left the ids that were ours.
+    # The client's call ids take precedence; results may also still carry the sampled ids.
     rank_of_id = _rank_by_id([call.id for call in sampled.tool_calls])
-    rank_of_id |= _rank_by_id([shown.tool_calls[place].id for place in order])
+    rank_of_id |= _rank_by_id([shown.tool_calls[position].id for position in order])
     ranks = [rank_of_id.get(result.tool_call_id, -1) for result in results]
     if -1 in ranks:
-        rank_of_place = {place: rank for rank, place in enumerate(order)}
-        ranks = [rank_of_place.get(place, -1) if rank < 0 else rank for place, rank in enumerate(ranks)]
+        rank_of_position = {position: rank for rank, position in enumerate(order)}
+        ranks = [
+            rank_of_position.get(position, -1) if rank < 0 else rank for position, rank in enumerate(ranks)
+        ]
         if -1 in ranks or len(set(ranks)) != len(ranks):
             return results, False
     if ranks == sorted(ranks):
@@ -171,5 +174,5 @@ def order_tool_results(
 
 
 def _rank_by_id(ids: Sequence[str]) -> dict[str, int]:
-    """The place of each id, or -1 where it has several."""
+    """Returns the index of each id, or -1 for an id that occurs more than once."""
     return {id: -1 if ids.count(id) > 1 else rank for rank, id in enumerate(ids) if id}

@@ -1,23 +1,23 @@
-"""Every error Branchline raises on purpose, as one tree; a type names the boundary it happened at.
+"""Every error that Branchline raises deliberately, as one tree; each type names the boundary that failed.
 
     BranchlineError
-    ├── InputError              what a caller or a file handed us is not what we expect
-    │   ├── MessageError        a message or request that cannot be read
-    │   └── LogError            a line of a call log; carries the file and the line number
+    ├── InputError              input from a caller or a file is not what was expected
+    │   ├── MessageError        a message or request cannot be read
+    │   └── LogError            a line of a call log is invalid; carries file and line number
     ├── CodecError              messages could not be turned into ids, or ids into messages
-    │   └── TemplateError       the chat template refused a conversation, in its own words
-    ├── SessionError            a session that is not there, is closed, or that a key does not open
-    ├── TreeError               a commit that does not fit the tree it is meant for
-    ├── EngineError             an engine failed; the call can be tried again
-    │   ├── EngineBusyError     it takes nothing more for now, and may say for how long
-    │   └── EngineInputError    what it was asked cannot be done: not supported, out of range
-    │       └── ContextLengthError  a prompt beyond what the model can hold
-    ├── ToolError               a tool could not be set up, or the server it lives on is not there
+    │   └── TemplateError       the chat template rejected a conversation
+    ├── SessionError            a session is unknown, closed, exhausted, or not opened by this key
+    ├── TreeError               a commit does not fit its tree
+    ├── EngineError             an engine failed; the call can be retried
+    │   ├── EngineBusyError     the engine accepts no requests for now; may carry Retry-After
+    │   └── EngineInputError    the engine cannot do what was requested: unsupported, out of range
+    │       └── ContextLengthError  the prompt exceeds the model's context
+    ├── ToolError               a tool could not be set up, or its server is not reachable
     ├── JournalError            the journal could not be opened, written or read
-    └── ExportError             samples that must not be trained on without being asked for
+    └── ExportError             samples must not be trained on without an explicit option
         └── MissingLogprobsError
 
-Messages carry the key, the value and the expectation. Status codes are the gateway's business.
+Messages state the key, the value and the expectation. Only the gateway knows HTTP status codes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from __future__ import annotations
 import reprlib
 from typing import Literal
 
-# What was got is shown, however long or deep it is.
+# Bounds the representation of arbitrary values in messages.
 _short_repr = reprlib.Repr()
 _short_repr.maxstring = _short_repr.maxother = 120
 
 
 class BranchlineError(Exception):
-    """The root of the tree: catch this to catch everything raised on purpose."""
+    """Base class of all errors raised deliberately."""
 
 
 class InputError(BranchlineError):
-    """What a caller or a file handed us is not what we expect."""
+    """Input from a caller or a file is not what was expected."""
 
 
 class MessageError(InputError):
-    """A message or request that cannot be read.
+    """A message or request cannot be read.
 
     >>> str(MessageError("messages[2].role", "wizard", "one of system, user"))
     "messages[2].role: got 'wizard', expected one of system, user"
@@ -53,7 +53,7 @@ class MessageError(InputError):
 
 
 class LogError(InputError):
-    """A line of a call log that cannot be used: file, line number, and what was expected."""
+    """A line of a call log is invalid; the message names file, line number and expectation."""
 
     def __init__(self, file: str, line: int, problem: str) -> None:
         super().__init__(f"{file}:{line}: {problem}")
@@ -67,7 +67,7 @@ class CodecError(BranchlineError):
 
 
 class TemplateError(CodecError):
-    """The chat template refused a conversation; the message is its own."""
+    """The chat template rejected a conversation; the message is the template's own."""
 
 
 SessionErrorKind = Literal[
@@ -76,7 +76,7 @@ SessionErrorKind = Literal[
 
 
 class SessionError(BranchlineError):
-    """A session that is not there, is closed or spent, or that a key does not open; `kind` says which."""
+    """A session is unknown, closed, exhausted, or not opened by this key; `kind` says which."""
 
     def __init__(self, kind: SessionErrorKind, message: str) -> None:
         super().__init__(message)
@@ -84,15 +84,15 @@ class SessionError(BranchlineError):
 
 
 class TreeError(BranchlineError):
-    """A commit that does not fit the tree it is meant for; the tree is unchanged."""
+    """A commit does not fit its tree; the tree is unchanged."""
 
 
 class EngineError(BranchlineError):
-    """An engine failed; the call changed nothing and can be tried again."""
+    """An engine failed; the call changed nothing and can be retried."""
 
 
 class EngineBusyError(EngineError):
-    """An engine that takes nothing more for now; `retry_after` is for how long, as it says it itself."""
+    """An engine accepts no requests for now; `retry_after` is its Retry-After value, or empty."""
 
     def __init__(self, message: str, retry_after: str = "") -> None:
         super().__init__(message)
@@ -100,11 +100,11 @@ class EngineBusyError(EngineError):
 
 
 class EngineInputError(EngineError):
-    """What an engine was asked for cannot be done by it."""
+    """An engine cannot do what was requested."""
 
 
 class ToolError(BranchlineError):
-    """A tool that cannot be used; what goes wrong inside a call is told to the model instead.
+    """A tool cannot be used. Errors inside a tool call are reported to the model instead.
 
     >>> str(ToolError("search", "create", "no index"))
     "tool 'search': create: no index"
@@ -118,7 +118,7 @@ class ToolError(BranchlineError):
 
 
 class ContextLengthError(EngineInputError):
-    """A prompt beyond what the model can hold; agents compact their history when they are told so.
+    """A prompt exceeds the model's context; agents compact their history when they get this error.
 
     >>> str(ContextLengthError.for_prompt(17, 10))
     "prompt is too long: 17 tokens > 10 maximum. This model's maximum context length is 10 tokens."
@@ -126,9 +126,11 @@ class ContextLengthError(EngineInputError):
 
     @classmethod
     def for_prompt(cls, prompt_tokens: int, max_tokens: int) -> ContextLengthError:
-        """In the words that agents look for: Claude Code in the first sentence, all others in the second."""
-        words = f"prompt is too long: {prompt_tokens} tokens > {max_tokens} maximum."
-        return cls(f"{words} This model's maximum context length is {max_tokens} tokens.")
+        """Uses the sentences that agents search for: Claude Code the first, all others the second."""
+        return cls(
+            f"prompt is too long: {prompt_tokens} tokens > {max_tokens} maximum. "
+            f"This model's maximum context length is {max_tokens} tokens."
+        )
 
 
 class JournalError(BranchlineError):
@@ -136,8 +138,8 @@ class JournalError(BranchlineError):
 
 
 class ExportError(BranchlineError):
-    """Samples that must not be trained on without being asked for."""
+    """Samples must not be trained on without an explicit option, or an export option is invalid."""
 
 
 class MissingLogprobsError(ExportError):
-    """Sampled tokens without logprobs, and nobody said that is fine."""
+    """Sampled tokens have no logprobs and the policy does not allow that."""

@@ -1,4 +1,4 @@
-"""Fields of raw JSON objects, read so that a refusal names where it stood."""
+"""Reading fields of raw JSON objects, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from branchline.core.errors import InputError, MessageError
 
 
 def prefix_error(prefix: str, error: MessageError) -> MessageError:
-    """The error as seen from further out."""
+    """Returns the error with `prefix` before its field name."""
     field = error.field
     dot = "." if prefix and field else ""
     return MessageError(prefix + dot + field, error.value, error.expected)
 
 
 def read_text_field(raw: Mapping[str, Any], name: str) -> str:
-    """A string, or nothing where it is null or absent."""
+    """Returns a string field, or "" if it is null or absent."""
     value = raw.get(name)
     if value is None:
         return ""
@@ -29,11 +29,11 @@ def read_text_field(raw: Mapping[str, Any], name: str) -> str:
 
 
 def replace_surrogates_deep(value: Any) -> Any:
-    """A JSON value in which every text is clean."""
+    """Returns a JSON value with `replace_surrogates` applied to every text."""
     try:
         return _replace_surrogates_deep(value)
     except RecursionError:
-        raise InputError("got a JSON value, expected one that is not nested so deep") from None
+        raise InputError("got a JSON value that is nested too deep, expected less nesting") from None
 
 
 def _replace_surrogates_deep(value: Any) -> Any:
@@ -50,15 +50,14 @@ def _replace_surrogates_deep(value: Any) -> Any:
 
 
 def replace_surrogates(text: str) -> str:
-    """Text that UTF-8 can carry: JSON may hold half a surrogate pair, which no tokenizer and no file can."""
+    """Returns text that UTF-8 can encode: JSON may hold half a surrogate pair, which tokenizers reject."""
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def decode_json(data: bytes | msgspec.Raw) -> Any:
-    """A JSON value. Half an emoji, which JavaScript writes where it cuts a text, is no reason to refuse; but
-    from here on every text is one that UTF-8 can carry."""
+    """Decodes JSON. Half a surrogate pair, which JavaScript writes when it cuts a text, is replaced."""
     try:
         return msgspec.json.decode(data)
     except msgspec.DecodeError as error:
@@ -72,4 +71,4 @@ def decode_json(data: bytes | msgspec.Raw) -> Any:
 
 
 def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

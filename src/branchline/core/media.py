@@ -1,6 +1,6 @@
-"""Media in messages: what clients write for an image, a sound, a video or a file, and how we write it.
+"""Reads and writes content parts that hold an image, audio, a video or a file.
 
-A digest identifies the bytes, however they were dressed; a link is identified by itself.
+The digest identifies the bytes, whatever their encoding on the wire; a link is identified by its URL.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ MEDIA_PART_KINDS: dict[str, MediaKind] = {
     "file": "file",
     "input_file": "file",
 }
-"""Types of content parts that carry media, and what they carry."""
+"""Content part types that hold media, and their kind."""
 _DATA_FIELDS = ("data", "file_data", "input_audio")
 _LINK_FIELDS = ("url", "file_id", "path")
 
 
 def read_media_part(part: Mapping[str, Any], part_type: str) -> Media:
-    """The media of a content part."""
+    """Reads the media of a content part."""
     kind = MEDIA_PART_KINDS[part_type]
-    # The data stands beside the type, or in an object of its own.
+    # The data is beside the type, or in a nested object.
     names = (part_type, f"{kind}_url", kind)
-    place = next((name for name in (*names, "source") if isinstance(part.get(name), dict)), "")
+    nested = next((name for name in (*names, "source") if isinstance(part.get(name), dict)), "")
     try:
-        return _read_media(part[place] if place else part, kind, names)
+        return _read_media(part[nested] if nested else part, kind, names)
     except MessageError as error:
-        raise prefix_error(place, error) from None
+        raise prefix_error(nested, error) from None
 
 
 def _read_media(body: Mapping[str, Any], kind: MediaKind, names: Sequence[str]) -> Media:
@@ -76,16 +76,16 @@ def _read_data_url(url: str, name: str) -> tuple[str, bytes]:
     mime, *options = head.split(";")
     plain = unquote_to_bytes(data.encode("utf-8", "surrogatepass"))
     if not comma or not plain:
-        raise MessageError(name, url, "a data url with data behind a comma")
+        raise MessageError(name, url, "a data url with data after a comma")
     return mime, _decode_base64(plain, name) if "base64" in options else plain
 
 
 def _decode_base64(text: str | bytes, name: str) -> bytes:
-    """Base64 in any of its dresses: wrapped in lines, without padding, or in its url-safe alphabet."""
-    letters = b"".join((text.encode("utf-8", "replace") if isinstance(text, str) else text).split())
-    letters = letters.rstrip(b"=").translate(_URL_SAFE_TO_STANDARD)
+    """Decodes base64 with or without line breaks and padding, in the standard or the URL-safe alphabet."""
+    data = b"".join((text.encode("utf-8", "replace") if isinstance(text, str) else text).split())
+    data = data.rstrip(b"=").translate(_URL_SAFE_TO_STANDARD)
     try:
-        payload = base64.b64decode(letters + b"=" * (-len(letters) % 4), validate=True)
+        payload = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except binascii.Error:
         payload = b""
     if not payload:
@@ -97,7 +97,7 @@ _URL_SAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 def write_part(part: str | Media) -> dict[str, Any]:
-    """A content part in Chat Completions form."""
+    """Returns a content part in Chat Completions form."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     source = part.url

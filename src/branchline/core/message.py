@@ -1,9 +1,9 @@
-"""The canonical message: one shape for what every wire protocol calls a message.
+"""The canonical message: one type for the messages of every wire protocol.
 
-A message's `key` says what it means. Two messages of equal key are candidates for being the same message;
-an assistant's key leaves out what clients are known to change on the way (reasoning, the order of parallel
-calls, surrounding whitespace, a name), and `core.echo` then names each difference or calls it an edit. Ids of
-responses and tool calls are never part of a key.
+A message's `key` is a hash of its meaning; messages with different keys are different messages. The key of an
+assistant message omits what clients are known to change (reasoning, the order of parallel calls, surrounding
+whitespace, a name); for equal keys, `core.echo` names each difference or reports an edit. Ids of responses
+and tool calls are never part of a key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MediaKind = Literal["image", "video", "audio", "file"]
 
 
 class WireShape(IntFlag):
-    """How a message was written on the wire where that carries no meaning; an echo may differ in it."""
+    """Details of the wire form that carry no meaning; an echo may differ in them."""
 
     PLAIN = 0
     NULL_CONTENT = 1
@@ -35,31 +35,31 @@ class WireShape(IntFlag):
 
 
 class Media(msgspec.Struct, frozen=True, tag="media"):
-    """An image, video, sound or file: a digest that identifies it and a payload that travels along."""
+    """An image, video, audio or file: a digest that identifies it, and its payload or URL."""
 
     kind: MediaKind
     digest: str
     payload: bytes = b""
-    """The bytes, where the client sent them; empty where it sent a link."""
+    """The bytes; empty if the client sent a link."""
     url: str = ""
     mime: str = ""
     detail: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a tool: its name and its arguments, as text and as meaning."""
+    """One call of a tool: its name and its arguments, as text and in canonical form."""
 
     name: str
     arguments: str = ""
     id: str = ""
     kind: str = "function"
     canonical_arguments: bytes = b""
-    """Canonical arguments; always made from `arguments`, on copies and replay too."""
+    """Always computed from `arguments`, also on copies and replay."""
     notation: int = 0
 
     def __post_init__(self) -> None:
-        meaning, notation = canonical_arguments(self.arguments)
-        force_setattr(self, "canonical_arguments", meaning)
+        canonical, notation = canonical_arguments(self.arguments)
+        force_setattr(self, "canonical_arguments", canonical)
         force_setattr(self, "notation", int(notation))
 
     @property
@@ -68,7 +68,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation, free of any protocol's spelling.
+    """One message of a conversation, independent of the wire protocol.
 
     >>> Message("user", "hi").key == Message("user", "hi", id="msg_1").key
     True
@@ -81,14 +81,14 @@ class Message(msgspec.Struct, frozen=True):
     refusal: str = ""
     name: str = ""
     tool_call_id: str = ""
-    """The tool call this message is the result of, by its id on the wire."""
+    """The wire id of the tool call that this message is the result of."""
     parts: tuple[str | Media, ...] = ()
-    """Content in order, where it is more than one text; `text` holds its texts joined."""
+    """The content parts in order, if there is more than one text; `content` holds their texts joined."""
     id: str = ""
-    """The message's or response's id on the wire, where the protocol has one."""
+    """The wire id of the message or response, if the protocol has one."""
     wire_shape: int = 0
     key: bytes = b""
-    """128 bits of meaning; always made from the fields above, on copies and replay too."""
+    """A 128-bit hash of the meaning; always computed from the fields above, also on copies and replay."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "key", _message_key(self))
@@ -102,7 +102,7 @@ class Message(msgspec.Struct, frozen=True):
         return not (self.content or self.tool_calls or self.reasoning_content or self.refusal or self.parts)
 
 
-# The plain case, a role and a text, is hashed in one pass over the text; everything else is framed first.
+# A message with only a role and a text is hashed in one pass over the text; others are serialized first.
 _TEXT_ONLY_SEEDS = {role: index for index, role in enumerate(ROLES)}
 _STRUCTURED_SEED = 64
 
@@ -110,10 +110,10 @@ _STRUCTURED_SEED = 64
 def _message_key(message: Message) -> bytes:
     role, text, reasoning, name = message.role, message.content, message.reasoning_content, message.name
     if role == "assistant":
-        # What frameworks drop or add on the way back; the echo matcher names each.
+        # Frameworks drop or add these; the echo matcher names each difference.
         text, reasoning, name = text.strip(), "", ""
     elif role == "tool":
-        # Results are paired with their calls by position and id; the name on them is decoration.
+        # Results pair with their calls by position and id, never by name.
         name = ""
     media = message.media if message.parts else ()
     if not (message.tool_calls or reasoning or name or message.refusal or media):
@@ -122,12 +122,12 @@ def _message_key(message: Message) -> bytes:
     if role == "assistant":
         calls.sort()
     content = _content_key(message.parts) if media else _utf8(text)
-    framed = (role, content, _utf8(reasoning), calls, _utf8(message.refusal), _utf8(name))
-    return xxhash.xxh3_128_digest(_encode(framed), _STRUCTURED_SEED)
+    fields = (role, content, _utf8(reasoning), calls, _utf8(message.refusal), _utf8(name))
+    return xxhash.xxh3_128_digest(_encode(fields), _STRUCTURED_SEED)
 
 
 def _content_key(parts: tuple[str | Media, ...]) -> list[Any]:
-    """Media in their places between the texts; where one text was cut into several does not count."""
+    """Returns texts and media in order; how a text is split into parts does not count."""
     content: list[Any] = []
     text = ""
     for part in parts:
@@ -144,15 +144,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def _utf8(text: str) -> bytes:
-    # JSON can carry lone surrogates; they must neither raise nor collapse into one key.
+    # JSON can hold lone surrogates; they must neither raise nor all map to one key.
     return text.encode("utf-8", "surrogatepass")
 
 
 def is_same_message(one: Message, other: Message) -> bool:
-    """Whether two context messages are the same, reasoning, order and whitespace included."""
+    """Whether two context messages are equal, including reasoning, order of calls and whitespace."""
     if one.key != other.key:
         return False
-    # Only an assistant's key leaves things out.
+    # Only an assistant's key omits fields.
     return one.role != "assistant" or (
         one.content == other.content
         and one.reasoning_content == other.reasoning_content

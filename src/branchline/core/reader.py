@@ -1,35 +1,25 @@
-"""Reads messages as clients write them (Chat Completions and its dialects) into canonical ones.
+"""Reads messages in Chat Completions form and its variants into canonical messages.
 
-Tolerant where clients differ (null, empty or absent content, part lists, arguments as objects, reasoning
-under any of its names), strict where a guess would change meaning: every refusal names the field. A reader
-names it from where it stands itself, and whoever called it puts the way there in front.
+Accepts every form that clients use (null, empty or absent content, part lists, arguments as objects,
+reasoning under any of its field names) and rejects what could only be guessed. An error names the field
+relative to the function that raises it; each caller adds its own prefix.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
-import msgspec
-import xxhash
-
-from branchline.core.arguments import canonical_json
-from branchline.core.errors import InputError, MessageError
-from branchline.core.json_fields import (
-    prefix_error,
-    read_text_field,
-    replace_surrogates,
-    replace_surrogates_deep,
-)
+from branchline.core.errors import MessageError
+from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
 from branchline.core.media import MEDIA_PART_KINDS, read_media_part, write_part
 from branchline.core.message import ROLES, Media, Message, ToolCall, WireShape
 
 REASONING_TEXT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
-"""Plain-text wire names of reasoning, in the order they are looked for."""
+"""Fields that hold reasoning as text, in order of precedence."""
 REASONING_LIST_FIELDS = ("reasoning_details", "thinking_blocks")
-"""Wire names under which reasoning comes as a list of blocks."""
+"""Fields that hold reasoning as a list of blocks."""
 
 _KNOWN_ROLES = frozenset(ROLES)
 _REASONING_FIELDS = frozenset((*REASONING_TEXT_FIELDS, *REASONING_LIST_FIELDS))
@@ -40,14 +30,14 @@ _REASONING_PARTS = frozenset(
 _IGNORED_PARTS = frozenset(("redacted_thinking", "reasoning.encrypted"))
 _EXPECTED_PART_TYPES = "one of " + ", ".join(sorted({*_TEXT_PARTS, *MEDIA_PART_KINDS, "refusal", "thinking"}))
 
-# Members of Form as plain numbers: flags of an enum take longer to join than a message takes to read.
+# Plain ints: combining enum flags takes longer than reading a message.
 _PLAIN, _PART_LIST = int(WireShape.PLAIN), int(WireShape.PART_LIST)
 _NULL_CONTENT, _ABSENT_CONTENT = int(WireShape.NULL_CONTENT), int(WireShape.ABSENT_CONTENT)
 _NULL_CALLS, _EMPTY_CALLS = int(WireShape.NULL_CALLS), int(WireShape.EMPTY_CALLS)
 
 
 def read_messages(raw: object, field_path: str = "messages") -> tuple[Message, ...]:
-    """A request's messages.
+    """Reads the messages of a request.
 
     >>> read_messages([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])[0].content
     'hi'
@@ -58,7 +48,7 @@ def read_messages(raw: object, field_path: str = "messages") -> tuple[Message, .
 
 
 def read_message(raw: object, field_path: str = "message", index: int | None = None) -> Message:
-    """One message; errors name the field by where it stands."""
+    """Reads one message; errors name the field, prefixed with `field_path` and `index`."""
     try:
         if not isinstance(raw, dict):
             raise MessageError("", raw, "an object")
@@ -66,7 +56,7 @@ def read_message(raw: object, field_path: str = "message", index: int | None = N
         if not isinstance(role, str) or role not in _KNOWN_ROLES:
             raise MessageError("role", role, "one of " + ", ".join(ROLES))
         content = raw.get("content")
-        # Most messages of most requests are a role and a text: they are read without looking further.
+        # Fast path: most messages have only a role and a text.
         if type(content) is str and len(raw) == 2:
             return Message(role, replace_surrogates(content))
         return _read_message_fields(raw, content)
@@ -75,17 +65,17 @@ def read_message(raw: object, field_path: str = "message", index: int | None = N
 
 
 def _read_message_fields(raw: dict[str, Any], content: object) -> Message:
-    form = _PLAIN
+    shape = _PLAIN
     reasoning = "" if _REASONING_FIELDS.isdisjoint(raw) else _read_reasoning(raw)
     refusal = read_text_field(raw, "refusal")
     parts: tuple[str | Media, ...] = ()
     if isinstance(content, str):
         text = replace_surrogates(content)
     elif content is None:
-        form = _NULL_CONTENT if "content" in raw else _ABSENT_CONTENT
+        shape = _NULL_CONTENT if "content" in raw else _ABSENT_CONTENT
         text = ""
     elif isinstance(content, list | tuple):
-        form = _PART_LIST
+        shape = _PART_LIST
         parts, more_reasoning, more_refusal = _read_parts(content)
         text = "".join([part for part in parts if isinstance(part, str)])
         reasoning += more_reasoning
@@ -94,7 +84,7 @@ def _read_message_fields(raw: dict[str, Any], content: object) -> Message:
             parts = ()
     else:
         raise MessageError("content", content, "a string, null or a list of parts")
-    calls, calls_form = _read_tool_calls(raw)
+    calls, calls_shape = _read_tool_calls(raw)
     return Message(
         raw["role"],
         text,
@@ -105,7 +95,7 @@ def _read_message_fields(raw: dict[str, Any], content: object) -> Message:
         tool_call_id=read_text_field(raw, "tool_call_id"),
         parts=parts,
         id=read_text_field(raw, "id"),
-        wire_shape=form | calls_form,
+        wire_shape=shape | calls_shape,
     )
 
 
@@ -124,7 +114,7 @@ def _read_reasoning(raw: Mapping[str, Any]) -> str:
         if not isinstance(blocks, list | tuple):
             raise MessageError(name, blocks, "a list of blocks or null")
         text = "".join(
-            [_read_reasoning_block(block, f"{name}[{place}]") for place, block in enumerate(blocks)]
+            [_read_reasoning_block(block, f"{name}[{index}]") for index, block in enumerate(blocks)]
         )
         if text:
             return text
@@ -141,7 +131,7 @@ def _read_reasoning_block(block: object, where: str) -> str:
         if isinstance(value, str):
             return replace_surrogates(value)
         if isinstance(value, list):
-            # Mistral's `thinking` and the `summary` of Responses: once more a list, of texts.
+            # Mistral's `thinking` and the `summary` of Responses are lists of texts.
             texts = [item.get("text") if isinstance(item, dict) else item for item in value]
             return replace_surrogates("".join([text for text in texts if isinstance(text, str)]))
     return ""
@@ -151,10 +141,10 @@ def _read_reasoning_block(block: object, where: str) -> str:
 
 
 def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str, str]:
-    """The content proper, the reasoning and the refusal of a list of parts."""
+    """Returns the content parts, the reasoning and the refusal of a part list."""
     parts: list[str | Media] = []
     reasoning = refusal = ""
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         if isinstance(part, str):
             parts.append(replace_surrogates(part))
             continue
@@ -178,7 +168,7 @@ def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str
             elif kind not in _IGNORED_PARTS:
                 raise MessageError("type", kind, _EXPECTED_PART_TYPES)
         except MessageError as error:
-            raise prefix_error(f"content[{place}]", error) from None
+            raise prefix_error(f"content[{index}]", error) from None
     return tuple(parts), reasoning, refusal
 
 
@@ -190,7 +180,7 @@ def _read_tool_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]
     if calls is not None and not isinstance(calls, list | tuple):
         raise MessageError("tool_calls", calls, "a list or null")
     if calls:
-        return tuple([_read_tool_call(call, place) for place, call in enumerate(calls)]), _PLAIN
+        return tuple([_read_tool_call(call, index) for index, call in enumerate(calls)]), _PLAIN
     legacy = raw.get("function_call")
     if legacy is not None:
         return (_read_function(legacy, "", "function", "function_call"),), _PLAIN
@@ -199,13 +189,13 @@ def _read_tool_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]
     return (), _NULL_CALLS if calls is None else _EMPTY_CALLS
 
 
-def _read_tool_call(raw: object, place: int) -> ToolCall:
+def _read_tool_call(raw: object, index: int) -> ToolCall:
     try:
         if not isinstance(raw, dict):
             raise MessageError("", raw, "a tool call (an object with a function)")
         kind = read_text_field(raw, "type") or "function"
         call_id = read_text_field(raw, "id")
-        # A custom tool stands under its own name (`custom`), a call of some dialects right here.
+        # The body is under the call's type (`custom`), under `function`, or, in some variants, inline.
         for name in (kind, "function"):
             if name in raw:
                 return _read_function(raw[name], call_id, kind, name)
@@ -213,10 +203,10 @@ def _read_tool_call(raw: object, place: int) -> ToolCall:
             raise MessageError("function", None, "an object with name and arguments")
         return _read_function(raw, call_id, kind, "")
     except MessageError as error:
-        raise prefix_error(f"tool_calls[{place}]", error) from None
+        raise prefix_error(f"tool_calls[{index}]", error) from None
 
 
-def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCall:
+def _read_function(body: object, call_id: str, kind: str, field_path: str) -> ToolCall:
     try:
         if not isinstance(body, dict):
             raise MessageError("", body, "an object with name and arguments")
@@ -230,7 +220,7 @@ def _read_function(body: object, call_id: str, kind: str, place: str) -> ToolCal
             arguments = _serialize_arguments(arguments)
         return ToolCall(replace_surrogates(name), replace_surrogates(arguments), call_id, kind)
     except MessageError as error:
-        raise prefix_error(place, error) from None
+        raise prefix_error(field_path, error) from None
 
 
 def _serialize_arguments(arguments: object) -> str:
@@ -240,60 +230,11 @@ def _serialize_arguments(arguments: object) -> str:
         raise MessageError("arguments", type(arguments).__name__, "a string or a JSON value") from None
 
 
-# -- the rest of a request ---------------------------------------------------------------------------
-
-
-class ToolList(tuple[dict[str, Any], ...]):
-    """A request's tools; what identifies them is made once, for they come with every request."""
-
-    @cached_property
-    def digest(self) -> bytes:
-        return json_digest([dict(tool) for tool in self])
-
-    @cached_property
-    def cached_json_dicts(self) -> list[CachedJsonDict]:
-        """The tools for a template, which may ask for their JSON."""
-        return [CachedJsonDict(tool) for tool in self]
-
-
-class CachedJsonDict(dict[str, Any]):
-    """A mapping that nobody changes any more, so that its JSON need be written only once."""
-
-    @cached_property
-    def json_text(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-
-def read_tools(raw: object, field_path: str = "tools") -> ToolList:
-    """A request's tool list; null, absent and empty are the same."""
-    if raw is None:
-        return ToolList()
-    if not isinstance(raw, list | tuple):
-        raise MessageError(field_path, raw, "a list of tools (objects) or null")
-    for index, tool in enumerate(raw):
-        if not isinstance(tool, dict):
-            raise MessageError(f"{field_path}[{index}]", tool, "a tool (an object)")
-    tools: Sequence[dict[str, Any]] = raw
-    try:
-        msgspec.json.encode(tools)
-    except (UnicodeEncodeError, TypeError, OverflowError, RecursionError):
-        # Rare: texts that UTF-8 cannot carry. What is no JSON at all is refused where it is digested.
-        tools = replace_surrogates_deep(tools)
-    return ToolList(tools)
-
-
-def json_digest(*values: object) -> bytes:
-    """16 bytes that identify JSON values, key order aside; nothing but empty values gives no bytes at all."""
-    if not any(values):
-        return b""
-    try:
-        return xxhash.xxh3_128_digest(b"\0".join([canonical_json(value) for value in values]))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"tools and template arguments: expected JSON values, but {error}") from error
+# -- writing -----------------------------------------------------------------------------------------
 
 
 def write_message(message: Message) -> dict[str, Any]:
-    """A message in Chat Completions form, for logs, demos and templates."""
+    """Returns a message in Chat Completions form."""
     raw: dict[str, Any] = {"role": message.role}
     if message.parts:
         raw["content"] = [write_part(part) for part in message.parts]

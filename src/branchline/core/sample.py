@@ -1,12 +1,13 @@
-"""A sample: what a trainer receives, and the account of what it does not.
+"""A sample is one training row; the export report accounts for every sampled token that no sample trains.
 
-`prompt_ids` ends before the first sampled token; the response arrays have one length; a share is 0 where
-the mask is 0.
+`prompt_ids` ends before the first sampled token. All response arrays have one length. A share is 0 where the
+mask is 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,30 +18,29 @@ from branchline.core.token_arrays import Floats, Ids
 
 @dataclass(frozen=True)
 class Sample:
-    """One timeline, ready to be trained on."""
+    """One timeline as a training row."""
 
     prompt_ids: Ids
     response_ids: Ids
     response_mask: NDArray[np.int8]
     response_logprobs: Floats
-    """0 where the mask is 0; NaN where a sampled token came without."""
+    """0 where the mask is 0; NaN for a sampled token without a logprob."""
     response_versions: NDArray[np.int32]
     shares: Floats
-    """How much of each token this sample carries: over all samples of a session they sum to 1."""
+    """The fraction of each token's loss this sample carries; over all samples of a session they sum to 1."""
     agent: str = ""
     session: str = ""
     calls: tuple[str, ...] = ()
     finish_reason: str = "stop"
-    """Why the last output ended; `length` says it was cut."""
+    """Why the last output ended; `length` if it was cut off."""
     exact: bool = True
     inexact_tokens: int = 0
+    """Trained tokens whose context differs from the context they were sampled in."""
     missing_logprobs: int = 0
     truncated_tokens: int = 0
-    """Tokens of the timeline beyond the length cap."""
+    """Tokens of the timeline beyond the length limit."""
     reward: float | None = None
     media: tuple[Media, ...] = ()
-    routed_experts: NDArray[np.integer] | None = None
-    """One row for each response token, zeros where nothing was sampled; None where no call gave any."""
 
     @property
     def trained_tokens(self) -> int:
@@ -50,9 +50,27 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+class DropReason(StrEnum):
+    """Why sampled tokens are not trained. A dropped fork cause is reported as a reason too."""
+
+    RETRY = "retry"
+    """The client sent the request again and never used this output."""
+    CANCELLED = "cancelled"
+    LOST = "lost"
+    """The client disconnected."""
+    RESUMED = "resumed"
+    """Another call continued this one; the tokens are counted there."""
+    INEXACT = "inexact"
+    UNTRAINED = "untrained"
+    """The call is not for training."""
+    CAPPED = "capped"
+    """The session has more samples than the policy allows."""
+    OVER_LENGTH = "over_length"
+
+
 @dataclass(frozen=True)
 class DroppedTokens:
-    """Sampled tokens that no sample trains, and why."""
+    """Sampled tokens of one call that no sample trains."""
 
     reason: str
     call: str
@@ -61,11 +79,11 @@ class DroppedTokens:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Where every sampled token of a session went."""
+    """Accounts for every sampled token of a session."""
 
     sampled_tokens: int
     trained_tokens: int
-    """Distinct sampled tokens that some sample trains."""
+    """Distinct sampled tokens that at least one sample trains."""
     dropped: tuple[DroppedTokens, ...] = ()
     samples: int = 0
     inexact_tokens: int = 0
@@ -77,5 +95,5 @@ class ExportReport:
 
     @property
     def is_balanced(self) -> bool:
-        """Nothing is lost silently."""
+        """Whether every sampled token is trained or dropped for a reason."""
         return self.sampled_tokens == self.trained_tokens + self.dropped_tokens

@@ -1,7 +1,7 @@
-"""Run-length pairs: the cheap way to say the same thing about many tokens.
+"""Token arrays, and run-length encoding of per-token values.
 
-`((3, TEMPLATE), (4, SAMPLED))` stands for seven values. Runs are never empty and never repeat the value
-of their neighbour, so equal sequences have equal runs.
+`((3, TEMPLATE), (4, SAMPLED))` encodes seven values. Runs are never empty and never repeat the value of their
+neighbour, so equal sequences have equal runs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ Floats = NDArray[np.float32]
 Runs = tuple[tuple[int, int], ...]
 
 NO_IDS: Ids = np.empty(0, np.int32)
-NO_FLOATS: Floats = np.empty(0, np.float32)
 NO_IDS.flags.writeable = False
-NO_FLOATS.flags.writeable = False
 
 
 class Origin(IntEnum):
     """Where a token comes from."""
 
     TEMPLATE = 0
-    """The template put it there: role headers, the generation prompt."""
+    """Added by the chat template: role headers, the generation prompt."""
     CONTEXT = 1
-    """Somebody else's words, or our own shown again in another place."""
+    """Not sampled by the model, or sampled at another position and repeated here."""
     SAMPLED = 2
-    """The model sampled it here."""
+    """Sampled by the model at this position."""
 
 
 def normalize_runs(pairs: Iterable[tuple[int, int]]) -> Runs:
-    """Normalised runs: empty ones left out, equal neighbours joined."""
+    """Removes empty runs and joins neighbours with equal values."""
     runs: list[tuple[int, int]] = []
     for count, value in pairs:
         if count <= 0:
@@ -49,7 +47,7 @@ def normalize_runs(pairs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def encode_runs(values: NDArray[np.integer]) -> Runs:
-    """The runs of an array.
+    """Returns the runs of an array.
 
     >>> encode_runs(np.array([3, 3, 4]))
     ((2, 3), (1, 4))
@@ -62,7 +60,7 @@ def encode_runs(values: NDArray[np.integer]) -> Runs:
 
 
 def decode_runs(runs: Runs, dtype: type[np.integer] = np.int32) -> NDArray[np.integer]:
-    """The array that the runs stand for."""
+    """Returns the array that the runs encode."""
     if not runs:
         return np.empty(0, dtype)
     counts, values = zip(*runs, strict=True)
@@ -74,12 +72,12 @@ def runs_length(runs: Runs) -> int:
 
 
 def as_ids(values: object) -> Ids:
-    """A read-only int32 copy. Ids are shared by nodes, turns and timelines, so nobody may write to them."""
-    given = np.asarray(values)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
-        raise InputError(f"ids: got {given.ndim}-d {given.dtype}, expected a flat list of integers")
-    ids = given.astype(np.int32)
-    if given.dtype != np.int32 and not np.array_equal(ids, given):
-        raise InputError(f"ids: got {given[ids != given][0]}, expected integers of 32 bits")
+    """Returns a read-only int32 copy: nodes, turns and timelines share id arrays."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise InputError(f"ids: got {array.ndim}-d {array.dtype}, expected a flat list of integers")
+    ids = array.astype(np.int32)
+    if array.dtype != np.int32 and not np.array_equal(ids, array):
+        raise InputError(f"ids: got {array[ids != array][0]}, expected 32-bit integers")
     ids.flags.writeable = False
     return ids

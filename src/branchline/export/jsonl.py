@@ -1,6 +1,6 @@
-"""Samples as JSON lines: one object a sample, written whole or not at all.
+"""Samples as JSON lines, one object per sample. A file is written completely or not at all.
 
-NaN is not JSON, so an unknown logprob is null.
+NaN is not JSON, so a missing logprob is null.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from branchline.core.message import Media
 from branchline.core.sample import ExportReport, Sample
 
 _MIN_FLOAT32 = np.finfo(np.float32).min
-"""What minus infinity becomes: JSON has no word for it, and null means unknown."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """A sample as plain JSON values."""
+    """Returns a sample as JSON values."""
     return {
         "session": sample.session,
         "agent": sample.agent,
@@ -31,8 +31,8 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
         "response_ids": sample.response_ids.tolist(),
         "response_mask": sample.response_mask.tolist(),
         "response_logprobs": [
-            None if unknown else value
-            for value, unknown in zip(
+            None if missing else value
+            for value, missing in zip(
                 np.maximum(sample.response_logprobs, _MIN_FLOAT32).tolist(),
                 np.isnan(sample.response_logprobs).tolist(),
                 strict=True,
@@ -46,13 +46,12 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
         "missing_logprobs": sample.missing_logprobs,
         "truncated_tokens": sample.truncated_tokens,
         "reward": sample.reward,
-        "routed_experts": None if sample.routed_experts is None else sample.routed_experts.tolist(),
         "media": [{"kind": media.kind, "digest": media.digest, "url": media.url} for media in sample.media],
     }
 
 
 def report_to_json(report: ExportReport) -> dict[str, Any]:
-    """A report as plain JSON values."""
+    """Returns a report as JSON values."""
     return {
         "samples": report.samples,
         "sampled_tokens": report.sampled_tokens,
@@ -67,7 +66,7 @@ def report_to_json(report: ExportReport) -> dict[str, Any]:
 
 
 def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
-    """Writes samples to a file and says how many. A fault on the way leaves what was there before."""
+    """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
     target = Path(path)
     count = 0
     handle, temporary = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
@@ -76,7 +75,7 @@ def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
             for sample in samples:
                 file.write(msgspec.json.encode(sample_to_json(sample)) + b"\n")
                 count += 1
-        # mkstemp is for secrets; a data set is as readable as any other file its user makes.
+        # mkstemp creates a file that only its owner can read; give it the usual permissions.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
@@ -88,14 +87,14 @@ def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """The samples of a file that `write_jsonl` wrote. Media come back as digests without payload."""
+    """Yields the samples of a file written by `write_jsonl`. Media have digests and no payload."""
     with Path(path).open("rb") as file:
         for line in file:
             yield sample_from_json(msgspec.json.decode(line))
 
 
 def sample_from_json(raw: Mapping[str, Any]) -> Sample:
-    """A sample from what `sample_record` made of it; its media are digests without payload."""
+    """Returns the sample that `sample_to_json` wrote; its media have digests and no payload."""
     logprobs = [np.nan if value is None else value for value in raw["response_logprobs"]]
     return Sample(
         prompt_ids=np.array(raw["prompt_ids"], np.int32),
@@ -114,5 +113,4 @@ def sample_from_json(raw: Mapping[str, Any]) -> Sample:
         truncated_tokens=raw["truncated_tokens"],
         reward=raw["reward"],
         media=tuple(Media(**media) for media in raw["media"]),
-        routed_experts=None if raw["routed_experts"] is None else np.array(raw["routed_experts"], np.int32),
     )

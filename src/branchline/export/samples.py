@@ -1,63 +1,60 @@
-"""From a tree to samples: which timelines, which shares, and an account of every sampled token.
+"""Exports a tree as samples, with shares and an account of every sampled token.
 
-Outputs that must not be trained are pruned first; what is left is read leaf by leaf. A token that k leaves
-share is carried by each with 1/k (`split`), by one alone (`first`), or by all in full (`all`).
+Outputs that must not be trained are pruned first; each remaining leaf becomes a sample. A token shared by k
+leaves is trained with share 1/k in each (`split`), in one of them only (`first`), or fully in all (`all`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from branchline.core.errors import ExportError, MissingLogprobsError
-from branchline.core.sample import DroppedTokens, ExportReport, Sample
-from branchline.timelines.causes import Cause, DropReason, ForkReport, classify_forks
+from branchline.core.sample import DroppedTokens, DropReason, ExportReport, Sample
+from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.node import Node
 from branchline.tree.tree import Tree
 
-RESUMED = "resumed"
-"""The tokens of a cancelled call that another went on from are that call's, and counted there."""
 ShareMode = Literal["split", "first", "all"]
 KeepMode = Literal["last", "random"]
 
 
 @dataclass(frozen=True)
 class ExportPolicy:
-    """What is trained, and how shared tokens count."""
+    """Which outputs are trained, and how shared tokens count."""
 
     shares: ShareMode = "split"
-    drop: frozenset[str] = field(default_factory=lambda: frozenset(DropReason))
-    """Reasons and causes whose outputs are not trained. By default only what never reached a client.
+    drop: frozenset[str] = frozenset({DropReason.RETRY, DropReason.CANCELLED, DropReason.LOST})
+    """Drop reasons and fork causes whose outputs are not trained; by default, outputs that reached no client.
 
-    A cause drops its branches, the first of siblings stays; of equal or alternative answers (`twin`,
-    `best_of_n`) only those that nothing continues, so that `{Cause.TWIN}` is de-duplication."""
+    A cause drops its branches but not the first sibling. `duplicate` and `best_of_n` drop only outputs that
+    no call continues, so `{Cause.DUPLICATE}` removes duplicates."""
     include_inexact: bool = False
-    """Train tokens that were sampled behind other ids than those before them (merged foreign logs)."""
+    """Train tokens whose context differs from the context they were sampled in (merged foreign logs)."""
     include_missing_logprobs: bool = False
-    """Train tokens that came without logprobs."""
+    """Train tokens without logprobs."""
     max_samples: int | None = None
-    """At most this many samples of a session; the one that ends last is always kept."""
+    """Maximum number of samples of a session; the one that ends last is always kept."""
     keep: KeepMode = "last"
-    """Which samples stay when there are too many."""
+    """Which samples to keep if there are more than `max_samples`."""
     max_tokens: int | None = None
-    """Tokens beyond this place are cut off a sample."""
+    """Maximum length of a sample; later tokens are cut off."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_samples", 1), ("max_tokens", 0)):
-            value = getattr(self, name)
+        for name, value, least in (("max_samples", self.max_samples, 1), ("max_tokens", self.max_tokens, 0)):
             if value is not None and value < least:
                 raise ExportError(f"{name}: got {value}, expected at least {least}, or None for no limit")
 
 
 @dataclass(frozen=True)
 class Export:
-    """The samples of a session and the account of its tokens."""
+    """The samples of a session and their report."""
 
     samples: list[Sample]
     report: ExportReport
@@ -71,8 +68,8 @@ def export_samples(
     reward: float | None = None,
     fork_report: ForkReport | None = None,
 ) -> Export:
-    """The samples of a tree; reads, changes nothing. A session that goes on in another thread is read
-    as `session.reading()` gives it."""
+    """Returns the samples of a tree, which it does not change. Pass `session.snapshot()` for a session that
+    other threads commit to."""
     policy = policy or ExportPolicy()
     fork_report = fork_report or classify_forks(tree)
     pruned = _pruned_nodes(tree, policy, fork_report)
@@ -91,45 +88,45 @@ def export_samples(
     if report.missing_logprobs and not policy.include_missing_logprobs:
         raise MissingLogprobsError(
             f"{report.missing_logprobs} of {report.trained_tokens} sampled tokens came without logprobs; "
-            "set missing_logprobs=True to train on them all the same"
+            "set include_missing_logprobs=True to train on them"
         )
     return Export(samples, report)
 
 
-def _pruned_nodes(tree: Tree, policy: ExportPolicy, judgement: ForkReport) -> dict[int, str]:
-    """Sampled nodes that are not trained, with the reason."""
+def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> dict[int, str]:
+    """Returns the sampled nodes that are not trained, with the reason."""
     pruned: dict[int, str] = {}
-    below: dict[int, str] = {}
-    for fork in judgement.forks:
+    dropped_causes: dict[int, str] = {}
+    for fork in fork_report.forks:
         if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED):
             continue
         if fork.cause not in (Cause.DUPLICATE, Cause.BEST_OF_N) or not fork.branch.children:
-            below[fork.branch.id] = fork.cause
+            dropped_causes[fork.branch.id] = fork.cause
     for node in tree.nodes[1:]:
         assert node.parent is not None
-        inherited = below.get(node.id) or below.get(node.parent.id)
-        if inherited:
-            below[node.id] = inherited
+        cause = dropped_causes.get(node.id) or dropped_causes.get(node.parent.id)
+        if cause:
+            dropped_causes[node.id] = cause
         if node.output is None:
             continue
-        unseen = judgement.undelivered.get(node.id)
+        undelivered = fork_report.undelivered.get(node.id)
         if tree.is_resumed(tree.call_of(node)):
-            pruned[node.id] = RESUMED
-        elif unseen is not None and unseen in policy.drop:
-            pruned[node.id] = unseen
-        elif inherited:
-            pruned[node.id] = inherited
+            pruned[node.id] = DropReason.RESUMED
+        elif undelivered is not None and undelivered in policy.drop:
+            pruned[node.id] = undelivered
+        elif cause:
+            pruned[node.id] = cause
         elif node.output.inexact and not policy.include_inexact:
-            pruned[node.id] = "inexact"
+            pruned[node.id] = DropReason.INEXACT
         elif not tree.call_of(node).trainable:
-            pruned[node.id] = "untrained"
+            pruned[node.id] = DropReason.UNTRAINED
     return pruned
 
 
 def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
-    """The deepest trained nodes: what is left of the leaves once pruned outputs are gone.
+    """Returns the deepest trained nodes: the leaves of the tree without its pruned outputs.
 
-    A pruned output inside a path stays there as context of what follows it; it is only not trained.
+    A pruned output inside a path remains as context of the nodes after it; it is only not trained.
     """
     has_trained_below = [False] * len(tree.nodes)
     leaves: list[Node] = []
@@ -144,18 +141,18 @@ def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
 
 
 def _limit_leaves(leaves: list[Node], policy: ExportPolicy) -> list[Node]:
-    """At most max_samples leaves, the final one always among them."""
-    most = policy.max_samples
-    if most is None or len(leaves) <= most:
+    """Returns at most `max_samples` leaves, always including the last."""
+    limit = policy.max_samples
+    if limit is None or len(leaves) <= limit:
         return leaves
     if policy.keep == "last":
-        return leaves[-max(1, most) :]
-    others = random.Random(policy.seed).sample(range(len(leaves) - 1), max(0, most - 1))
-    return [*(leaves[place] for place in sorted(others)), leaves[-1]]
+        return leaves[-limit:]
+    others = random.Random(policy.seed).sample(range(len(leaves) - 1), limit - 1)
+    return [*(leaves[index] for index in sorted(others)), leaves[-1]]
 
 
 def _leaf_counts(leaves: Sequence[Node], pruned: Mapping[int, str]) -> dict[int, int]:
-    """How many kept leaves each trained node lies above."""
+    """Returns for each trained node the number of kept leaves below it."""
     counts: dict[int, int] = {}
     for leaf in leaves:
         for node in leaf.path():
@@ -167,32 +164,36 @@ def _leaf_counts(leaves: Sequence[Node], pruned: Mapping[int, str]) -> dict[int,
 def _node_shares(
     timeline: Timeline, shares: ShareMode, counts: Mapping[int, int], seen: set[int]
 ) -> dict[int, float]:
-    """The share of each trained node of a timeline; a node without one is context in this sample."""
-    given: dict[int, float] = {}
+    """Returns the share of each trained node of a timeline; nodes without a share are context."""
+    node_shares: dict[int, float] = {}
     for node in timeline.sampled_nodes:
         if node.id not in counts:
             continue
         if shares == "first":
             if node.id not in seen:
-                given[node.id] = 1.0
+                node_shares[node.id] = 1.0
                 seen.add(node.id)
         else:
-            given[node.id] = 1.0 if shares == "all" else 1.0 / counts[node.id]
-    return given
+            node_shares[node.id] = 1.0 if shares == "all" else 1.0 / counts[node.id]
+    return node_shares
 
 
 def _build_sample(
-    timeline: Timeline, policy: ExportPolicy, given: Mapping[int, float], session: str, reward: float | None
+    timeline: Timeline,
+    policy: ExportPolicy,
+    node_shares: Mapping[int, float],
+    session: str,
+    reward: float | None,
 ) -> Sample | None:
-    """The sample of a timeline; None where it would train nothing."""
+    """Returns the sample of a timeline, or None if it would train nothing."""
     length = len(timeline) if policy.max_tokens is None else min(len(timeline), policy.max_tokens)
     shares = np.zeros(len(timeline), np.float32)
-    behind = 0
+    inexact = 0
     for node in timeline.sampled_nodes:
-        if node.id in given:
-            shares[node.sampled_start : node.end] = given[node.id]
+        if node.id in node_shares:
+            shares[node.sampled_start : node.end] = node_shares[node.id]
             if node.output is not None and node.output.inexact:
-                behind += max(0, min(node.end, length) - node.sampled_start)
+                inexact += max(0, min(node.end, length) - node.sampled_start)
     trained = np.flatnonzero(shares[:length])
     if not len(trained):
         return None
@@ -212,39 +213,38 @@ def _build_sample(
         session=session,
         calls=tuple(call.id for call in timeline.calls),
         finish_reason=last.finish_reason if last is not None and length == len(timeline) else "length",
-        exact=behind == 0,
-        inexact_tokens=behind,
+        exact=inexact == 0,
+        inexact_tokens=inexact,
         missing_logprobs=int(np.isnan(logprobs).sum()),
         truncated_tokens=len(timeline) - length,
         reward=reward,
         media=tuple(timeline.media),
-        routed_experts=None if timeline.routed_experts is None else timeline.routed_experts[response],
     )
 
 
 def _build_report(
     tree: Tree, policy: ExportPolicy, pruned: Mapping[int, str], counts: Mapping[int, int], samples: int
 ) -> ExportReport:
-    """The account: each sampled token is trained in some sample or dropped for one reason."""
+    """Counts each sampled token once, as trained or as dropped for one reason."""
     sampled = trained = inexact = missing = 0
     dropped: list[DroppedTokens] = []
     for node in tree.nodes:
-        if node.output is None or node.sampled_ids is None or pruned.get(node.id) == RESUMED:
+        if node.output is None or node.sampled_ids is None or pruned.get(node.id) == DropReason.RESUMED:
             continue
         count = len(node.sampled_ids)
         sampled += count
         call = tree.call_of(node).id
         if node.id not in counts:
             if count:
-                dropped.append(DroppedTokens(pruned.get(node.id, "capped"), call, count))
+                dropped.append(DroppedTokens(pruned.get(node.id, DropReason.CAPPED), call, count))
             continue
         kept = count
         if policy.max_tokens is not None:
             kept = max(0, min(node.end, policy.max_tokens) - node.sampled_start)
             if kept < count:
-                dropped.append(DroppedTokens("over_length", call, count - kept))
+                dropped.append(DroppedTokens(DropReason.OVER_LENGTH, call, count - kept))
         trained += kept
         inexact += kept if node.output.inexact else 0
-        given = node.output.logprobs
-        missing += kept if given is None else int(np.isnan(given[:kept]).sum())
+        logprobs = node.output.logprobs
+        missing += kept if logprobs is None else int(np.isnan(logprobs[:kept]).sum())
     return ExportReport(sampled, trained, tuple(dropped), samples, inexact, missing)

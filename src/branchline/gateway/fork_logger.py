@@ -27,16 +27,16 @@ class ForkLogger:
         if record.result is None:
             return
         live = self._sessions.get(record.session_id)
-        with live.session.snapshot() as tree:
-            for fork in classify_forks(tree).forks:
-                if (record.session_id, fork.branch.id) in self._logged:
-                    continue
-                self._logged.add((record.session_id, fork.branch.id))
-                told = diagnose(tree, fork, live.session.codec.decode)
-                log.warning(
-                    "fork in session %s by call %s: %s",
-                    record.session_id,
-                    fork.call.id,
-                    told,
-                    extra={"session": record.session_id, "call": fork.call.id, "cause": str(fork.cause)},
-                )
+        tree = live.session.snapshot()
+        for fork in classify_forks(tree).forks:
+            if (record.session_id, fork.branch.id) in self._logged:
+                continue
+            self._logged.add((record.session_id, fork.branch.id))
+            told = diagnose(tree, fork, live.session.codec.decode)
+            log.warning(
+                "fork in session %s by call %s: %s",
+                record.session_id,
+                fork.call.id,
+                told,
+                extra={"session": record.session_id, "call": fork.call.id, "cause": str(fork.cause)},
+            )

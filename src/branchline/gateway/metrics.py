@@ -72,9 +72,9 @@ class GatewayMetrics:
 
     def record_session_end(self, live: ManagedSession) -> None:
         """A session that ended: its forks are judged once, when nothing can change them any more."""
-        with live.session.snapshot() as tree:
-            for fork in classify_forks(tree).forks if tree.calls else ():
-                self._forks.labels(fork.cause).inc()
+        tree = live.session.snapshot()
+        for fork in classify_forks(tree).forks if tree.calls else ():
+            self._forks.labels(fork.cause).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -40,8 +40,8 @@ def session_view(live: ManagedSession) -> dict[str, Any]:
 
 def tree_view(live: ManagedSession) -> dict[str, Any]:
     """Every node, with the cause of the branch it begins."""
-    with live.session.snapshot() as tree:
-        return {"nodes": _node_views(tree)}
+    tree = live.session.snapshot()
+    return {"nodes": _node_views(tree)}
 
 
 def _node_views(tree: Tree) -> list[dict[str, Any]]:
@@ -70,20 +70,20 @@ def _node_views(tree: Tree) -> list[dict[str, Any]]:
 
 def timelines_view(live: ManagedSession) -> dict[str, Any]:
     """Every root-to-leaf path."""
-    with live.session.snapshot() as tree:
-        return {
-            "timelines": [
-                {
-                    "ids": line.ids.tolist(),
-                    "mask": line.mask.tolist(),
-                    "logprobs": _nan_to_none(line.logprobs),
-                    "versions": line.versions.tolist(),
-                    "agent": line.agent or None,
-                    "calls": [call.id for call in line.calls],
-                }
-                for line in timelines_of(tree)
-            ]
-        }
+    tree = live.session.snapshot()
+    return {
+        "timelines": [
+            {
+                "ids": line.ids.tolist(),
+                "mask": line.mask.tolist(),
+                "logprobs": _nan_to_none(line.logprobs),
+                "versions": line.versions.tolist(),
+                "agent": line.agent or None,
+                "calls": [call.id for call in line.calls],
+            }
+            for line in timelines_of(tree)
+        ]
+    }
 
 
 def samples_view(live: ManagedSession) -> dict[str, Any]:

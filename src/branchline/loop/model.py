@@ -20,8 +20,8 @@ from branchline.core.call import DEFAULT_AGENT, Request
 from branchline.core.errors import MessageError, SessionError
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
-from branchline.core.reader import ToolList
 from branchline.core.sample import Sample
+from branchline.core.tools import ToolList
 from branchline.engines.base import Engine
 from branchline.runtime.call_lifecycle import prepare_call, run_call
 from branchline.runtime.call_record import CallRecord, CallRequest, CallResult

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from branchline.core.message import Message, ToolCall
-from branchline.core.reader import ToolList
+from branchline.core.tools import ToolList
 from branchline.loop.interaction_session import InteractionSession
 from branchline.loop.interactions.base import InteractionResponse
 from branchline.loop.interactions.registry import InteractionConfig

@@ -239,10 +239,10 @@ class ManagedSession:
         Evaluation sessions export no samples. Reads a snapshot of the tree, so it may run in a thread.
         """
         policy = ExportPolicy(include_missing_logprobs=True)
-        with self.session.snapshot() as tree:
-            if self.options.eval or not tree.calls:
-                return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
-            return export_samples(tree, policy, session=self.id, reward=self.reward)
+        tree = self.session.snapshot()
+        if self.options.eval or not tree.calls:
+            return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
+        return export_samples(tree, policy, session=self.id, reward=self.reward)
 
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:

@@ -1,1 +1,1 @@
-"""Test doubles that ship: scripted agent behaviours, and a player that runs them against a session."""
+"""Test doubles that ship with the package: random agent plans, a runner, and a reply encoder."""

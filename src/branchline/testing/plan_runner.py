@@ -1,7 +1,7 @@
-"""Plays a plan against a session, call by call, and keeps what really went in and out.
+"""Runs a plan on a session, call by call, and records the ids that went in and out.
 
-`orders` gives causally possible orders; `overlap` lets calls that do not need each other run side by
-side, prepared before the others commit.
+`causal_order` draws a causally possible order; with `overlap`, independent calls are prepared before others
+commit, as concurrent calls are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from branchline.tree.tree import Turn
 
 @dataclass(frozen=True)
 class ExecutedCall:
-    """One call as it happened: the prompt the engine got and the outputs it gave."""
+    """One call as it was executed: the prompt that the engine got and its outputs."""
 
     planned: PlannedCall
     call: Call
@@ -36,27 +36,28 @@ class ExecutedCall:
 
 
 class ReplyEncoder(Protocol):
-    """Says messages as a model would."""
+    """Encodes messages as a model would sample them."""
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
-        """The ids a model would sample to say this; without a stop it was cut."""
+        """Returns the ids that a model would sample for a message; without `stop` they have no stop token."""
         ...
 
 
 class PlanRunner:
-    """Runs plans on one session. A call that the template refuses is left out, and what needs it too."""
+    """Runs plans on one session. A call that the template rejects is skipped, with all calls that depend on
+    it."""
 
     def __init__(self, session: Session, encoder: ReplyEncoder) -> None:
         self.session = session
         self.encoder = encoder
         self.executed: list[ExecutedCall] = []
-        self.refused: set[int] = set()
+        self.rejected: set[int] = set()
         self._prepared: dict[int, Turn] = {}
 
     def run(
         self, plan: Sequence[PlannedCall], order: Sequence[int] | None = None, overlap: Random | None = None
     ) -> None:
-        """Plays all calls of a plan in an order; with `overlap`, some are prepared before they commit."""
+        """Runs all calls of a plan in the given order; with `overlap`, some are prepared early."""
         done: set[int] = set()
         for index in order if order is not None else range(len(plan)):
             if overlap is not None:
@@ -66,16 +67,16 @@ class PlanRunner:
                         and other.index not in done
                         and other.index not in self._prepared
                     )
-                    if ready and not other.depends_on & self.refused and overlap.random() < 0.5:
+                    if ready and not other.depends_on & self.rejected and overlap.random() < 0.5:
                         with suppress(TemplateError):
                             self.prepare(other)
-            if not plan[index].depends_on & self.refused:
+            if not plan[index].depends_on & self.rejected:
                 try:
                     self.commit(plan[index])
                 except TemplateError:
-                    self.refused.add(index)
+                    self.rejected.add(index)
             else:
-                self.refused.add(index)
+                self.rejected.add(index)
             done.add(index)
 
     def prepare(self, planned: PlannedCall) -> Turn:
@@ -94,56 +95,59 @@ class PlanRunner:
         generations = [
             Generation(
                 ids,
-                given,
+                values,
                 planned.index,
                 "stop" if output.is_complete else "length",
                 self._parse(ids, output),
             )
-            for ids, given, output in zip(outputs, logprobs, planned.outputs, strict=True)
+            for ids, values, output in zip(outputs, logprobs, planned.outputs, strict=True)
         ]
         call = self.session.commit(turn, *generations).call
         if planned.delivery != Delivery.PENDING:
             self.session.record_delivery(call, planned.delivery)
-        played = ExecutedCall(planned, call, turn.prompt_ids, outputs, logprobs)
-        self.executed.append(played)
-        return played
+        executed = ExecutedCall(planned, call, turn.prompt_ids, outputs, logprobs)
+        self.executed.append(executed)
+        return executed
 
     def _parse(self, ids: Ids, output: PlannedOutput) -> Message:
-        """The message as parsed; it must be what was meant; calls without an id get one."""
-        parsed, meant = self.session.codec.parse(ids), output.message
-        assert parsed.key == meant.key, f"{meant} parses as {parsed}"
+        """Returns the parsed message, which must equal the planned one; calls without an id get the planned
+        id."""
+        parsed, expected = self.session.codec.parse(ids), output.message
+        assert parsed.key == expected.key, f"{expected} parses as {parsed}"
         calls = tuple(
-            ToolCall(said.name, said.arguments, said.id or call.id)
-            for said, call in zip(parsed.tool_calls, meant.tool_calls, strict=True)
+            ToolCall(call.name, call.arguments, call.id or planned.id)
+            for call, planned in zip(parsed.tool_calls, expected.tool_calls, strict=True)
         )
         return Message(
             "assistant", parsed.content, reasoning_content=parsed.reasoning_content, tool_calls=calls
         )
 
     def to_log(self) -> list[LoggedCall]:
-        """The same calls as a foreign log would have them."""
+        """Returns the executed calls as a foreign log."""
         return [
             LoggedCall(
-                Request(one.planned.messages, one.planned.tools, agent=one.planned.agent),
+                Request(call.planned.messages, call.planned.tools, agent=call.planned.agent),
                 tuple(
-                    LoggedOutput(output.message, ids, given, "stop" if output.is_complete else "length")
-                    for output, ids, given in zip(one.planned.outputs, one.outputs, one.logprobs, strict=True)
+                    LoggedOutput(output.message, ids, logprobs, "stop" if output.is_complete else "length")
+                    for output, ids, logprobs in zip(
+                        call.planned.outputs, call.outputs, call.logprobs, strict=True
+                    )
                 ),
-                one.prompt_ids,
+                call.prompt_ids,
                 line=line,
             )
-            for line, one in enumerate(self.executed, start=1)
+            for line, call in enumerate(self.executed, start=1)
         ]
 
 
 def causal_order(plan: Sequence[PlannedCall], rng: Random) -> list[int]:
-    """A random order in which every call comes after those it needs."""
+    """Returns a random order in which every call follows the calls it depends on."""
     order: list[int] = []
     done: set[int] = set()
-    left = {call.index for call in plan}
-    while left:
-        ready = sorted(index for index in left if plan[index].depends_on <= done)
+    remaining = {call.index for call in plan}
+    while remaining:
+        ready = sorted(index for index in remaining if plan[index].depends_on <= done)
         order.append(rng.choice(ready))
         done.add(order[-1])
-        left.remove(order[-1])
+        remaining.remove(order[-1])
     return order

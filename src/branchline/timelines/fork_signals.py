@@ -1,13 +1,13 @@
-"""What can be seen around a fork: which call came first, who is quoted, what was left out.
+"""Signals for classifying forks: the first call of a branch, spawning tool calls, quotations, common
+messages.
 
-Nothing here decides a cause; it answers the questions `causes` asks of a tree.
+Nothing here decides a cause; `causes` combines the signals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Literal
 
 import msgspec
 
@@ -17,17 +17,17 @@ from branchline.tree.node import NO_NODE, Node
 from branchline.tree.tree import Tree
 
 _MIN_QUOTE_CHARS = 16
-"""Characters a quotation must have; shorter texts turn up by chance."""
+"""Minimum length of a quotation; shorter texts occur by chance."""
 _MIN_TASK_CHARS = 8
-"""Characters of a first user text to be looked for in tool arguments."""
+"""Minimum length of a user text that is searched for in tool arguments."""
 _MAX_MESSAGES_SEARCHED = 4
 """New messages searched for quotations and tasks."""
 MAX_SIBLINGS_COMPARED = 8
-"""Siblings a branch is compared with, the latest ones: a thousand branches must not take a million looks."""
+"""A branch is compared with its latest siblings only; comparing all would take quadratic time."""
 
 
 class ForkSignals:
-    """Answers about one tree, computed once."""
+    """The signals of one tree."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -39,22 +39,22 @@ class ForkSignals:
                 while node is not None and node.id not in self._first_call:
                     self._first_call[node.id] = call
                     node = node.parent
-        # Children come after their parents, so one pass from the end sees every subtree.
+        # Children follow their parents, so one reverse pass covers every subtree.
         for entry in reversed(tree.nodes):
             if entry.parent is not None and (
                 entry.id in self._continued
                 or (entry.is_sampled and entry.children)
-                # A template may show a reply otherwise than it was sampled; it goes on all the same.
+                # A reply that the template renders differently than sampled is continued too.
                 or (entry.source_id != NO_NODE and tree.nodes[entry.source_id].parent is entry.parent)
             ):
                 self._continued.update((entry.id, entry.parent.id))
 
     def first_call(self, branch: Node) -> Call:
-        """The first call whose prompt or output goes through a node."""
+        """Returns the first call whose prompt or output contains a node."""
         return self._first_call[branch.id]
 
     def prompt_messages_below(self, branch: Node) -> list[Message]:
-        """The context messages from a branch down to the end of its first prompt."""
+        """Returns the context messages from a branch to the end of its first prompt."""
         if branch.is_sampled:
             return []
         messages: list[Message] = []
@@ -64,16 +64,17 @@ class ForkSignals:
             node = node.parent
         return messages[::-1]
 
-    def path_messages_below(self, beside: Node, branch: Node) -> list[Message]:
-        """The messages from a sibling down the path, older than a branch, that has most in common with it."""
+    def path_messages_below(self, sibling: Node, branch: Node) -> list[Message]:
+        """Returns the messages of the path through a sibling that is older than the branch and shares most
+        messages with it."""
         call = self.first_call(branch)
         keys = {message.key for message in self.prompt_messages_below(branch)}
         best: tuple[float, int] = (-1, -1)
-        last = beside
-        stack = [(beside, 0.0)]
+        last = sibling
+        stack = [(sibling, 0.0)]
         while stack:
             node, shared = stack.pop()
-            # Holding the very message the branch begins with decides between paths of equal likeness.
+            # Among equal paths, one that contains the first message of the branch wins.
             shared += (node.message.key in keys) + 0.5 * (node.message.key == branch.message.key)
             if (shared, node.depth) > best:
                 best, last = (shared, node.depth), node
@@ -82,10 +83,10 @@ class ForkSignals:
                 for child in node.all_children()
                 if child is not branch and self._is_before(self._first_call[child.id], call)
             ]
-        return [node.message for node in last.path()[beside.depth - 1 :]]
+        return [node.message for node in last.path()[sibling.depth - 1 :]]
 
     def closest_sibling(self, branch: Node, siblings: Sequence[Node]) -> Node:
-        """The sibling whose path has most in common with a branch; the latest among equals."""
+        """Returns the sibling whose path shares most messages with a branch; the latest among equals."""
         if branch.source_id != NO_NODE and self._tree.nodes[branch.source_id].parent is branch.parent:
             return self._tree.nodes[branch.source_id]
         if len(siblings) == 1:
@@ -93,19 +94,21 @@ class ForkSignals:
         call = self.first_call(branch)
         keys = {message.key for message in self.prompt_messages_below(branch)}
 
-        def likeness(sibling: Node) -> tuple[bool, int, int]:
+        def similarity(sibling: Node) -> tuple[bool, int, int]:
             shared = sum(message.key in keys for message in self.path_messages_below(sibling, branch))
             same_agent = self.first_call(sibling).agent == call.agent
             return (same_agent, shared, sibling.id)
 
-        return max(siblings, key=likeness)
+        return max(siblings, key=similarity)
 
     def spawning_node(self, branch: Node, *, strict: bool = False) -> Node | None:
-        """The latest earlier tool call that hands over the branch's task; else the latest of its parent.
+        """Returns the latest earlier output with a tool call that contains the branch's task; otherwise the
+        latest tool call of the agent that spawned it, if a header names one.
 
-        A first user text that a call holds is a task. Any other text of the user (a part behind a reminder,
-        a message behind a greeting) must be new to the caller, and the branch must not show that call: it
-        would be the caller's own conversation. Strict: the first text must pass that too.
+        The first user text is a task if a call contains it. Any other user text (a part after a reminder, a
+        message after a greeting) must also be new to the caller, and the branch must not show that call,
+        because then it would be the caller's own conversation. With `strict`, this applies to the first text
+        too.
         """
         call = self.first_call(branch)
         parent = self._parent_agent(call)
@@ -119,26 +122,27 @@ class ForkSignals:
             if self._is_later(node, call) or (parent is not None and node.agent != parent):
                 continue
             latest = latest or (node if parent is not None else None)
-            held = [
+            passed = [
                 task for task in tasks if any(_contains_task(made, task) for made in node.message.tool_calls)
             ]
-            if not held or branch in node.path():
+            if not passed or branch in node.path():
                 continue
-            if not strict and first in held:
+            if not strict and first in passed:
                 return node
-            if node.message.key not in shown and not _user_texts(node.path()).issuperset(held):
+            if node.message.key not in shown and not _user_texts(node.path()).issuperset(passed):
                 return node
         return latest
 
     def _parent_agent(self, call: Call) -> str | None:
-        """The agent that a header names; a name nobody has is how a client calls its first agent."""
+        """Returns the agent that a header names. An unknown name stands for the first agent."""
         if not call.spawned_by:
             return None
         known = any(node.agent == call.spawned_by for node in self._tool_call_nodes)
         return call.spawned_by if known else self._tree.calls[0].agent
 
     def _prompt_messages(self, branch: Node) -> list[Message]:
-        """What a branch's first call asks: all of its prompt where the branch is its answer."""
+        """Returns the new messages of a branch's first call, or its whole prompt if the branch is an
+        output."""
         if not branch.is_sampled:
             return self.prompt_messages_below(branch)
         return [node.message for node in self._tree.nodes[self.first_call(branch).prompt_node].path()]
@@ -147,7 +151,7 @@ class ForkSignals:
         return node.output is not None and not self._is_before(self._tree.calls[node.output.call_index], call)
 
     def _is_before(self, one: Call, other: Call) -> bool:
-        """Where the order of a tree says nothing, everything may have been before everything else."""
+        """Whether one call may precede another; in a tree without chronological order, any call may."""
         return one is not other and (one.index < other.index or not self._tree.is_chronological)
 
     @cached_property
@@ -155,7 +159,7 @@ class ForkSignals:
         return [node for node in self._tree.nodes if node.is_sampled and node.message.tool_calls]
 
     def quoted_output(self, branch: Node) -> Node | None:
-        """An earlier output of the same agent that the branch's first new messages repeat word for word."""
+        """Returns an earlier output of the same agent that the first new messages of a branch contain."""
         call = self.first_call(branch)
         texts = [
             message.content for message in self.prompt_messages_below(branch) if message.role != "assistant"
@@ -166,17 +170,17 @@ class ForkSignals:
         for node in reversed(self._tree.nodes):
             if node.agent != call.agent or self._is_later(node, call):
                 continue
-            said = node.message.content.strip()
+            output = node.message.content.strip()
             if (
-                len(said) >= _MIN_QUOTE_CHARS
-                and any(said in text for text in texts)
+                len(output) >= _MIN_QUOTE_CHARS
+                and any(output in text for text in texts)
                 and branch not in node.path()
             ):
                 return node
         return None
 
     def is_side_call(self, branch: Node) -> bool:
-        """Calls that nothing follows: without the tools of the main one, or about what was asked there."""
+        """Whether a branch is not continued and either lacks the main call's tools or quotes its task."""
         call = self.first_call(branch)
         main = self._main_call(call.agent)
         if call is main or branch.id in self._continued:
@@ -190,7 +194,8 @@ class ForkSignals:
         )
 
     def _main_call(self, agent: str) -> Call:
-        """The first call; but a title may be asked for before the work begins, and then it is the next."""
+        """Returns the first call, or the agent's first call with tools if the first is a side call (a
+        title)."""
         first = self._tree.calls[0]
         if first.requested_config_digest or any(
             self._tree.nodes[output].children for output in first.outputs
@@ -200,7 +205,6 @@ class ForkSignals:
 
     @cached_property
     def _first_calls_with_tools(self) -> dict[str, Call]:
-        """The first call with tools of each agent."""
         found: dict[str, Call] = {}
         for call in self._tree.calls:
             if call.requested_config_digest:
@@ -213,10 +217,11 @@ class ForkSignals:
 
 
 def _task_texts(messages: Sequence[Message]) -> tuple[str, set[str]]:
-    """The first user text; and the first texts of the user, whole and in parts, that can be looked for."""
-    said = [message for message in messages if message.role == "user"][:_MAX_MESSAGES_SEARCHED]
-    texts = {text for text in _message_texts(said) if len(text) >= _MIN_TASK_CHARS}
-    return (said[0].content.strip() if said else ""), texts
+    """Returns the first user text, and the texts and parts of the first user messages that are long
+    enough."""
+    from_user = [message for message in messages if message.role == "user"][:_MAX_MESSAGES_SEARCHED]
+    texts = {text for text in _message_texts(from_user) if len(text) >= _MIN_TASK_CHARS}
+    return (from_user[0].content.strip() if from_user else ""), texts
 
 
 def _message_texts(messages: Iterable[Message]) -> Iterator[str]:
@@ -230,25 +235,25 @@ def _user_texts(path: Sequence[Node]) -> set[str]:
 
 
 def _contains_task(made: ToolCall, task: str) -> bool:
-    """Whether a tool call's arguments carry a task, however their JSON spells it."""
-    # Both sides in one spelling: canonical arguments escape what this encoder escapes.
+    """Whether a tool call's arguments contain a task, regardless of JSON escapes."""
+    # Canonical arguments use the escapes of this encoder.
     return task in made.arguments or msgspec.json.encode(task)[1:-1] in made.canonical_arguments
 
 
 def have_common_message(new: Sequence[Message], old: Sequence[Message]) -> bool:
-    """Whether two runs of messages that differ at once have something in common further on."""
-    later = {message.key for message in old}
-    return any(message.key in later for message in new)
+    """Whether two sequences contain an equal message."""
+    old_keys = {message.key for message in old}
+    return any(message.key in old_keys for message in new)
 
 
-def classify_replacement(new: Message, old: Message) -> Literal["stub", "other"]:
-    """Whether a message was emptied (the same role, much shorter) or rewritten."""
-    if new.role != old.role or [call.name for call in new.tool_calls] != [
-        call.name for call in old.tool_calls
-    ]:
-        return "other"
-    before = len(old.content) + sum(len(call.arguments) for call in old.tool_calls)
-    after = len(new.content) + sum(len(call.arguments) for call in new.tool_calls)
-    if new.role == "user":
-        return "other"
-    return "stub" if after < before else "other"
+def is_stub(new: Message, old: Message) -> bool:
+    """Whether a message is a shortened version of another: same role and tools, less text; never a user's."""
+    if new.role != old.role or new.role == "user":
+        return False
+    if [call.name for call in new.tool_calls] != [call.name for call in old.tool_calls]:
+        return False
+    return _payload_length(new) < _payload_length(old)
+
+
+def _payload_length(message: Message) -> int:
+    return len(message.content) + sum(len(call.arguments) for call in message.tool_calls)

@@ -1,8 +1,8 @@
-"""Calls captured elsewhere, one JSON object a line, as the merger wants them.
+"""Reads logs of calls captured elsewhere, one JSON object per line.
 
 A line is `{"session": str?, "agent": str?, "request": <chat completion request>, "response": <response>}`,
-with ids where vLLM puts them and logprobs in OpenAI's form. What cannot be used is refused with the file,
-the line and what was expected; nothing is guessed.
+with token ids in vLLM's fields and logprobs in OpenAI's format. An invalid line is rejected with its file,
+line number and the expectation; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class LoggedOutput:
     logprobs: Floats | None = None
     finish_reason: str = "stop"
     ids_were_sampled: bool = True
-    """False where the log had no ids and these were made by encoding its text."""
+    """False if the log had no ids and these were encoded from its text."""
 
 
 @dataclass(frozen=True)
 class LoggedCall:
-    """One call somebody else captured; ids are there or they are not."""
+    """One logged call; ids are optional."""
 
     request: Request
     outputs: tuple[LoggedOutput, ...]
@@ -54,12 +54,12 @@ class LoggedCall:
 
 @dataclass
 class LogReader:
-    """Reads a log to its end; with `skip_bad`, bad lines are kept as errors and the rest goes on."""
+    """Reads a log. With `skip_bad`, invalid lines are collected in `errors` instead of raised."""
 
     path: Path
     skip_bad: bool = False
     check_ids: Callable[[Ids], str | None] | None = None
-    """Says what is wrong with some ids, or None; a tokenizer knows which ids decode."""
+    """Returns what is wrong with ids (e.g. unknown to the tokenizer), or None."""
     errors: list[LogError] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[LoggedCall]:
@@ -83,10 +83,10 @@ class LogReader:
     def _read_line(self, line: bytes, number: int) -> LoggedCall:
         try:
             call = read_call(msgspec.json.decode(line), number)
-            for where, ids in _all_ids(call):
+            for field_path, ids in _all_ids(call):
                 problem = self.check_ids(ids) if self.check_ids else None
                 if problem:
-                    raise InputError(f"{where}: {problem}")
+                    raise InputError(f"{field_path}: {problem}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise LogError(str(self.path), number, f"expected one JSON object a line: {error}") from error
         except InputError as error:
@@ -95,12 +95,12 @@ class LogReader:
 
 
 def read_log(path: str | Path) -> list[LoggedCall]:
-    """All calls of a log; the first bad line raises."""
+    """Returns all calls of a log; raises LogError at the first invalid line."""
     return list(LogReader(Path(path)))
 
 
 def read_call(raw: object, line: int = 0) -> LoggedCall:
-    """One decoded line of a log."""
+    """Reads one decoded line of a log."""
     if not isinstance(raw, dict):
         raise MessageError("line", raw, "an object with request and response")
     for key in ("request", "response"):
@@ -135,51 +135,51 @@ def _read_name(raw: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _read_choice(raw: object, where: str, response_id: object) -> LoggedOutput:
+def _read_choice(raw: object, field_path: str, response_id: object) -> LoggedOutput:
     if not isinstance(raw, dict):
-        raise MessageError(where, raw, "an object with a message")
+        raise MessageError(field_path, raw, "an object with a message")
     body = raw.get("message")
     if isinstance(body, dict):
         body = {"role": "assistant", **body}
-    message = read_message(body, f"{where}.message")
+    message = read_message(body, f"{field_path}.message")
     if message.role != "assistant":
-        raise MessageError(f"{where}.message.role", message.role, "assistant")
+        raise MessageError(f"{field_path}.message.role", message.role, "assistant")
     if isinstance(response_id, str) and response_id and not message.id:
         message = msgspec.structs.replace(message, id=response_id)
-    ids = _read_ids(raw.get("token_ids"), f"{where}.token_ids")
-    logprobs = _read_logprobs(raw.get("logprobs"), f"{where}.logprobs")
+    ids = _read_ids(raw.get("token_ids"), f"{field_path}.token_ids")
+    logprobs = _read_logprobs(raw.get("logprobs"), f"{field_path}.logprobs")
     if ids is not None and logprobs is not None and len(ids) != len(logprobs):
         raise MessageError(
-            f"{where}.logprobs", f"{len(logprobs)} entries", f"one for each of {len(ids)} token_ids"
+            f"{field_path}.logprobs", f"{len(logprobs)} entries", f"one for each of {len(ids)} token_ids"
         )
     return LoggedOutput(message, ids, logprobs, str(raw.get("finish_reason") or "stop"))
 
 
-def _read_ids(raw: object, where: str) -> Ids | None:
+def _read_ids(raw: object, field_path: str) -> Ids | None:
     if raw is None:
         return None
     if not isinstance(raw, list):
-        raise MessageError(where, raw, "a list of token ids")
+        raise MessageError(field_path, raw, "a list of token ids")
     try:
         ids = np.array(raw) if raw else np.empty(0, np.int64)
     except (ValueError, OverflowError):
         ids = np.empty(0, np.float64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or any(type(one) is bool for one in raw):
-        raise MessageError(where, raw, "a list of token ids (integers)")
+        raise MessageError(field_path, raw, "a list of token ids (integers)")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= _TOKEN_ID_LIMIT):
         bad = int(np.flatnonzero((ids < 0) | (ids >= _TOKEN_ID_LIMIT))[0])
-        raise MessageError(f"{where}[{bad}]", raw[bad], "a token id from 0 to 2147483647")
+        raise MessageError(f"{field_path}[{bad}]", raw[bad], "a token id from 0 to 2147483647")
     return as_ids(ids)
 
 
-def _read_logprobs(raw: object, where: str) -> Floats | None:
+def _read_logprobs(raw: object, field_path: str) -> Floats | None:
     if raw is None:
         return None
     content = raw.get("content") if isinstance(raw, dict) else raw
     if content is None:
         return None
     if not isinstance(content, list):
-        raise MessageError(f"{where}.content", content, "a list with one entry per token")
+        raise MessageError(f"{field_path}.content", content, "a list with one entry per token")
     try:
         values = [entry["logprob"] for entry in content]
         wide = np.array([np.nan if value is None else value for value in values], np.float64)
@@ -188,7 +188,7 @@ def _read_logprobs(raw: object, where: str) -> Floats | None:
         with np.errstate(over="ignore"):
             return wide.astype(np.float32)
     except (TypeError, KeyError, ValueError, OverflowError):
-        raise MessageError(f"{where}.content", content, "entries with a logprob (a number)") from None
+        raise MessageError(f"{field_path}.content", content, "entries with a logprob (a number)") from None
 
 
 def _all_ids(call: LoggedCall) -> Iterator[tuple[str, Ids]]:
@@ -200,7 +200,7 @@ def _all_ids(call: LoggedCall) -> Iterator[tuple[str, Ids]]:
 
 
 def group_by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]:
-    """Calls of each session, in the order sessions first appear."""
+    """Returns the calls of each session, in the order in which sessions first appear."""
     sessions: dict[str, list[LoggedCall]] = {}
     for call in calls:
         sessions.setdefault(call.session, []).append(call)
@@ -208,7 +208,7 @@ def group_by_session(calls: Iterable[LoggedCall]) -> dict[str, list[LoggedCall]]
 
 
 def with_encoded_ids(call: LoggedCall, prompt_ids: Ids, output_ids: Iterable[Ids]) -> LoggedCall:
-    """The call with ids that were made afterwards, by encoding what the log has as text."""
+    """Returns the call with ids that were encoded from its text, marked as not sampled."""
     outputs = tuple(
         replace(output, ids=ids, logprobs=None, ids_were_sampled=False)
         for output, ids in zip(call.outputs, output_ids, strict=True)

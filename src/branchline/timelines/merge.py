@@ -1,11 +1,15 @@
-"""Merging foreign logs: calls captured elsewhere become one tree, whatever order they come in.
+"""Merges calls captured elsewhere into one tree, independent of their order.
 
-AgentJet's rule, for all calls at once: a timeline whose messages are a prefix of another's is absorbed by
-it, and what the model said there is the model's. Outputs keep the ids they were sampled with; a call that
-was sampled behind other ids than those now before it says so (`behind_other_ids`).
+The rule, AgentJet's, is applied to all calls at once: a timeline whose messages are a prefix of another
+timeline is absorbed by it, and its output is marked as sampled there. Outputs keep the ids they were sampled
+with; an output whose context now has other ids is marked `inexact`.
 
     merged = merge(read_log("calls.jsonl"))
     merged.tree, merged.line_of_call, merged.repairs
+
+A log contains the ids of a whole prompt, not the ids that each message added. So in the tree the ids between
+two outputs belong, as context, to the later output, and the messages between them have no ids. Context nodes
+are found by their messages, and every path still has exactly the ids of prompt and output.
 """
 
 from __future__ import annotations
@@ -14,18 +18,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
+from branchline.core.call import AppliedEquivalence, Call, Delivery, Output
+from branchline.core.echo import match_echo
 from branchline.core.message import Message
-from branchline.core.token_arrays import NO_IDS
-from branchline.timelines.alignment import AlignmentMethod
-from branchline.timelines.links import Link, MergePolicy, find_links
+from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_runs
+from branchline.timelines.links import AlignmentMethod, Link, MergePolicy, find_links
 from branchline.timelines.log import LoggedCall
-from branchline.timelines.tree_builder import BuiltTree, build_tree
+from branchline.timelines.prefix_index import starts_with
+from branchline.tree.delta import Delivered, NewNode, TreeDelta
+from branchline.tree.node import NO_NODE, Node
 from branchline.tree.tree import Tree
+
+OutputRef = tuple[int, int]
+"""(call, output) in a log."""
+_MAX_SOURCES = 16
+"""Equal answers compared to find the source of one message; without a limit, common answers take quadratic
+time."""
+_UNVISITED, _VISITING, _ADDED = range(3)
 
 
 @dataclass(frozen=True)
 class Repair:
-    """A place where sampled ids were put back in front of a call that was sampled behind others."""
+    """A logged call in whose prompt the sampled ids of an earlier output were put back."""
 
     line: int
     method: AlignmentMethod
@@ -33,16 +49,13 @@ class Repair:
 
 @dataclass
 class MergeResult:
-    """One session's calls as a tree."""
+    """The calls of one session, linked; the tree is built on first use."""
 
     calls: list[LoggedCall]
     links: list[Link | None]
     policy: MergePolicy
-    duplicates: list[tuple[int, int]] = field(default_factory=list)
-    """(call, output) left out because an equal one is kept."""
-    drifted: list[tuple[int, int]] = field(default_factory=list)
-    """(call, depth) of calls left apart because ids disagree where texts agree."""
-    _built: BuiltTree | None = None
+    duplicates: list[OutputRef] = field(default_factory=list)
+    """Outputs left out because an equal one is kept."""
 
     @property
     def repairs(self) -> list[Repair]:
@@ -56,58 +69,53 @@ class MergeResult:
 
     @property
     def tree(self) -> Tree:
-        return self._built_tree.tree
+        return self._built.tree
 
     @cached_property
     def line_of_call(self) -> list[int]:
         """The log line of each call of the tree."""
-        return [self.calls[index].line for index in self._built_tree.call_order]
+        return [self.calls[index].line for index in self._built.call_order]
 
-    @property
-    def _built_tree(self) -> BuiltTree:
-        if self._built is None:
-            self._built = build_tree(
-                self.calls, self.links, set(self.duplicates), ignore_tools=self.policy.ignore_tools
-            )
-        return self._built
+    @cached_property
+    def _built(self) -> _TreeBuilder:
+        return _TreeBuilder(self.calls, self.links, set(self.duplicates), self.policy.ignore_tools)
 
     def timelines(self) -> Iterator[tuple[list[Message], list[int]]]:
-        """Merged timelines as (messages, places the model wrote), straight from the links."""
+        """Yields merged timelines as (messages, positions of sampled messages), without building the tree."""
         continued = {(link.parent, link.output) for link in self.links if link is not None}
         dropped = set(self.duplicates)
         for index, call in enumerate(self.calls):
-            written: list[int] | None = None
+            sampled: list[int] | None = None
             for choice, output in enumerate(call.outputs):
                 if (index, choice) in continued or (index, choice) in dropped:
                     continue
-                if written is None:
-                    written = self._sampled_positions(index)
-                yield [*call.request.messages, output.message], [*written, len(call.request.messages)]
+                if sampled is None:
+                    sampled = self._sampled_positions(index)
+                yield [*call.request.messages, output.message], [*sampled, len(call.request.messages)]
 
     def _sampled_positions(self, index: int) -> list[int]:
-        places: list[int] = []
+        positions: list[int] = []
         link = self.links[index]
         while link is not None:
-            places.append(link.depth - 1)
+            positions.append(link.depth - 1)
             link = self.links[link.parent]
-        return places[::-1]
+        return positions[::-1]
 
 
 def merge(calls: Iterable[LoggedCall], policy: MergePolicy | None = None) -> MergeResult:
-    """Merges the calls of one session. Linear in the log; the order of calls does not matter."""
+    """Merges the calls of one session, in time linear in the log."""
     policy = policy or MergePolicy()
-    # Where nothing else decides, the earlier line does, in whatever order the calls are handed over.
+    # Sorted, because the earlier line wins if nothing else decides.
     calls = sorted(calls, key=lambda call: call.line)
     scopes = _scopes(calls, policy)
-    links = find_links(calls, scopes, policy)
-    merged = MergeResult(calls, links.by_call, policy, drifted=links.drifted)
+    merged = MergeResult(calls, find_links(calls, scopes, policy), policy)
     if policy.deduplicate:
         merged.duplicates = list(_duplicates(calls, scopes, merged.links))
     return merged
 
 
 def _scopes(calls: Sequence[LoggedCall], policy: MergePolicy) -> list[int]:
-    """A number for each set of calls that may meet: one agent, and one tool list unless those are ignored."""
+    """Returns equal numbers for calls that may be linked: one agent, and one tool list unless ignored."""
     numbers: dict[tuple[str, bytes], int] = {}
     return [
         numbers.setdefault(
@@ -119,16 +127,201 @@ def _scopes(calls: Sequence[LoggedCall], policy: MergePolicy) -> list[int]:
 
 def _duplicates(
     calls: Sequence[LoggedCall], scopes: Sequence[int], links: Sequence[Link | None]
-) -> Iterator[tuple[int, int]]:
-    """Outputs equal to another of their prompt in every id, or in text without ids; continued ones stay."""
+) -> Iterator[OutputRef]:
+    """Yields outputs with the prompt and ids (or, without ids, the text) of another; continued ones are
+    kept."""
     continued = {(link.parent, link.output) for link in links if link is not None}
-    kept: dict[object, bool] = {}
-    places = [(index, choice) for index, call in enumerate(calls) for choice in range(len(call.outputs))]
-    for index, choice in sorted(places, key=lambda place: place not in continued):
+    kept: set[object] = set()
+    outputs = [(index, choice) for index, call in enumerate(calls) for choice in range(len(call.outputs))]
+    for index, choice in sorted(outputs, key=lambda output: output not in continued):
         call, output = calls[index], calls[index].outputs[choice]
         prompt = (call.prompt_ids if call.prompt_ids is not None else NO_IDS).tobytes()
         ids = output.ids.tobytes() if output.ids is not None else output.message.key
         identity = (scopes[index], call.request.message_keys, prompt, ids, output.message.content)
         if identity in kept and (index, choice) not in continued:
             yield index, choice
-        kept[identity] = True
+        kept.add(identity)
+
+
+# -- building the tree ---------------------------------------------------------------------------------
+
+
+class _TreeBuilder:
+    """Builds a tree from linked calls; `call_order` has the index of the logged call of each tree call."""
+
+    def __init__(
+        self,
+        calls: Sequence[LoggedCall],
+        links: Sequence[Link | None],
+        left_out: set[OutputRef],
+        ignore_tools: bool,
+    ) -> None:
+        self.tree = Tree()
+        self.tree.is_chronological = False
+        self._calls = calls
+        self._links = links
+        self._left_out = left_out
+        self._ignore_tools = ignore_tools
+        self._sources = _find_sources(calls, links)
+        self._nodes: dict[OutputRef, Node] = {}
+        self._inexact: set[OutputRef] = set()
+        self.call_order = _parents_first(links, self._sources)
+        for index in self.call_order:
+            self._add_call(index)
+
+    def _add_call(self, index: int) -> None:
+        """Adds a call whose parent is already in the tree."""
+        call, link = self._calls[index], self._links[index]
+        parent, start, ids, exact = self.tree.root, 0, call.prompt_ids, call.prompt_ids is not None
+        if link is not None:
+            continued = (link.parent, link.output)
+            parent, start, alignment = self._nodes[continued], link.depth, link.alignment
+            if alignment is not None:
+                identical = alignment.method == AlignmentMethod.IDENTICAL
+                exact = exact and identical and continued not in self._inexact
+                ids = None if ids is None else ids[alignment.end :]
+            elif ids is not None:
+                # The continued output was logged without ids: compare the prompt with the path itself.
+                path = self.tree.path_ids(parent)
+                exact = starts_with(ids, path)
+                ids = ids[len(path) :] if exact else None
+        config_digest = b"" if self._ignore_tools else call.request.prompt_config_digest
+        gap = NO_IDS if ids is None else ids
+        new, prompt_node, applied, reused = self._context_nodes(index, parent, start, config_digest)
+        choices = [choice for choice in range(len(call.outputs)) if (index, choice) not in self._left_out]
+        call_index, next_id = len(self.tree.calls), len(self.tree.nodes) + len(new)
+        outputs = [
+            _output_node(call, call_index, choice, gap, next_id + offset, prompt_node, exact)
+            for offset, choice in enumerate(choices)
+        ]
+        record = Call(
+            index=call_index,
+            id=call.id or f"line-{call.line}",
+            agent=call.agent,
+            prompt_node=prompt_node,
+            outputs=tuple(node.id for node in outputs),
+            prompt_tokens=0 if call.prompt_ids is None else len(call.prompt_ids),
+            prompt_config_digest=config_digest,
+            requested_config_digest=call.request.prompt_config_digest,
+            applied_equivalences=applied,
+            reused_nodes=reused,
+        )
+        self.tree.apply(TreeDelta((*new, *outputs), record))
+        self.tree.apply(Delivered(record.index, Delivery.DELIVERED))
+        for choice, node in zip(choices, outputs, strict=True):
+            self._nodes[index, choice] = self.tree.nodes[node.id]
+            if not exact:
+                self._inexact.add((index, choice))
+
+    def _context_nodes(
+        self, index: int, parent: Node, start: int, config_digest: bytes
+    ) -> tuple[list[NewNode], int, tuple[AppliedEquivalence, ...], tuple[int, ...]]:
+        """Returns the missing context nodes, the last prompt node, the equivalences and the reused nodes."""
+        messages = self._calls[index].request.messages
+        new: list[NewNode] = []
+        applied: list[AppliedEquivalence] = []
+        reused: list[int] = []
+        node: Node | None = parent
+        parent_id = parent.id
+        for position in range(start, len(messages)):
+            message = messages[position]
+            source = self._nodes.get(self._sources[index].get(position, (-1, -1)))
+            if source is not None:
+                reused.append(source.id)
+                applied += [
+                    AppliedEquivalence(position, used) for used in match_echo(source.message, message) or ()
+                ]
+            node = (
+                self.tree.find_context_child(node, message, NO_IDS, config_digest)
+                if node is not None
+                else None
+            )
+            if node is not None:
+                parent_id = node.id
+                continue
+            node_id = len(self.tree.nodes) + len(new)
+            new.append(NewNode(node_id, parent_id, message, NO_IDS, (), source.id if source else NO_NODE))
+            parent_id = node_id
+        return new, parent_id, tuple(applied), tuple(reused)
+
+
+def _output_node(
+    call: LoggedCall, call_index: int, choice: int, gap: Ids, node_id: int, parent: int, exact: bool
+) -> NewNode:
+    output = call.outputs[choice]
+    sampled = NO_IDS if output.ids is None else output.ids
+    data = Output(
+        call_index,
+        choice,
+        output.finish_reason,
+        output.logprobs if output.ids is not None else None,
+        normalize_runs(((len(sampled), 0),)),
+        inexact=not (exact and output.ids_were_sampled),
+    )
+    spans = normalize_runs(((len(gap), Origin.CONTEXT), (len(sampled), Origin.SAMPLED)))
+    ids = as_ids(np.concatenate((gap, sampled)))
+    return NewNode(node_id, parent, output.message, ids, spans, NO_NODE, data)
+
+
+def _parents_first(links: Sequence[Link | None], sources: Sequence[dict[int, OutputRef]]) -> list[int]:
+    """Returns an order in which each call follows the call it continues and the calls whose outputs it
+    repeats."""
+    order: list[int] = []
+    state = [_UNVISITED] * len(links)
+    # Calls that continue a call which repeats their output: that call does not wait for them.
+    in_cycle: set[int] = set()
+    for first in range(len(links)):
+        stack = [first]
+        while stack:
+            index = stack[-1]
+            link = links[index]
+            waiting: list[int] = []
+            if state[index] == _UNVISITED:
+                needed = [link.parent] if link is not None else []
+                needed += [call for call, _ in sources[index].values() if call not in in_cycle]
+                waiting = [other for other in needed if state[other] == _UNVISITED]
+                state[index] = _VISITING
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if state[index] != _VISITING:
+                continue
+            if link is not None and state[link.parent] != _ADDED:
+                state[index] = _UNVISITED
+                in_cycle.add(index)
+                continue
+            state[index] = _ADDED
+            order.append(index)
+    return order
+
+
+def _find_sources(calls: Sequence[LoggedCall], links: Sequence[Link | None]) -> list[dict[int, OutputRef]]:
+    """Returns for each call the outputs that its context messages repeat, by message position."""
+    outputs: dict[bytes, list[OutputRef]] = {}
+    for index, call in enumerate(calls):
+        for choice, output in enumerate(call.outputs):
+            outputs.setdefault(output.message.key, []).append((index, choice))
+    sources: list[dict[int, OutputRef]] = []
+    for index, (call, link) in enumerate(zip(calls, links, strict=True)):
+        found: dict[int, OutputRef] = {}
+        for position in range(link.depth if link is not None else 0, len(call.request.messages)):
+            message = call.request.messages[position]
+            if message.role == "assistant" and message.key in outputs:
+                source = _best_source(calls, message, index, outputs[message.key][:_MAX_SOURCES])
+                if source is not None:
+                    found[position] = source
+        sources.append(found)
+    return sources
+
+
+def _best_source(
+    calls: Sequence[LoggedCall], message: Message, index: int, candidates: Sequence[OutputRef]
+) -> OutputRef | None:
+    ranked: list[tuple[bool, int, int, OutputRef]] = []
+    for call, choice in candidates:
+        used = match_echo(calls[call].outputs[choice].message, message) if call != index else None
+        if used is not None:
+            other_agent = calls[call].agent != calls[index].agent
+            ranked.append((other_agent, len(used), calls[call].line, (call, choice)))
+    return min(ranked)[-1] if ranked else None

@@ -1,8 +1,8 @@
-"""Which logged call continues which output, for all calls at once and in time linear in the log.
+"""Finds for all logged calls at once which outputs they repeat as a prefix, in time linear in the log.
 
-Each call's messages are a sequence of 128-bit keys. Hashing every prefix of all calls at once
-turns "is this output's path a prefix of that call's messages" into one look-up; a hit is then confirmed
-key by key. The same is done on token ids. The answer does not depend on the order of the log.
+Each call's messages are a sequence of 128-bit keys. The hashes of all prefixes turn "is this output's path a
+prefix of that call's messages" into one lookup; a hit is then confirmed key by key. Token ids are handled the
+same way. The result does not depend on the order of the log.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _UINT64_MASK = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class CallKeys:
-    """One call as the hasher sees it: who asks, its messages' keys, its outputs' keys."""
+    """The keys of one call's messages and outputs."""
 
     scope: int
-    """Calls of different scopes (agents, tool lists) never meet."""
+    """Calls of different scopes (agents, tool lists) never match."""
     message_keys: bytes
-    """16 bytes for each message of the request."""
+    """16 bytes per message of the request."""
     output_keys: tuple[bytes, ...]
 
 
@@ -39,70 +39,62 @@ PrefixMatch = tuple[int, int, int]
 
 
 class MessagePrefixIndex:
-    """For each call the outputs it shows as a prefix of its messages, deepest first."""
+    """Matches each call with the outputs that a prefix of its messages ends in, deepest first."""
 
-    def __init__(self, chains: Sequence[CallKeys]) -> None:
-        self._calls = chains
-        self._keys = [np.frombuffer(chain.message_keys, np.uint64).reshape(-1, 2) for chain in chains]
+    def __init__(self, calls: Sequence[CallKeys]) -> None:
+        self._calls = calls
+        self._keys = [np.frombuffer(call.message_keys, np.uint64).reshape(-1, 2) for call in calls]
         lengths = np.array([len(key) for key in self._keys], np.int64)
         powers = _powers(int(lengths.max(initial=0)) + 1)
-        self._prefixes = _prefix_hashes(chains, self._keys, lengths, powers)
+        self._prefixes = _prefix_hashes(calls, self._keys, lengths, powers)
         self._offsets = np.concatenate(([0], np.cumsum(lengths + 1)))
-        counts = [len(chain.output_keys) for chain in chains]
+        counts = [len(call.output_keys) for call in calls]
         self._outputs = [(call, output) for call, count in enumerate(counts) for output in range(count)]
         ends = np.repeat(self._offsets[1:] - 1, counts)
-        output_keys = b"".join(key for chain in chains for key in chain.output_keys)
+        output_keys = b"".join(key for call in calls for key in call.output_keys)
         last = _combine_halves(np.frombuffer(output_keys, np.uint64).reshape(-1, 2))
-        whole = self._prefixes[ends] + last * powers[np.repeat(lengths, counts)]
+        path_hashes = self._prefixes[ends] + last * powers[np.repeat(lengths, counts)]
         self._outputs_by_hash: dict[int, list[int]] = {}
-        for place, value in enumerate(whole.tolist()):
-            self._outputs_by_hash.setdefault(value, []).append(place)
-        self._match_positions = _positions_of(self._prefixes, whole)
+        for position, value in enumerate(path_hashes.tolist()):
+            self._outputs_by_hash.setdefault(value, []).append(position)
+        self._match_positions = np.flatnonzero(np.isin(self._prefixes, path_hashes))
         self._match_ranges = np.searchsorted(self._match_positions, self._offsets).tolist()
 
     def matches(self, call: int) -> Iterator[PrefixMatch]:
         first, end = self._match_ranges[call : call + 2]
         if first == end:
             return
-        chain, keys, start = self._calls[call], self._keys[call], int(self._offsets[call])
-        for place in self._match_positions[first:end][::-1].tolist():
-            depth = place - start
-            for owner in self._outputs_by_hash[int(self._prefixes[place])]:
-                parent, output = self._outputs[owner]
-                # Equal hashes are a hint; equal keys are the proof.
+        matched, keys, start = self._calls[call], self._keys[call], int(self._offsets[call])
+        for position in self._match_positions[first:end][::-1].tolist():
+            depth = position - start
+            for candidate in self._outputs_by_hash[int(self._prefixes[position])]:
+                parent, output = self._outputs[candidate]
+                # Equal hashes are only a hint: compare the keys.
                 if (
                     len(self._keys[parent]) == depth - 1
-                    and self._calls[parent].scope == chain.scope
+                    and self._calls[parent].scope == matched.scope
                     and self._calls[parent].output_keys[output]
-                    == chain.message_keys[16 * depth - 16 : 16 * depth]
+                    == matched.message_keys[16 * depth - 16 : 16 * depth]
                     and np.array_equal(keys[: depth - 1], self._keys[parent])
                 ):
                     yield depth, parent, output
 
 
-def _positions_of(values: Hashes, wanted: Hashes) -> NDArray[np.intp]:
-    """Where values are among those wanted. Most are not, and a table of low bits says so without sorting."""
-    bits = np.uint64((1 << (64 * len(wanted)).bit_length()) - 1)
-    table = np.zeros(int(bits) + 1, np.bool_)
-    table[wanted & bits] = True
-    likely = np.flatnonzero(table[values & bits])
-    return likely[np.isin(values[likely], wanted)]
-
-
 def _prefix_hashes(
-    chains: Sequence[CallKeys], keys: Sequence[Hashes], lengths: NDArray[np.int64], powers: Hashes
+    calls: Sequence[CallKeys], keys: Sequence[Hashes], lengths: NDArray[np.int64], powers: Hashes
 ) -> Hashes:
-    """The hash of every prefix of every call, end to end: a sum of keys, each times its place's power."""
+    """Returns the hash of every prefix of every call, concatenated: the sum of key times power of
+    position."""
     starts = np.cumsum(lengths) - lengths
     flat = np.concatenate(keys) if len(keys) else np.empty((0, 2), np.uint64)
-    places = np.arange(len(flat)) - np.repeat(starts, lengths)
+    positions = np.arange(len(flat)) - np.repeat(starts, lengths)
     sums = np.concatenate(
-        (np.zeros(1, np.uint64), np.cumsum(_combine_halves(flat) * powers[places], dtype=np.uint64))
+        (np.zeros(1, np.uint64), np.cumsum(_combine_halves(flat) * powers[positions], dtype=np.uint64))
     )
-    scopes = np.array([chain.scope for chain in chains], np.uint64) * _MIX_C
-    # A call has one prefix more than messages: the empty one.
-    calls = np.repeat(np.arange(len(chains)), lengths + 1)
-    prefixes: Hashes = sums[np.arange(len(calls)) - calls] + (scopes - sums[starts])[calls]
+    scopes = np.array([call.scope for call in calls], np.uint64) * _MIX_C
+    # A call has one more prefix than messages: the empty one.
+    owners = np.repeat(np.arange(len(calls)), lengths + 1)
+    prefixes: Hashes = sums[np.arange(len(owners)) - owners] + (scopes - sums[starts])[owners]
     return prefixes
 
 
@@ -112,10 +104,9 @@ def _combine_halves(keys: Hashes) -> Hashes:
 
 
 class TokenPrefixIndex:
-    """For each call the outputs whose prompt and ids are a prefix of its prompt ids, deepest first.
+    """Matches each call with the outputs whose prompt and ids are a prefix of its prompt ids, deepest first.
 
-    The depth of a hit is a number of ids. At most as many prefixes are looked up as a prompt has ids, so
-    this too is linear in the log.
+    The depth of a match is a number of ids. At most one lookup per id of a prompt, so this is linear too.
     """
 
     def __init__(
@@ -151,21 +142,20 @@ class TokenPrefixIndex:
         )
         for length in fitting[::-1].tolist():
             for parent, choice in self._outputs_by_hash.get((scope, length, int(sums[length])), ()):
-                before, said = self._prompts[parent], self._outputs[parent][choice]
-                # An empty output is continued only by a longer prompt, or twins would continue each other.
-                if before is not None and len(before) < len(prompt) and starts_with(prompt, before, said):
+                before, output = self._prompts[parent], self._outputs[parent][choice]
+                # Only a longer prompt continues an empty output; otherwise equal calls would continue each
+                # other.
+                if before is not None and len(before) < len(prompt) and starts_with(prompt, before, output):
                     yield length, parent, choice
 
 
 def starts_with(prompt: Ids, *parts: Ids | None) -> bool:
-    """Whether a prompt begins with these ids, one part after the other."""
-    place = 0
+    """Whether a prompt starts with the concatenation of these parts; False if a part is None."""
+    position = 0
     for part in parts:
-        if part is None or len(prompt) < place + len(part):
+        if part is None or not np.array_equal(prompt[position : position + len(part)], part):
             return False
-        if not np.array_equal(prompt[place : place + len(part)], part):
-            return False
-        place += len(part)
+        position += len(part)
     return True
 
 
@@ -174,5 +164,5 @@ def _powers(count: int) -> Hashes:
 
 
 def _weighted_ids(ids: Ids, powers: Hashes) -> Hashes:
-    # +1: a leading id 0 must change the hash.
+    # +1, so that an id 0 changes the hash.
     return (ids.astype(np.uint64) + np.uint64(1)) * powers[: len(ids)]

@@ -1,12 +1,11 @@
 """A timeline: one root-to-leaf path of a tree, read as aligned arrays.
 
-`ids`, `origins`, `mask`, `logprobs` and `versions` have one length, always. A timeline is a view: it
-computes from the nodes when asked, and holds no tokens of its own until then.
+`ids`, `origins`, `mask`, `logprobs` and `versions` always have one length. A timeline is a view; its arrays
+are computed from the nodes on first use.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -23,19 +22,8 @@ Author = Literal["llm", "env"]
 NO_VERSION = -1
 
 
-@dataclass(frozen=True)
-class AssistantSpan:
-    """One assistant turn of a timeline: what it saw is `ids[:start]`, what it said `ids[start:end]`."""
-
-    call: Call
-    node: Node
-    start: int
-    end: int
-    finish_reason: str
-
-
 class Timeline:
-    """A path of a tree as a trainer sees it."""
+    """A path of a tree as messages and arrays."""
 
     def __init__(self, tree: Tree, leaf: Node) -> None:
         self.tree = tree
@@ -52,7 +40,7 @@ class Timeline:
 
     @property
     def authors(self) -> list[Author]:
-        """Who wrote each message here: a reply shown again in another place is `env` there."""
+        """`llm` for each message sampled on this path, `env` for context, including repeated replies."""
         return ["llm" if node.is_sampled else "env" for node in self.nodes]
 
     @property
@@ -68,28 +56,13 @@ class Timeline:
         return [self.tree.call_of(node) for node in self.sampled_nodes]
 
     @property
-    def assistant_spans(self) -> list[AssistantSpan]:
-        """The assistant turns with their boundaries, first to last."""
-        return [
-            AssistantSpan(
-                self.tree.calls[node.output.call_index],
-                node,
-                node.sampled_start,
-                node.end,
-                node.output.finish_reason,
-            )
-            for node in self.nodes
-            if node.output is not None
-        ]
-
-    @property
     def exact(self) -> bool:
-        """Whether everything sampled stands behind the ids it was sampled behind."""
-        return not self.tokens_behind_other_ids
+        """Whether every sampled token has exactly the context it was sampled in."""
+        return not self.inexact_tokens
 
     @property
-    def tokens_behind_other_ids(self) -> int:
-        """Sampled tokens that were sampled behind other ids than those that stand before them here."""
+    def inexact_tokens(self) -> int:
+        """The number of sampled tokens whose context differs from the context they were sampled in."""
         return sum(
             len(node.sampled_ids)
             for node in self.nodes
@@ -110,23 +83,23 @@ class Timeline:
 
     @cached_property
     def mask(self) -> NDArray[np.int8]:
-        """1 where a token was sampled here."""
+        """1 for sampled tokens, else 0."""
         mask: NDArray[np.int8] = (self.origins == Origin.SAMPLED).astype(np.int8)
         return mask
 
     @cached_property
     def logprobs(self) -> Floats:
-        """As sampled; 0 where nothing was sampled, NaN where a sampled token came without."""
+        """Logprobs of sampled tokens, NaN if missing; 0 for all other tokens."""
         logprobs = np.zeros(len(self), np.float32)
         for node in self.nodes:
             if node.output is not None:
-                given = node.output.logprobs
-                logprobs[node.sampled_start : node.end] = np.nan if given is None else given
+                sampled = node.output.logprobs
+                logprobs[node.sampled_start : node.end] = np.nan if sampled is None else sampled
         return logprobs
 
     @cached_property
     def versions(self) -> NDArray[np.int32]:
-        """The policy version that sampled each token; -1 where nothing was sampled."""
+        """The policy version that sampled each token; -1 for all other tokens."""
         versions = np.full(len(self), NO_VERSION, np.int32)
         for node in self.nodes:
             if node.output is not None and runs_length(node.output.versions):
@@ -134,32 +107,17 @@ class Timeline:
         return versions
 
     @cached_property
-    def routed_experts(self) -> NDArray[np.integer] | None:
-        """One row for each token, zeros where nothing was sampled; None where no call gave any."""
-        given = [
-            (node, node.output.routed_experts)
-            for node in self.nodes
-            if node.output is not None and node.output.routed_experts is not None
-        ]
-        if not given:
-            return None
-        routed: NDArray[np.integer] = np.zeros((len(self), *given[0][1].shape[1:]), given[0][1].dtype)
-        for node, rows in given:
-            routed[node.sampled_start : node.end] = rows
-        return routed
-
-    @cached_property
     def token_node_ids(self) -> NDArray[np.int32]:
-        """The id of the node each token belongs to."""
+        """The node id of each token."""
         return np.repeat(
             np.array([node.id for node in self.nodes], np.int32), [len(node.ids) for node in self.nodes]
         )
 
     def __repr__(self) -> str:
-        said = " · ".join(repr(node.message.content[:16]) for node in self.sampled_nodes)
-        return f"<Timeline {len(self.nodes)} messages, {len(self)} tokens: {said}>"
+        outputs = " · ".join(repr(node.message.content[:16]) for node in self.sampled_nodes)
+        return f"<Timeline {len(self.nodes)} messages, {len(self)} tokens: {outputs}>"
 
 
 def timelines_of(tree: Tree) -> list[Timeline]:
-    """Every timeline of a tree, in the order their last messages were committed."""
+    """Returns every timeline of a tree, in the order in which their leaves were added."""
     return [Timeline(tree, leaf) for leaf in tree.leaves()]

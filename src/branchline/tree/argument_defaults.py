@@ -1,8 +1,8 @@
-"""Tool calls that come back with what their tool's schema says anyway: defaults written out, or left out.
+"""Recognises tool calls whose echo differs from the sampled call only by defaults of the tool's schema.
 
-A client that reads arguments through a schema gets its defaults filled in, and some send that back as
-history. It means what was sampled. Only a call that echoes its id is looked at, and it must be equal to the
-sampled one once the defaults are filled in on both sides; everything else stays an edit.
+A client that parses arguments through a schema fills in its defaults, and some clients send the result back
+as history. Only a call that echoes its id is considered, and it must equal the sampled call after the
+defaults are filled in on both sides; any other difference remains an edit.
 """
 
 from __future__ import annotations
@@ -21,47 +21,36 @@ from branchline.core.message import Message, ToolCall
 Tools = Sequence[Mapping[str, Any]]
 
 
-class SampledToolCalls:
-    """The tool calls that were sampled, by the ids they have on the wire."""
+def restore_sampled_arguments(
+    messages: Sequence[Message], start: int, tools: Tools, sampled: Mapping[str, ToolCall]
+) -> tuple[tuple[Message, ...], tuple[AppliedEquivalence, ...]]:
+    """Returns the messages with sampled arguments from `start` on, where only defaults differ.
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, ToolCall] = {}
+    `sampled` holds the sampled tool calls by their wire ids.
+    """
+    restored = list(messages)
+    applied: list[AppliedEquivalence] = []
+    for index in range(start, len(restored)):
+        message = restored[index]
+        calls = tuple([_restore_call(call, tools, sampled.get(call.id)) for call in message.tool_calls])
+        if calls != message.tool_calls:
+            restored[index] = structs.replace(message, tool_calls=calls)
+            applied.append(AppliedEquivalence(index, Equivalence.DEFAULTS_FILLED))
+    return tuple(restored), tuple(applied)
 
-    def add(self, message: Message) -> None:
-        for call in message.tool_calls:
-            if call.id:
-                self._by_id[call.id] = call
 
-    def find(self, call_id: str) -> ToolCall | None:
-        return self._by_id.get(call_id)
-
-    def restore_sampled_arguments(
-        self, messages: Sequence[Message], start: int, tools: Tools
-    ) -> tuple[tuple[Message, ...], tuple[AppliedEquivalence, ...]]:
-        """The messages, from `start` on with arguments as they were sampled where they mean the same."""
-        restored = list(messages)
-        echoes: list[AppliedEquivalence] = []
-        for index in range(start, len(restored)):
-            message = restored[index]
-            calls = tuple([self._restore_call(call, tools) for call in message.tool_calls])
-            if calls != message.tool_calls:
-                restored[index] = structs.replace(message, tool_calls=calls)
-                echoes.append(AppliedEquivalence(index, Equivalence.DEFAULTS_FILLED))
-        return tuple(restored), tuple(echoes)
-
-    def _restore_call(self, call: ToolCall, tools: Tools) -> ToolCall:
-        sampled = self._by_id.get(call.id)
-        if (
-            sampled is None
-            or sampled.canonical_arguments == call.canonical_arguments
-            or not differ_only_by_defaults(sampled, call, tools)
-        ):
-            return call
-        return structs.replace(call, arguments=sampled.arguments)
+def _restore_call(call: ToolCall, tools: Tools, sampled: ToolCall | None) -> ToolCall:
+    if (
+        sampled is None
+        or sampled.canonical_arguments == call.canonical_arguments
+        or not differ_only_by_defaults(sampled, call, tools)
+    ):
+        return call
+    return structs.replace(call, arguments=sampled.arguments)
 
 
 def differ_only_by_defaults(sampled: ToolCall, shown: ToolCall, tools: Tools) -> bool:
-    """Whether two calls differ in nothing but defaults of their tool."""
+    """Whether two calls are equal once the defaults of their tool's schema are filled in."""
     if sampled.name != shown.name or not (sampled.is_json and shown.is_json):
         return False
     schema = _find_schema(sampled.name, tools)
@@ -77,7 +66,7 @@ def differ_only_by_defaults(sampled: ToolCall, shown: ToolCall, tools: Tools) ->
 
 
 def fill_defaults(value: Any, schema: Any) -> Any:
-    """A value with the defaults of its schema.
+    """Returns a value with the defaults of its schema filled in.
 
     >>> fill_defaults({"old": "a"}, {"properties": {"old": {}, "all": {"default": False}}})
     {'old': 'a', 'all': False}
@@ -90,9 +79,9 @@ def fill_defaults(value: Any, schema: Any) -> Any:
     if not isinstance(value, dict) or not isinstance(properties, Mapping):
         return value
     filled = {name: fill_defaults(item, properties.get(name)) for name, item in value.items()}
-    for name, of in properties.items():
-        if name not in filled and isinstance(of, Mapping) and "default" in of:
-            filled[name] = of["default"]
+    for name, property_schema in properties.items():
+        if name not in filled and isinstance(property_schema, Mapping) and "default" in property_schema:
+            filled[name] = property_schema["default"]
     return filled
 
 

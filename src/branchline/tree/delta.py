@@ -1,6 +1,7 @@
-"""What a commit adds to a tree, as a value: applied live, written to the journal, applied again on replay.
+"""What a commit adds to a tree, as a value: applied at commit, written to the journal, applied again on
+replay.
 
-Both ways go through `Tree.apply`, so a tree that was replayed is the tree that was.
+Both paths use `Tree.apply`, so a replayed tree equals the original.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from branchline.tree.node import NO_NODE
 
 
 class NewNode(msgspec.Struct, frozen=True, array_like=True):
-    """A node to be added; parents come before their children."""
+    """A node to add; parents precede their children."""
 
     id: int
     parent_id: int
@@ -29,14 +30,14 @@ class NewNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TreeDelta(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
-    """One commit: context nodes that were not there yet, sampled nodes, the call."""
+    """One commit: the missing context nodes, the sampled nodes and the call."""
 
     nodes: tuple[NewNode, ...]
     call: Call
 
 
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivery"):
-    """What became of a call's outputs."""
+    """The delivery of a call's outputs."""
 
     call_index: int
     delivery: Delivery
@@ -54,7 +55,7 @@ def _encode_array(value: Any) -> Any:
 
 
 def decode_array(_: type, value: Any) -> Any:
-    """What a decoder of records needs to read arrays back."""
+    """The `dec_hook` with which a decoder reads arrays of records."""
     dtype, shape, data = value
     array = np.frombuffer(data, dtype).reshape(shape)
     array.flags.writeable = False
@@ -66,7 +67,7 @@ _decoder: msgspec.msgpack.Decoder[TreeRecord] = msgspec.msgpack.Decoder(TreeReco
 
 
 def encode_record(record: msgspec.Struct) -> bytes:
-    """A record as bytes: ours, or one of those that others keep in the same journal."""
+    """Encodes a record of this module, or another struct kept in the same journal."""
     return _encoder.encode(record)
 
 

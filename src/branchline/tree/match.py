@@ -1,14 +1,14 @@
 """Finds the recorded path that a request continues.
 
-All paths that fit are followed side by side, because equal answers may have been sampled more than once
-and a greedy walk would fork: the longest wins; then the one whose ids the client echoes; then one known
-to have reached the client; then the one that needed the fewest equivalences; then the oldest.
+All matching paths are followed in parallel, because equal answers may have been sampled more than once and a
+greedy walk would fork. The longest path wins; then the one whose ids the client echoes; then one that is
+known to have reached the client; then the one that needs the fewest equivalences; then the oldest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,11 +21,11 @@ from branchline.tree.node import NO_NODE, Node
 
 @dataclass(frozen=True, slots=True)
 class PathMatch:
-    """Where a request continues, and what had to be tolerated to see it."""
+    """The path that a request continues, and the equivalences that were applied to match it."""
 
     path: list[Node]
     messages: tuple[Message, ...]
-    """The request's messages with tool results in the order their calls were sampled."""
+    """The request's messages, with tool results in the order in which their calls were sampled."""
     applied_equivalences: tuple[AppliedEquivalence, ...]
     ambiguous: bool
 
@@ -38,17 +38,10 @@ class _Candidate:
     undelivered_count: int = 0
     pending_count: int = 0
     reordered: dict[int, Message] | None = None
-    """Tool results of this request that take another place on this path."""
+    """Tool results that take another position on this path, by that position."""
 
     def copy(self) -> _Candidate:
-        return _Candidate(
-            self.node,
-            self.applied_equivalences[:],
-            self.echoed_id_count,
-            self.undelivered_count,
-            self.pending_count,
-            self.reordered,
-        )
+        return replace(self, applied_equivalences=self.applied_equivalences[:])
 
     def sort_key(self) -> tuple[int, ...]:
         return (
@@ -61,16 +54,20 @@ class _Candidate:
 
 
 class PathMatcher:
-    """Matches requests against one tree; the function says what became of a sampled node."""
+    """Matches requests against one tree; `delivery_of` returns the delivery of a sampled node.
 
-    def __init__(self, root: Node, delivery_of: Callable[[Node], Delivery]) -> None:
+    With `restore_reasoning`, an echo without its reasoning still matches the sampled message.
+    """
+
+    def __init__(
+        self, root: Node, delivery_of: Callable[[Node], Delivery], *, restore_reasoning: bool
+    ) -> None:
         self._root = root
-        self.restore_reasoning = True
-        """A reply that comes back without its reasoning is that reply all the same."""
         self._delivery_of = delivery_of
+        self._restore_reasoning = restore_reasoning
 
     def find(self, request: Request, first_key: bytes) -> PathMatch:
-        """The best path for a request; `first_key` is its first message's key joined with its frame."""
+        """Returns the best path for a request; `first_key` is the node key of its first message."""
         messages = request.messages
         frontier = [_Candidate(self._root, [])]
         index = 0
@@ -89,11 +86,11 @@ class PathMatcher:
                 if candidate.reordered is not None:
                     shown = candidate.reordered.get(index, message)
                 group = children.get(shown.key if index else first_key, ())
-                for place, child in enumerate(group, start=1):
-                    # The last child may take the candidate itself: mostly there is just one.
-                    stepped = candidate if place == len(group) else candidate.copy()
-                    if self._match_child(stepped, child, index, shown, request):
-                        following.append(stepped)
+                for count, child in enumerate(group, start=1):
+                    # The last child, usually the only one, reuses the candidate.
+                    advanced = candidate if count == len(group) else candidate.copy()
+                    if self._match_child(advanced, child, index, shown, request):
+                        following.append(advanced)
             if not following:
                 break
             frontier = following
@@ -103,16 +100,16 @@ class PathMatcher:
             frontier.sort(key=_Candidate.sort_key)
             best = frontier[0]
             ambiguous = best.echoed_id_count == frontier[1].echoed_id_count
-        effective = messages
         if best.reordered:
-            effective = tuple(best.reordered.get(index, message) for index, message in enumerate(messages))
-        return PathMatch(best.node.path(), effective, tuple(best.applied_equivalences), ambiguous)
+            messages = tuple(best.reordered.get(index, message) for index, message in enumerate(messages))
+        return PathMatch(best.node.path(), messages, tuple(best.applied_equivalences), ambiguous)
 
     def _match_exact(self, candidate: _Candidate, index: int, request: Request, first_key: bytes) -> int:
-        """Moves a lone candidate down one path for as long as the request repeats it letter by letter.
+        """Advances a single candidate while the request repeats its path exactly; returns the next index.
 
-        Mostly that is all the way. Nothing is noted: what lies before a fork cannot tell candidates apart.
-        Parallel calls are left to `_step`, because their results may move.
+        A fast path that usually covers the whole request. Nothing is counted, because nodes before a fork do
+        not distinguish candidates. Parallel calls are left to `_match_child`, because their results may
+        move.
         """
         messages, node = request.messages, candidate.node
         while index < len(messages):
@@ -122,7 +119,7 @@ class PathMatcher:
                 break
             child = group[0]
             if child.sampled_ids is not None or shown.role == "assistant":
-                # Only an assistant's key leaves things out; everybody else's says it all.
+                # Only an assistant's key omits fields; for other roles equal keys are equal messages.
                 recorded = child.message
                 if (
                     recorded.content != shown.content
@@ -142,7 +139,7 @@ class PathMatcher:
     def _match_child(
         self, candidate: _Candidate, child: Node, index: int, shown: Message, request: Request
     ) -> bool:
-        """Moves a candidate to a child if the shown message is that child; leaves it alone if not."""
+        """Moves a candidate to a child if the shown message matches it; otherwise leaves it unchanged."""
         recorded = child.message
         if self._is_copy_of_own_reply(child, request):
             return False
@@ -152,7 +149,7 @@ class PathMatcher:
             candidate.node = child
             return True
         used = match_echo(recorded, shown)
-        if used is None or (Equivalence.DROPPED_REASONING in used and not self.restore_reasoning):
+        if used is None or (Equivalence.DROPPED_REASONING in used and not self._restore_reasoning):
             return False
         if child.output is not None:
             if child.agent != request.agent:
@@ -178,7 +175,10 @@ class PathMatcher:
         return True
 
     def _is_copy_of_own_reply(self, child: Node, request: Request) -> bool:
-        """A reply shown to another agent where it was sampled, id by id: its own goes on from the reply."""
+        """Whether a child is a context copy, with equal ids, of a sibling that this request's agent sampled.
+
+        Such a copy was added for another agent; the agent that sampled the reply continues the original.
+        """
         if child.source_id == NO_NODE or child.parent is None:
             return False
         return any(
@@ -193,29 +193,28 @@ UNDELIVERED = (Delivery.LOST, Delivery.CANCELLED)
 
 
 def longest_raw_path(root: Node, ids: Ids) -> list[Node]:
-    """The nodes of bare prompts whose ids these ids begin with; of equal ones the oldest.
+    """Returns the longest path of raw-prompt nodes that `ids` starts with; of equal paths, the oldest.
 
-    Only bare prompts: a conversation's ids may be repeated by one, but its messages are not on offer.
+    Conversations are not considered, even if a raw prompt repeats their ids.
     """
     best: list[Node] = []
-    reached = 0
-    under = [node for node in root.all_children() if node.prompt_config_digest == RAW_PROMPT_DIGEST]
+    length = 0
     # Depth first, older siblings first: a later path wins only by being longer.
-    waiting = under[::-1]
-    while waiting:
-        node = waiting.pop()
-        if node.end > len(ids) or not np.array_equal(ids[node.end - len(node.ids) : node.end], node.ids):
+    stack = [node for node in root.all_children() if node.prompt_config_digest == RAW_PROMPT_DIGEST][::-1]
+    while stack:
+        node = stack.pop()
+        if node.end > len(ids) or not np.array_equal(ids[node.start : node.end], node.ids):
             continue
-        if node.end > reached:
-            best, reached = node.path(), node.end
-        waiting += node.all_children()[::-1]
+        if node.end > length:
+            best, length = node.path(), node.end
+        stack += node.all_children()[::-1]
     return best
 
 
 def reorder_tool_results(
     recorded: Message, shown: Message, messages: Sequence[Message], index: int
 ) -> dict[int, Message] | None:
-    """The tool results behind messages[index] that belong in another place, by the place they take."""
+    """Returns the tool results after messages[index] by their new positions, or None if none moves."""
     results = _results_after(messages, index)
     ordered, moved = order_tool_results(recorded, shown, results)
     if not moved:

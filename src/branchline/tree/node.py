@@ -1,7 +1,7 @@
-"""A node: one message, and the ids it added behind its parent.
+"""A node: one message and the ids it added after its parent's.
 
-Concatenating `node.ids` from the root to a node reproduces exactly what the model saw up to there (and,
-at a sampled node, what it said). A node never changes once it is in a tree; only children are added.
+Concatenating `node.ids` from the root to a node gives exactly the ids the model saw up to that node (and,
+for a sampled node, the ids it sampled). A node in a tree never changes; only children are added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_NODE = -1
 
 
 class Node:
-    """One message of a tree. Plain slots, because a tree holds many of them."""
+    """One message of a tree. A plain class with slots, because a tree holds many nodes."""
 
     __slots__ = (
         "agent",
@@ -55,23 +55,23 @@ class Node:
         self.id = id
         self.parent = parent
         self.key = key
-        """What its parent's children are looked up by: the message's key, at the root with the frame."""
+        """Key among its siblings: the message's key; for a first message, combined with the config digest."""
         self.message = message
         self.ids = ids
         self.spans = spans
         self.output = output
         self.sampled_ids = sampled_ids
-        """The output as sampled: a view of `ids`, or of the source's where it is shown as context."""
+        """The output as sampled: a view of `ids`, or the source's ids if this node repeats an output."""
         self.ends_sampled: bool = output is not None or _ends_with(ids, sampled_ids)
-        """Whether `ids` end in `sampled_ids`; not so where a template showed the message otherwise."""
+        """Whether `ids` end with `sampled_ids`; False if a template rendered the message differently."""
         self.source_id = source_id
-        """The node this one shows again as context, or NOWHERE."""
+        """The node that this node repeats as context, or NO_NODE."""
         self.prompt_config_digest = prompt_config_digest
         self.agent = agent
-        """Who sampled it; None for context, which belongs to nobody."""
+        """The agent that sampled it; None for context."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.start: int = parent.end if parent is not None else 0
-        """How many tokens stand before this node on its path."""
+        """The number of tokens before this node on its path."""
         self.children: dict[bytes, list[Node]] | None = None
 
     @property
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def sampled_start(self) -> int:
-        """Where on the path the sampled part begins; it reaches to `end`."""
+        """The position on the path where the sampled ids begin; they reach to `end`."""
         return self.end - (len(self.sampled_ids) if self.output and self.sampled_ids is not None else 0)
 
     def path(self) -> list[Node]:
@@ -106,13 +106,13 @@ class Node:
         return sorted((child for group in self.children.values() for child in group), key=lambda n: n.id)
 
     def copy_under(self, parent: Node | None) -> Node:
-        """The same node below another parent, with no children yet. What it holds is shared, not copied."""
-        twin = Node.__new__(Node)
+        """Returns a copy of the node under another parent, without children. Its values are shared."""
+        copy = Node.__new__(Node)
         for name in Node.__slots__:
-            setattr(twin, name, getattr(self, name))
-        twin.parent = parent
-        twin.children = None
-        return twin
+            setattr(copy, name, getattr(self, name))
+        copy.parent = parent
+        copy.children = None
+        return copy
 
     def __repr__(self) -> str:
         kind = "sampled" if self.is_sampled else self.message.role

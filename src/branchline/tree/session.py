@@ -1,19 +1,18 @@
-"""A session: one episode's tree, its codec, and the journal that makes it survive.
+"""A session: the tree of one episode, its codec and its journal.
 
     turn = session.prepare(request)
     generation = await engine.generate(turn.prompt_ids, params)
     call = session.commit(turn, generation).call
 
-A failed generation touches nothing. A commit is planned, written to the journal in the order of commits
-and applied; `durable` resolves once the record is safe, and a reply must not leave before.
+A failed generation changes nothing. A commit is planned, written to the journal in commit order and applied;
+`durable` resolves once the record is durable, and a reply must not be sent before that.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -28,18 +27,18 @@ from branchline.tree.tree import Tree, Turn
 
 @dataclass(frozen=True)
 class CommitResult:
-    """A call in the tree, and when it is safe."""
+    """A committed call and its durability."""
 
     call: Call
     durable: Future[int] | None
-    """Resolves once the journal holds the call; None where the session has no journal."""
+    """Resolves once the call is in the journal; None if the session has no journal."""
 
 
 class Session:
     """One episode of one task by one or more agents.
 
-    `history` and `restore_reasoning` say how the next prompt is built: as the chat template shows the
-    conversation or as it was sampled, and whether a client that drops reasoning really drops it.
+    `history` decides whether the next prompt is built as the chat template renders the conversation or as it
+    was sampled. `restore_reasoning` decides whether reasoning that a client drops is restored.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Session:
     ) -> None:
         self.id = id
         self.started_at = started_at or datetime.now()
-        """What the clock of a template shows throughout; kept with every call, so that a restart keeps it."""
+        """The time that templates show during the whole session; stored with every call for restarts."""
         stop_clock: Callable[[datetime], Codec] | None = getattr(codec, "with_clock", None)
         self.codec = codec if stop_clock is None else stop_clock(self.started_at)
         self.history: HistoryPolicy = history
@@ -63,7 +62,7 @@ class Session:
         self._journal = journal
         if journal is not None and tree is None and next(journal.read(id), None) is not None:
             raise TreeError(f"session {id} is in the journal already: reopen it with Session.reopen")
-        # Plan, journal and apply belong together; prepare reads an append-only tree and needs no lock.
+        # Makes plan, journal and apply atomic; prepare only reads an append-only tree and needs no lock.
         self._commit_lock = threading.Lock()
 
     @classmethod
@@ -76,7 +75,7 @@ class Session:
         history: HistoryPolicy = "template",
         restore_reasoning: bool = True,
     ) -> Session:
-        """The session as its journal has it; an unknown id is a session with nothing in it yet."""
+        """Restores a session from its journal; an unknown id gives an empty session."""
         tree = Tree(restore_reasoning=restore_reasoning)
         for data in journal.read(id):
             tree.apply(decode_record(data))
@@ -87,31 +86,29 @@ class Session:
         return self.tree.prepare(request, self.codec, self.history)
 
     def prepare_ids(self, request: Request, prompt_ids: Ids) -> Turn:
-        """The same for a bare prompt, whose ids are given."""
+        """Prepares a raw prompt from its ids."""
         return self.tree.prepare_ids(request, prompt_ids, self.codec)
 
     def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> CommitResult:
-        """Adds the outputs of a turn, one generation for each choice."""
+        """Adds the outputs of a turn, one generation per choice."""
         with self._commit_lock:
             delta = self.tree.plan(turn, generations, call_id, self.codec, self.started_at.timestamp())
             durable = self._append_record(delta)
             return CommitResult(self.tree.apply(delta), durable)
 
     def record_delivery(self, call: Call, delivery: Delivery = Delivery.DELIVERED) -> Future[int] | None:
-        """Records what became of a call's outputs."""
+        """Records the delivery of a call's outputs."""
         record = Delivered(call.index, delivery)
         with self._commit_lock:
-            # That all went well is a note: without it a call counts as under way, until somebody answers it.
+            # Lazy: if a successful delivery is lost in a crash, the call is pending until a call continues
+            # it.
             durable = self._append_record(record, lazy=delivery is Delivery.DELIVERED)
             self.tree.apply(record)
             return durable
 
-    @contextmanager
-    def snapshot(self) -> Iterator[Tree]:
-        """The tree as it is now, for whoever reads it from another thread; commits go on meanwhile."""
-        with self._commit_lock:
-            moment = self.tree.snapshot()
-        yield moment()
+    def snapshot(self) -> Tree:
+        """Returns a copy of the current tree, to be read while other threads commit."""
+        return self.tree.copy(self._commit_lock)
 
     def _append_record(self, record: TreeRecord, *, lazy: bool = False) -> Future[int] | None:
         if self._journal is None:
@@ -119,8 +116,8 @@ class Session:
         if self._journal.failure is not None:
             raise self._journal.failure
         durable = self._journal.append(self.id, encode_record(record), lazy=lazy)
-        # A refusal comes at once: what the journal will never hold must not be in the tree.
-        refused = durable.exception() if durable.done() else None
-        if refused is not None:
-            raise refused
+        # A rejection is immediate: a record that the journal will never hold must not enter the tree.
+        rejection = durable.exception() if durable.done() else None
+        if rejection is not None:
+            raise rejection
         return durable

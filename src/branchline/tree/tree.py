@@ -1,16 +1,17 @@
-"""The prefix tree of one session: every call's prompt and output is a path, and nothing is ever changed.
+"""The prefix tree of one session: every call's prompt and output is a path, and no node ever changes.
 
-    turn = tree.prepare(request, codec)      # looks, mutates nothing
+    turn = tree.prepare(request, codec)      # reads only
     delta = tree.plan(turn, generations)     # what a commit would add
     call = tree.apply(delta)                 # adds it
 
-Context nodes are found by key and ids, sampled nodes are always new: calls of one session can run side
-by side, and siblings are siblings.
+Context nodes are found by key and ids; sampled nodes are always new. So calls of one session can run
+concurrently, and equal outputs become siblings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from branchline.core.echo import Equivalence, match_echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import NO_IDS, Ids, Origin, Runs, as_ids, encode_runs, normalize_runs
-from branchline.tree.argument_defaults import SampledToolCalls
+from branchline.tree.argument_defaults import restore_sampled_arguments
 from branchline.tree.delta import Delivered, NewNode, TreeDelta, TreeRecord
 from branchline.tree.match import UNDELIVERED, PathMatcher, longest_raw_path, reorder_tool_results
 from branchline.tree.node import NO_NODE, Node, root_node
@@ -30,16 +31,16 @@ from branchline.tree.node import NO_NODE, Node, root_node
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, ready for an engine, and what a commit needs to put its output in the right place."""
+    """A prompt for an engine, and what a commit needs to add its outputs."""
 
     request: Request
     parent: Node
-    """The deepest node of the matched path that stays as it is."""
+    """The deepest node of the matched path that the prompt keeps as recorded."""
     messages: tuple[Message, ...]
-    """The messages below `parent`, one for each piece."""
+    """The messages after `parent`, one per entry of `message_tokens`."""
     message_tokens: tuple[MessageTokens, ...]
     source_ids: tuple[int, ...]
-    """For each piece the node it shows again, or NOWHERE."""
+    """For each message the sampled node that it repeats, or NO_NODE."""
     generation_prompt_ids: Ids
     prompt_ids: Ids
     applied_equivalences: tuple[AppliedEquivalence, ...]
@@ -53,15 +54,15 @@ class Tree:
 
     def __init__(self, *, restore_reasoning: bool = True) -> None:
         self.is_chronological = True
-        """Whether calls stand in the order they happened; a tree grown from a log cannot know."""
+        """Whether calls are in the order in which they happened; unknown for a tree built from a log."""
         self.nodes: list[Node] = [root_node()]
         self.calls: list[Call] = []
         self._deliveries: dict[int, Delivery] = {}
         self._resumed_calls: set[int] = set()
         self._sampled_by_key: dict[bytes, list[Node]] = {}
-        self._sampled_tool_calls = SampledToolCalls()
-        self._matcher = PathMatcher(self.root, self._delivery_of)
-        self._matcher.restore_reasoning = restore_reasoning
+        self._sampled_tool_calls: dict[str, ToolCall] = {}
+        self._restore_reasoning = restore_reasoning
+        self._matcher = PathMatcher(self.root, self._delivery_of, restore_reasoning=restore_reasoning)
 
     @property
     def root(self) -> Node:
@@ -69,7 +70,7 @@ class Tree:
 
     @property
     def token_count(self) -> int:
-        """Stored tokens: of the tree, not of its paths."""
+        """The number of stored tokens; a token shared by several paths counts once."""
         return sum(len(node.ids) for node in self.nodes)
 
     def call_of(self, node: Node) -> Call:
@@ -87,41 +88,41 @@ class Tree:
     # -- prepare -------------------------------------------------------------------------------------
 
     def prepare(self, request: Request, codec: Codec, history: HistoryPolicy = "template") -> Turn:
-        """The next prompt for a request. Mutates nothing."""
+        """Builds the prompt for a request. Does not change the tree."""
         first_key = _first_message_key(request.prompt_config_digest, request.messages[0].key)
         match = self._matcher.find(request, first_key)
         filled: tuple[AppliedEquivalence, ...] = ()
         if len(match.path) < len(request.messages) and request.messages[len(match.path)].tool_calls:
-            # Nobody said that, it seems; but a client may only have written out what its tools have anyway.
-            meant, filled = self._sampled_tool_calls.restore_sampled_arguments(
-                request.messages, len(match.path), request.tools
+            # The mismatch may only be defaults of the tool's schema that the client filled in.
+            restored, filled = restore_sampled_arguments(
+                request.messages, len(match.path), request.tools, self._sampled_tool_calls
             )
-            match = self._matcher.find(replace(request, messages=meant), first_key) if filled else match
+            match = self._matcher.find(replace(request, messages=restored), first_key) if filled else match
         path = match.path
-        new, sources, messages, echoes = self._new_messages(request, match.messages, len(path))
+        new, source_ids, applied = self._new_messages(request, match.messages, len(path))
         extension = codec.extend(
             path, new, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs, history=history
         )
         kept = extension.kept
-        again = path[kept:]
+        rewritten = path[kept:]
         parts = [node.ids for node in path[:kept]]
-        parts += [piece.ids for piece in extension.message_tokens]
+        parts += [tokens.ids for tokens in extension.message_tokens]
         parts.append(extension.generation_prompt_ids)
         prompt_ids = np.concatenate(parts)
         prompt_ids.flags.writeable = False
         return Turn(
             request=request,
             parent=path[kept - 1] if kept else self.root,
-            messages=(*(node.message for node in again), *messages),
+            messages=(*(node.message for node in rewritten), *(message.message for message in new)),
             message_tokens=extension.message_tokens,
-            source_ids=(*(_source_id(node) for node in again), *sources),
+            source_ids=(*(_source_id(node) for node in rewritten), *source_ids),
             generation_prompt_ids=extension.generation_prompt_ids,
             prompt_ids=prompt_ids,
             applied_equivalences=(
                 *(AppliedEquivalence(-1, used) for used in request.equivalences),
                 *match.applied_equivalences,
                 *filled,
-                *echoes,
+                *applied,
             ),
             ambiguous_match=match.ambiguous,
             encoded_tokens=extension.encoded_tokens,
@@ -129,15 +130,15 @@ class Tree:
         )
 
     def prepare_ids(self, request: Request, prompt_ids: Ids, codec: Codec) -> Turn:
-        """A turn for a bare prompt: it goes on from the longest path whose ids it repeats."""
+        """Builds a turn for a raw prompt, which continues the longest path whose ids it starts with."""
         path = longest_raw_path(self.root, prompt_ids)
         rest = as_ids(prompt_ids[path[-1].end if path else 0 :])
-        piece = MessageTokens(rest, normalize_runs(((len(rest), Origin.CONTEXT),)))
+        tokens = MessageTokens(rest, normalize_runs(((len(rest), Origin.CONTEXT),)))
         return Turn(
             request=request,
             parent=path[-1] if path else self.root,
             messages=(Message("user", codec.decode(rest)),) if len(rest) else (),
-            message_tokens=(piece,) if len(rest) else (),
+            message_tokens=(tokens,) if len(rest) else (),
             source_ids=(NO_NODE,) if len(rest) else (),
             generation_prompt_ids=NO_IDS,
             prompt_ids=prompt_ids,
@@ -149,32 +150,32 @@ class Tree:
 
     def _new_messages(
         self, request: Request, messages: Sequence[Message], start: int
-    ) -> tuple[list[NewMessage], list[int], list[Message], list[AppliedEquivalence]]:
-        """The messages behind the path; those that were sampled in another place are recognised."""
-        shown: list[NewMessage] = []
-        sources: list[int] = []
-        kept: list[Message] = []
-        echoes: list[AppliedEquivalence] = []
+    ) -> tuple[list[NewMessage], list[int], list[AppliedEquivalence]]:
+        """Returns the messages after the path, their source nodes, and the equivalences applied to them.
+
+        A message that was sampled elsewhere in the tree is replaced by the sampled message and its ids.
+        """
+        new: list[NewMessage] = []
+        source_ids: list[int] = []
+        applied: list[AppliedEquivalence] = []
         pending = list(messages)
         for index in range(start, len(pending)):
             message = pending[index]
             source = self._find_sampled_elsewhere(message, request.agent)
             if source is None:
-                shown.append(NewMessage(message))
-                sources.append(NO_NODE)
-                kept.append(message)
+                new.append(NewMessage(message))
+                source_ids.append(NO_NODE)
                 continue
             used = match_echo(source.message, message) or ()
-            echoes += [AppliedEquivalence(index, equivalence) for equivalence in used]
+            applied += [AppliedEquivalence(index, equivalence) for equivalence in used]
             moved = reorder_tool_results(source.message, message, pending, index)
             if moved and Equivalence.REORDERED_CALLS not in used:
-                echoes.append(AppliedEquivalence(index, Equivalence.REORDERED_RESULTS))
-            for place, result in (moved or {}).items():
-                pending[place] = result
-            shown.append(NewMessage(source.message, source.sampled_ids))
-            sources.append(source.id)
-            kept.append(source.message)
-        return shown, sources, kept, echoes
+                applied.append(AppliedEquivalence(index, Equivalence.REORDERED_RESULTS))
+            for position, result in (moved or {}).items():
+                pending[position] = result
+            new.append(NewMessage(source.message, source.sampled_ids))
+            source_ids.append(source.id)
+        return new, source_ids, applied
 
     def _find_sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
         if message.role != "assistant":
@@ -184,15 +185,14 @@ class Tree:
         for node in self._sampled_by_key.get(message.key, ()):
             used = match_echo(node.message, message)
             if used is None or (
-                Equivalence.DROPPED_REASONING in used
-                and (node.agent != agent or not self._matcher.restore_reasoning)
+                Equivalence.DROPPED_REASONING in used and (node.agent != agent or not self._restore_reasoning)
             ):
                 continue
-            ids = {call.id for call in node.message.tool_calls if call.id} & {
+            echoed_ids = {call.id for call in node.message.tool_calls if call.id} & {
                 call.id for call in message.tool_calls
             }
             rank = (
-                -len(ids),
+                -len(echoed_ids),
                 node.agent != agent,
                 self._delivery_of(node) in UNDELIVERED,
                 len(used),
@@ -212,22 +212,23 @@ class Tree:
         codec: Codec | None = None,
         template_time: float = 0.0,
     ) -> TreeDelta:
-        """What committing these outputs of a turn adds. Mutates nothing; raises where they do not fit."""
+        """Returns what committing these generations adds. Does not change the tree; raises TreeError if a
+        generation is invalid."""
         if not generations:
             raise TreeError("commit: got no generation, expected one for each choice")
         new: list[NewNode] = []
         parent_id = turn.parent.id
         parent: Node | None = turn.parent
-        for message, piece, source in zip(turn.messages, turn.message_tokens, turn.source_ids, strict=True):
+        for message, tokens, source in zip(turn.messages, turn.message_tokens, turn.source_ids, strict=True):
             if parent is not None:
                 parent = self.find_context_child(
-                    parent, message, piece.ids, turn.request.prompt_config_digest
+                    parent, message, tokens.ids, turn.request.prompt_config_digest
                 )
             if parent is not None:
                 parent_id = parent.id
                 continue
             node_id = len(self.nodes) + len(new)
-            new.append(NewNode(node_id, parent_id, message, piece.ids, piece.spans, source))
+            new.append(NewNode(node_id, parent_id, message, tokens.ids, tokens.spans, source))
             parent_id = node_id
         call_index = len(self.calls)
         prompt_node = parent_id
@@ -273,15 +274,15 @@ class Tree:
         return TreeDelta(tuple(new), call)
 
     def find_call(self, call_id: str) -> Call | None:
-        """The call with this id, the latest where clients gave it twice."""
+        """Returns the latest call with this id, or None; clients may use an id twice."""
         return next((call for call in reversed(self.calls) if call.id == call_id), None)
 
     def find_sampled_tool_call(self, call_id: str) -> ToolCall | None:
-        """The tool call that was sampled and has this id on the wire."""
-        return self._sampled_tool_calls.find(call_id)
+        """Returns the sampled tool call with this wire id, or None."""
+        return self._sampled_tool_calls.get(call_id)
 
     def is_resumed(self, call: Call) -> bool:
-        """Whether another call went on from it, so that its tokens count there."""
+        """Whether another call resumed this call, so that its tokens are counted there."""
         return call.index in self._resumed_calls
 
     def _resumed_call_index(self, call_id: str) -> int:
@@ -289,11 +290,11 @@ class Tree:
         if call is None:
             return NO_NODE
         if call.index in self._resumed_calls:
-            raise TreeError(f"commit: call {call_id} was resumed already, and tokens count once")
+            raise TreeError(f"commit: call {call_id} was resumed already, expected one resuming call")
         return call.index
 
     def apply(self, record: TreeRecord) -> Call:
-        """Adds what a record says, whole or not at all."""
+        """Applies a record completely, or raises TreeError and changes nothing."""
         if isinstance(record, Delivered):
             self._deliveries[record.call_index] = record.delivery
             return self.calls[record.call_index]
@@ -302,7 +303,7 @@ class Tree:
                 f"commit of call {record.call.index}: expected call {len(self.calls)} "
                 f"with nodes from {len(self.nodes)}; another commit came between plan and apply"
             )
-        # The call first: whoever prepares meanwhile may meet a node of it.
+        # The call first: a concurrent prepare may already find its nodes.
         self.calls.append(record.call)
         if record.call.resumed_call_index != NO_NODE:
             self._resumed_calls.add(record.call.resumed_call_index)
@@ -312,9 +313,10 @@ class Tree:
 
     def _add_node(self, new: NewNode, call: Call) -> None:
         parent = self.nodes[new.parent_id]
-        key, frame = new.message.key, (call.prompt_config_digest if parent.parent is None else b"")
+        key, config_digest = new.message.key, b""
         if parent.parent is None:
-            key = _first_message_key(frame, key)
+            config_digest = call.prompt_config_digest
+            key = _first_message_key(config_digest, key)
         sampled_ids = None
         if new.output is not None:
             sampled = new.spans[-1][0] if new.spans and new.spans[-1][1] == Origin.SAMPLED else 0
@@ -331,7 +333,7 @@ class Tree:
             output=new.output,
             sampled_ids=sampled_ids,
             source_id=new.source_id,
-            prompt_config_digest=frame,
+            prompt_config_digest=config_digest,
             agent=call.agent if new.output is not None else None,
         )
         self._attach(node)
@@ -344,12 +346,14 @@ class Tree:
             node.parent.children.setdefault(node.key, []).append(node)
         if node.output is not None:
             self._sampled_by_key.setdefault(node.message.key, []).append(node)
-            self._sampled_tool_calls.add(node.message)
+            for call in node.message.tool_calls:
+                if call.id:
+                    self._sampled_tool_calls[call.id] = call
 
     def find_context_child(
         self, parent: Node, message: Message, ids: Ids, prompt_config_digest: bytes
     ) -> Node | None:
-        """The child that adds this message as these ids, if there is one; sampled nodes do not count."""
+        """Returns the context child with this message and these ids, or None."""
         key = (
             message.key
             if parent.parent is not None
@@ -362,39 +366,34 @@ class Tree:
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Callable[[], Tree]:
-        """The tree as it is now, for whoever reads on while it grows.
+    def copy(self, lock: AbstractContextManager[object] | None = None) -> Tree:
+        """Returns an independent tree that shares the values of the nodes, which never change.
 
-        This takes note of what there is and is quick: no commit may run beside it. The call it gives makes
-        the tree of that, and can be made anywhere at any time. Nodes never change but for their children, so
-        only those are made again.
+        `lock` must exclude commits; it is held while the lists are copied, not while the nodes are rebuilt.
         """
-        nodes, calls = self.nodes[1:], self.calls[:]
-        deliveries, resumed = self._deliveries.copy(), self._resumed_calls.copy()
-
-        def tree() -> Tree:
-            then = Tree(restore_reasoning=self._matcher.restore_reasoning)
-            then.is_chronological = self.is_chronological
-            then.calls, then._deliveries, then._resumed_calls = calls, deliveries, resumed
-            for node in nodes:
-                assert node.parent is not None
-                then._attach(node.copy_under(then.nodes[node.parent.id]))
-            return then
-
-        return tree
+        with lock or nullcontext():
+            nodes, calls, deliveries = self.nodes[1:], self.calls[:], self._deliveries.copy()
+        copy = Tree(restore_reasoning=self._restore_reasoning)
+        copy.is_chronological = self.is_chronological
+        copy.calls, copy._deliveries = calls, deliveries
+        copy._resumed_calls = {call.resumed_call_index for call in calls} - {NO_NODE}
+        for node in nodes:
+            assert node.parent is not None
+            copy._attach(node.copy_under(copy.nodes[node.parent.id]))
+        return copy
 
     def path_ids(self, node: Node) -> Ids:
-        """The ids from the root to a node: what the model saw, and said."""
+        """Returns the ids from the root to a node."""
         return as_ids(np.concatenate([entry.ids for entry in node.path()] or [node.ids]))
 
     def leaves(self) -> list[Node]:
-        """Nodes nothing follows, in the order they were added."""
+        """Returns the nodes without children, in the order in which they were added."""
         return [node for node in self.nodes if not node.children and node.parent is not None]
 
 
-def _first_message_key(frame: bytes, key: bytes) -> bytes:
-    """Other tools or template arguments make another first message, whatever it says."""
-    return xxhash.xxh3_128_digest(frame + key) if frame else key
+def _first_message_key(config_digest: bytes, key: bytes) -> bytes:
+    """Returns a node key that differs for other tools or template arguments."""
+    return xxhash.xxh3_128_digest(config_digest + key) if config_digest else key
 
 
 def _source_id(node: Node) -> int:
@@ -420,14 +419,6 @@ def _check_generation(generation: Generation, call: int, choice: int) -> tuple[I
         versions = encode_runs(np.asarray(generation.versions))
     if any(not 0 <= version < 2**31 for _, version in versions):
         raise TreeError(
-            f"versions: got {max(v for _, v in versions)}, expected whole numbers from 0 to 2147483647"
+            f"versions: got {max(v for _, v in versions)}, expected integers from 0 to 2147483647"
         )
-    routed = generation.routed_experts
-    if routed is not None:
-        routed = np.array(routed)
-        if len(routed) != count:
-            raise TreeError(
-                f"routed_experts: got {len(routed)} rows for {count} sampled ids, expected one for each"
-            )
-        routed.flags.writeable = False
-    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, routed, generation.inexact)
+    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, generation.inexact)

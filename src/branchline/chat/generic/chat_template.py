@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from branchline.core.errors import CodecError, TemplateError
-from branchline.core.reader import CachedJsonDict
+from branchline.core.tools import CachedJsonDict
 
 if TYPE_CHECKING:
     import jinja2

@@ -22,8 +22,8 @@ from branchline.chat.generic.message_layout import MessageLayout, PromptMessage,
 from branchline.chat.generic.template_profile import EMPTY_THINK, RenderedPrompt, TemplateProfile
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
-from branchline.core.reader import ToolList
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
+from branchline.core.tools import ToolList
 
 Tools = Sequence[Mapping[str, Any]]
 ChatTemplateKwargs = Mapping[str, Any]

@@ -18,7 +18,7 @@ from branchline.core.call import Request
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import prefix_error, read_text_field
 from branchline.core.message import ToolCall
-from branchline.core.reader import read_tools
+from branchline.core.tools import read_tools
 from branchline.gateway.protocols.base import (
     ParsedRequest,
     RequestContext,
