@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from branchline import (
-    Cause,
     ExportPolicy,
     Generation,
-    LoggedCall,
-    LoggedOutput,
-    MergePolicy,
     Message,
-    MissingLogprobsError,
     Request,
     Session,
     ToolCall,
@@ -27,7 +22,11 @@ from branchline import (
     merge,
     timelines_of,
 )
+from branchline.core.errors import MissingLogprobsError
 from branchline.core.token_arrays import as_ids
+from branchline.timelines.causes import Cause
+from branchline.timelines.links import MergePolicy
+from branchline.timelines.log import LoggedCall, LoggedOutput
 
 U, A, S = (lambda text, role=role: Message(role, text) for role in ("user", "assistant", "system"))  # type: ignore[misc]
 

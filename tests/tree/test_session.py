@@ -11,19 +11,9 @@ from typing import Any
 import pytest
 
 import branchline.tree.journal as journal_module
-from branchline import (
-    Delivery,
-    Generation,
-    Journal,
-    JournalError,
-    Message,
-    Request,
-    Session,
-    ToyCodec,
-    Tree,
-    TreeError,
-    timelines_of,
-)
+from branchline import Generation, Journal, Message, Request, Session, ToyCodec, Tree, timelines_of
+from branchline.core.call import Delivery
+from branchline.core.errors import JournalError, TreeError
 from branchline.export.jsonl import report_to_json, sample_to_json
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.testing.plan_runner import PlanRunner
