@@ -90,6 +90,8 @@ class CallRecorder:
         name = code.co_qualname
         for anonymous in ("<lambda>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"):
             name = name.split(f".<locals>.{anonymous}")[0]
+        if "<lambda>" in name:  # of a module or a class, so no function contains it
+            return None
         return code.co_filename.removeprefix(SOURCE), name
 
     def _stack(self, frame: FrameType | None) -> list[str]:
