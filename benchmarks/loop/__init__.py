@@ -1,1 +1,1 @@
-"""What a thousand agent loops on one core cost."""
+"""The cost of a thousand concurrent agent loops on one core."""

@@ -16,20 +16,22 @@ _DEFAULTS = LoadConfig()
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.loop", description=__doc__)
-    parser.add_argument("--loops", type=int, default=_DEFAULTS.loops, help="at once")
-    parser.add_argument("--turns", type=int, default=_DEFAULTS.turns, help="of each loop")
-    parser.add_argument("--answer-s", type=float, default=_DEFAULTS.answer_s, help="of the slow engine")
+    parser.add_argument("--loops", type=int, default=_DEFAULTS.loops, help="concurrent loops")
+    parser.add_argument("--turns", type=int, default=_DEFAULTS.turns, help="turns of each loop")
+    parser.add_argument(
+        "--answer-s", type=float, default=_DEFAULTS.answer_s, help="seconds per answer of the slow engine"
+    )
     parser.add_argument("--repeats", type=int, default=_DEFAULTS.repeats)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
     start = time.perf_counter()
-    report = build_report(LoadConfig(given.loops, given.turns, given.answer_s, given.repeats))
+    report = build_report(LoadConfig(options.loops, options.turns, options.answer_s, options.repeats))
     report.print(console)
-    took_s = time.perf_counter() - start
-    met, wanted = sum(report.targets_met), len(report.targets_met)
-    console.print(f"{met} of {wanted} targets met, in {took_s:.0f} s.", highlight=False)
+    elapsed_s = time.perf_counter() - start
+    met, targets = sum(report.targets_met), len(report.targets_met)
+    console.print(f"{met} of {targets} targets met, in {elapsed_s:.0f} s.", highlight=False)
     return 0
 
 

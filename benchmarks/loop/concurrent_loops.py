@@ -1,9 +1,9 @@
-"""Many loops at once on one core: do they finish when they could, and does each get its turn?
+"""Many concurrent loops on one core: how close is the total time to the ideal, and are loops treated evenly?
 
-Ideal is what nobody can beat. Where answers take their time, it is the waiting of one trajectory: answers and
-tools, one behind the other. Where answers come at once, one core has to make all of them, and ideal is the
-time the same calls take one by one, straight on their sessions, with no loop and no tool around them; it is
-measured in the same run. The rest is what loops and tools cost.
+The ideal is a lower bound. With a slow engine it is the waiting time of one trajectory: its answers and tool
+calls in sequence. With an instant engine one core makes all answers, and the ideal is the time of the same
+calls in sequence, directly on their sessions and without loops or tools; it is measured in the same run. The
+difference is the cost of loops and tools.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
 from branchline.gateway.process import tune_gc
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.model import SessionModel
-from branchline.loop.state import LoopLimits, LoopState, Task
+from branchline.loop.registry import ToolRegistry
+from branchline.loop.state import LoopState
+from branchline.loop.task import LoopLimits, Task
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import ToolRegistry
 from branchline.runtime.call_lifecycle import run_call
 from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
 from branchline.runtime.managed_session import SessionOptions
@@ -41,18 +42,18 @@ _PROMPT = (Message("user", "Wait until it is time."),)
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """How much of it."""
+    """The size of the benchmark."""
 
     loops: int = 1000
     turns: int = 5
     """Answers of each loop; all but the last call the tool."""
     answer_s: float = 2.0
-    """How long the slow engine takes for one: a hundred tokens at fifty a second."""
+    """Seconds per answer of the slow engine: a hundred tokens at fifty per second."""
     repeats: int = 3
 
 
 class WaitTool(BaseTool):
-    """Takes its time."""
+    """Sleeps."""
 
     name = "wait"
     schema = function_schema(name, "Waits.", {"type": "object", "properties": {"round": {"type": "integer"}}})
@@ -64,7 +65,7 @@ class WaitTool(BaseTool):
 
 @dataclass
 class SlowEngine(ScriptedEngine):
-    """Answers bit by bit over some seconds, as engines with many guests do; costs no time of ours."""
+    """Streams an answer over some seconds without using CPU time."""
 
     answer_s: float = 0.0
 
@@ -77,119 +78,119 @@ class SlowEngine(ScriptedEngine):
             yield chunk
 
 
-def _engine(crowd: LoadConfig, answer_s: float = 0.0) -> SlowEngine:
-    def rule(ask: ScriptedRequest) -> Message:
-        done = ask.prompt_text.count(_TOOL_RESULT)
-        if done == crowd.turns - 1:
+def _engine(config: LoadConfig, answer_s: float = 0.0) -> SlowEngine:
+    def rule(request: ScriptedRequest) -> Message:
+        done = request.prompt_text.count(_TOOL_RESULT)
+        if done == config.turns - 1:
             return Message("assistant", "it is time")
         return Message("assistant", tool_calls=(ToolCall("wait", f'{{"round": {done}}}'),))
 
-    # Four chunks an answer.
+    # Four chunks per answer.
     return SlowEngine(ToyCodec.chatml(), rule, chunk_size=5, answer_s=answer_s)
 
 
 @dataclass
 class LoadTimes:
-    """What one crowd took."""
+    """The times of one run."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
     loop_times_s: list[float] = field(default_factory=list)
-    """How long each loop took from its first step to its last."""
+    """The duration of each loop."""
 
 
-async def _run_loops(crowd: LoadConfig, engine: SlowEngine, limits: LoopLimits | None) -> LoadTimes:
-    outcome = LoadTimes()
+async def _run_loops(config: LoadConfig, engine: SlowEngine, limits: LoopLimits | None) -> LoadTimes:
+    times = LoadTimes()
     sessions = SessionStore(engine.codec)
     tools = ToolRegistry([WaitTool()]).select()
     task = Task(_PROMPT, agent_name="tool", limits=limits)
-    models = [SessionModel(sessions.open(SessionOptions())[0], engine) for _ in range(crowd.loops)]
+    models = [SessionModel(sessions.open(SessionOptions())[0], engine) for _ in range(config.loops)]
 
     async def one(model: SessionModel) -> None:
-        began = time.perf_counter()
+        started = time.perf_counter()
         async with AgentLoop(model, LoopState.begin(task), tools=tools) as loop:
             state = await loop.run()
-        assert state.assistant_turns == crowd.turns, state.reason
-        outcome.loop_times_s.append(time.perf_counter() - began)
+        assert state.assistant_turns == config.turns, state.stop_reason
+        times.loop_times_s.append(time.perf_counter() - started)
 
     async with asyncio.TaskGroup() as group:
         for model in models:
             group.create_task(one(model))
-    return outcome
+    return times
 
 
-async def _run_calls(crowd: LoadConfig, engine: SlowEngine) -> LoadTimes:
-    """The same calls, one behind the other."""
+async def _run_calls(config: LoadConfig, engine: SlowEngine) -> LoadTimes:
+    """The same calls in sequence."""
     sessions = SessionStore(engine.codec)
-    lives = [sessions.open(SessionOptions())[0] for _ in range(crowd.loops)]
-    for live in lives:
+    managed_sessions = [sessions.open(SessionOptions())[0] for _ in range(config.loops)]
+    for managed in managed_sessions:
         messages = list(_PROMPT)
-        for turn in range(crowd.turns):
+        for turn in range(config.turns):
             request = Request(tuple(messages), (WaitTool.schema,))
-            asked = CallRequest(request, SamplingParams(max_tokens=4096), stream=True)
-            record = CallRecord(live.id, "bench", f"call-{turn}")
-            events = [event async for event in run_call(live, engine, asked, record)]
+            call_request = CallRequest(request, SamplingParams(max_tokens=4096), stream=True)
+            record = CallRecord(managed.id, "bench", f"call-{turn}")
+            events = [event async for event in run_call(managed, engine, call_request, record)]
             assert isinstance(events[-1], CallResult)
-            said = events[-1].answers[0].message
+            answer = events[-1].message
             messages += [
-                said,
-                *(Message("tool", _TOOL_RESULT, tool_call_id=call.id) for call in said.tool_calls),
+                answer,
+                *(Message("tool", _TOOL_RESULT, tool_call_id=call.id) for call in answer.tool_calls),
             ]
     return LoadTimes()
 
 
 def _timed(work: Coroutine[Any, Any, LoadTimes], *, tuned_gc: bool = True) -> LoadTimes:
-    """One run; garbage is collected as in a program that called `calm_gc`, or as Python does."""
+    """One run, with the garbage collector as set by `tune_gc` or with Python's defaults."""
     gc.collect()
     thresholds = gc.get_threshold()
     if tuned_gc:
         tune_gc()
     wall, cpu = time.perf_counter(), time.process_time()
     try:
-        outcome = asyncio.run(work)
+        times = asyncio.run(work)
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
-    outcome.wall_s, outcome.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    return outcome
+    times.wall_s, times.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    return times
 
 
-def build_report(crowd: LoadConfig) -> BenchmarkTable:
+def build_report(config: LoadConfig) -> BenchmarkTable:
     report = BenchmarkTable(
-        f"{crowd.loops:,} loops × {crowd.turns} turns on one core, a tool of {TOOL_S * 1e3:.0f} ms a turn",
-        ["engine", "ideal s", "took s", "× ideal", "target", "CPU µs a turn", "slowest / median", "target"],
+        f"{config.loops:,} loops × {config.turns} turns on one core, with a tool of {TOOL_S * 1e3:.0f} ms",
+        ["engine", "ideal s", "took s", "× ideal", "target", "CPU µs per turn", "slowest / median", "target"],
         [
-            f"Slow: an answer takes {crowd.answer_s:g} s in four pieces; ideal is the waiting of one loop.",
-            "At once: one core makes all answers; ideal is the CPU time of the same calls without loops and",
-            f"tools, one by one in the same run; best of {crowd.repeats}. Counted: with a limit on tokens,",
-            "so that each prompt is counted before it is asked. Sessions, trees and the toy engine are in",
-            "the same process. Garbage is collected as `calm_gc` has it, which `branchline serve` calls, and",
-            "which a program that runs this many loops should call too; one row shows Python's own way.",
+            f"Slow: an answer takes {config.answer_s:g} s; ideal is the waiting time of one loop.",
+            "Instant: one core makes all answers; ideal is the CPU time of the same calls without loops and",
+            f"tools, in sequence; best of {config.repeats}. Counted: with a token limit, so that",
+            "each prompt is counted before it is sent. Sessions, trees and the toy engine are in the same",
+            "process. The garbage collector is set by `tune_gc`, as in `branchline serve`; one row shows",
+            "Python's defaults.",
         ],
     )
     _pin_to_one_core()
-    turns = crowd.loops * crowd.turns
-    waits_s = (crowd.turns - 1) * TOOL_S
-    slow = _timed(_run_loops(crowd, _engine(crowd, crowd.answer_s), None))
-    _add_row(report, "slow", crowd.turns * crowd.answer_s + waits_s, slow, turns)
+    turns = config.loops * config.turns
+    waits_s = (config.turns - 1) * TOOL_S
+    slow = _timed(_run_loops(config, _engine(config, config.answer_s), None))
+    _add_row(report, "slow", config.turns * config.answer_s + waits_s, slow, turns)
     lengths = LoopLimits(response_length=1_000_000)
-    sides: dict[str, Callable[[], LoadTimes]] = {
-        "calls alone": lambda: _timed(_run_calls(crowd, _engine(crowd))),
-        "at once": lambda: _timed(_run_loops(crowd, _engine(crowd), None)),
-        "at once, counted": lambda: _timed(_run_loops(crowd, _engine(crowd), lengths)),
-        "at once, collected as Python does": lambda: _timed(
-            _run_loops(crowd, _engine(crowd), None), tuned_gc=False
+    variants: dict[str, Callable[[], LoadTimes]] = {
+        "calls alone": lambda: _timed(_run_calls(config, _engine(config))),
+        "instant": lambda: _timed(_run_loops(config, _engine(config), None)),
+        "instant, counted": lambda: _timed(_run_loops(config, _engine(config), lengths)),
+        "instant, default garbage collector": lambda: _timed(
+            _run_loops(config, _engine(config), None), tuned_gc=False
         ),
     }
-    taken = [{name: side() for name, side in sides.items()} for _ in range(crowd.repeats)]
-    best = {name: min([one[name] for one in taken], key=lambda outcome: outcome.cpu_s) for name in sides}
+    runs = [{name: variant() for name, variant in variants.items()} for _ in range(config.repeats)]
+    best = {name: min([run[name] for run in runs], key=lambda times: times.cpu_s) for name in variants}
     calls = best.pop("calls alone")
     report.add_row(
         "calls alone", "", f"{calls.cpu_s:.2f}", "", "", f"{calls.cpu_s / turns * 1e6:.0f}", "", ""
     )
-    for name, outcome in best.items():
-        _add_row(report, name, max(calls.cpu_s, waits_s), outcome, turns, is_target=name == "at once")
-    overhead_s = (best["at once"].cpu_s - calls.cpu_s) / turns
+    for name, times in best.items():
+        _add_row(report, name, max(calls.cpu_s, waits_s), times, turns, is_target=name == "instant")
+    overhead_s = (best["instant"].cpu_s - calls.cpu_s) / turns
     report.add_row("loop and tool alone", "", "", "", "", f"{overhead_s * 1e6:.0f}", "", "")
     return report
 
@@ -197,8 +198,7 @@ def build_report(crowd: LoadConfig) -> BenchmarkTable:
 def _add_row(
     report: BenchmarkTable, name: str, ideal_s: float, took: LoadTimes, turns: int, is_target: bool = True
 ) -> None:
-    # A core that is shared with others is not ours all the time: where it is the core that is waited for,
-    # the time we had of it is what counts.
+    # Other processes may share the core, so CPU time counts unless the run mostly waits.
     took_s = took.wall_s if name == "slow" else took.cpu_s
     ratio, spread = took_s / ideal_s, max(took.loop_times_s) / percentile(took.loop_times_s, 0.5)
     report.add_row(
@@ -214,6 +214,6 @@ def _add_row(
 
 
 def _pin_to_one_core() -> None:
-    """One core, where the system lets us say so; elsewhere one thread has to do."""
+    """Uses one core, if the system supports that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

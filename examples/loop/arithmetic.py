@@ -1,7 +1,7 @@
-"""Arithmetic with a calculator: generated problems, and a tool that knows when one is solved.
+"""Arithmetic with a calculator: generated problems, and a tool that rewards the right answer.
 
-The same seed gives the same problems. A sample hands the right answer to the tool's instance and not to the
-model: `calc_reward` is 1 if the last thing that was calculated is the answer.
+The same seed gives the same problems. A sample passes the answer to the tool's instance and not to the model:
+`calc_reward` is 1 if the last result is the answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STORIES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, a way to calculate it, and what comes out."""
+    """A question, the expression that answers it, and its value."""
 
     question: str
     expression: str
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def task_row(self) -> dict[str, Any]:
-        """A row for the loop: a prompt, the tools it may use, what their instances are created with."""
+        """A row of a dataset: a prompt, its tools, and the arguments of their instances."""
         return {
             "agent_name": "tool",
             "prompt": [{"role": "user", "content": self.question}],
@@ -51,32 +51,32 @@ class Problem:
 
 
 def problems(count: int, seed: int = 0) -> list[Problem]:
-    """Problems out of a seed.
+    """Problems generated from a seed.
 
     >>> problems(1)[0].expression
     '(35 + 38) * 8'
     """
     draw = random.Random(seed)
-    made: list[Problem] = []
+    drawn: list[Problem] = []
     for _ in range(count):
-        story, sum_up = draw.choice(_STORIES)
+        story, formula = draw.choice(_STORIES)
         numbers = {"a": draw.randint(11, 40), "b": draw.randint(12, 60), "c": draw.randint(3, 99)}
-        expression = sum_up.format(**numbers)
+        expression = formula.format(**numbers)
         question = story.format(who=draw.choice(_PEOPLE), goods=draw.choice(_GOODS), **numbers)
-        made.append(Problem(question, expression, int(evaluate(expression))))
-    return made
+        drawn.append(Problem(question, expression, int(evaluate(expression))))
+    return drawn
 
 
 @dataclass
 class CalculatorState:
-    """What one trajectory calculated."""
+    """The results of one trajectory."""
 
     answer: int | None
     results: list[Fraction] = field(default_factory=list)
 
 
 class Calculator(BaseTool):
-    """Calculates what the model writes; an expression it cannot read is told to the model."""
+    """Evaluates expressions; an invalid one is an error for the model."""
 
     name = "calculator"
     schema = function_schema(
@@ -106,7 +106,7 @@ class Calculator(BaseTool):
         return [str(result) for result in instance.results]
 
     async def restore(
-        self, trajectory: str, saved: list[str], *, answer: int | None = None
+        self, trajectory: str, saved: list[str], *, answer: int | None = None, **arguments: Any
     ) -> CalculatorState:
         return CalculatorState(answer, [Fraction(result) for result in saved])
 
@@ -123,22 +123,22 @@ _MAX_EXPRESSION_CHARS = 200
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value; ValueError says where an expression cannot be read.
+    """The exact value of an expression. Raises ValueError if it is invalid.
 
     >>> evaluate("2 * (3 + 4) / 4")
     Fraction(7, 2)
     """
     if len(expression) > _MAX_EXPRESSION_CHARS:
         raise ValueError(f"got {len(expression)} characters, expected at most {_MAX_EXPRESSION_CHARS}")
-    reader = _ExpressionParser(expression)
-    value = reader.parse_sum()
-    if reader.next:
-        raise ValueError(f"got {reader.next!r} behind {value}, expected + - * / or the end")
+    parser = _ExpressionParser(expression)
+    value = parser.parse_sum()
+    if parser.next:
+        raise ValueError(f"got {parser.next!r} after {value}, expected + - * / or the end")
     return value
 
 
 def format_number(value: Fraction) -> str:
-    """A number as people write it."""
+    """An integer, or a decimal with 6 digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
@@ -180,7 +180,7 @@ class _ExpressionParser:
         return Fraction(token)
 
     def _advance(self) -> str:
-        """The token that was next; reads the one behind it."""
+        """Returns the next token and reads the one after it."""
         token, self.next = self.next, ""
         if self._rest:
             found = _TOKEN.match(self._rest)

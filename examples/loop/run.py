@@ -1,10 +1,10 @@
-"""Agent loops side by side on generated tasks: a calculator, a search, a tutor. Nothing has to be installed.
+"""Concurrent agent loops on generated tasks: a calculator, a search, a tutor. They need no model.
 
     python examples/loop/run.py                in process
-    python examples/loop/run.py --over-http    through a gateway on loopback: the same, token for token
+    python examples/loop/run.py --over-http    through a gateway on loopback, with the same tokens
 
-The model is scripted: it knows the way but not always the answer. In the middle of it all the policy changes:
-every loop is cancelled at once, wherever it is, and goes on under the new version behind its own tokens.
+The model is scripted. In the middle of the run the policy changes: every loop is cancelled and resumed under
+the new version, after the tokens it had sampled.
 """
 
 from __future__ import annotations
@@ -26,28 +26,26 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from branchline import (
-    AgentContext,
     CancelToken,
     HttpModel,
-    InteractionRegistry,
     LoopLimits,
     LoopOutput,
-    LoopState,
     Message,
     SessionModel,
     Task,
     ToolCall,
-    ToolRegistry,
     ToyCodec,
-    build_output,
-    check_tasks,
     run_agent,
 )
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
 from branchline.gateway.server import Gateway
+from branchline.loop.agents import AgentContext, check_tasks
 from branchline.loop.model import Model
+from branchline.loop.output import build_output
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.state import LoopState
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from examples.loop.arithmetic import Calculator, Problem, problems
@@ -63,67 +61,67 @@ LIMITS = LoopLimits(
 
 
 class ContinuingEngine(ScriptedEngine):
-    """Goes on behind half an answer with the other half, as every model does and a script does not."""
+    """Continues a partial answer at the end of the prompt, as a model does."""
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        begun = (
+        done = (
             len(prompt_ids)
             - prompt_ids.tobytes().rfind(GENERATION_PROMPT.tobytes()) // 4
             - len(GENERATION_PROMPT)
         )
-        params = replace(params, max_tokens=params.max_tokens + begun)
-        prompt_ids = prompt_ids[: len(prompt_ids) - begun]
+        params = replace(params, max_tokens=params.max_tokens + done)
+        prompt_ids = prompt_ids[: len(prompt_ids) - done]
         async for chunk in super().generate(prompt_ids, params, session=session):
-            # One id a chunk: what was said is not said again.
-            begun -= 1
-            if begun < 0:
+            # Chunks have one id each; those that the prompt contains are skipped.
+            done -= 1
+            if done < 0:
                 yield chunk
 
 
 class ScriptedModel:
-    """What the model says: it looks for a question it knows, and does the next thing."""
+    """The model's answers: it finds a known question in the prompt and takes the next step."""
 
     def __init__(self, sums: Sequence[Problem], facts: Sequence[Question]) -> None:
         self._sums = {one.question: one for one in sums}
         self._facts = {one.text: one for one in facts}
         self.cancel_token: CancelToken | None = None
-        """Cancelled when the model has been asked often enough: the trainer has new weights."""
+        """Cancelled at the tenth call, as for a weight update."""
 
-    def reply(self, ask: ScriptedRequest) -> Message:
-        if ask.call_index == 9 and self.cancel_token is not None:
+    def reply(self, request: ScriptedRequest) -> Message:
+        if request.call_index == 9 and self.cancel_token is not None:
             self.cancel_token.cancel()
-        problem = next((one for text, one in self._sums.items() if text in ask.prompt_text), None)
-        if problem is not None and "Answer with a number." in ask.prompt_text:
-            tries = ask.prompt_text.count("Try again")
+        problem = next((one for text, one in self._sums.items() if text in request.prompt_text), None)
+        if problem is not None and "Answer with a number." in request.prompt_text:
+            tries = request.prompt_text.count("Try again")
             return Message("assistant", f"I think it is {problem.answer if tries else problem.answer + 10}.")
         if problem is not None:
             return self._call_tool_or_answer(
-                ask, "calculator", {"expression": problem.expression}, str(problem.answer)
+                request, "calculator", {"expression": problem.expression}, str(problem.answer)
             )
-        fact = next(one for text, one in self._facts.items() if text in ask.prompt_text)
-        return self._call_tool_or_answer(ask, "search", {"query": fact.text, "limit": 2}, fact.answer)
+        fact = next(one for text, one in self._facts.items() if text in request.prompt_text)
+        return self._call_tool_or_answer(request, "search", {"query": fact.text, "limit": 2}, fact.answer)
 
     @staticmethod
     def _call_tool_or_answer(
-        ask: ScriptedRequest, tool: str, arguments: dict[str, object], answer: str
+        request: ScriptedRequest, tool: str, arguments: dict[str, object], answer: str
     ) -> Message:
-        _, found, result = ask.prompt_text.rpartition("tool:")
+        _, found, result = request.prompt_text.rpartition("tool:")
         if not found:
             return Message("assistant", "Let me see.", tool_calls=(ToolCall(tool, json.dumps(arguments)),))
         return Message("assistant", f"It is {answer}." if answer in result else "I could not find out.")
 
 
 async def run_tasks(*, over_http: bool) -> list[LoopOutput]:
-    """All tasks at once, cancelled once, resumed, and read back."""
+    """Runs all tasks concurrently, cancels them once, resumes them, and returns their outputs."""
     sums, facts = problems(6, seed=1), questions(CORPUS, 3, seed=1)
     rows = (
         [one.task_row for one in sums[:3]]
         + [one.task_row for one in facts]
         + [task_row(one) for one in sums[3:]]
     )
-    tasks = [Task.read({**row, "id": f"task-{place}"}) for place, row in enumerate(rows)]
+    tasks = [Task.read({**row, "id": f"task-{index}"}) for index, row in enumerate(rows)]
     tools = ToolRegistry([Calculator(), search_tool(CORPUS)])
     interactions = InteractionRegistry([ArithmeticTutor()])
     check_tasks(tasks, tools, interactions)
@@ -133,21 +131,21 @@ async def run_tasks(*, over_http: bool) -> list[LoopOutput]:
         models = await _models(stack, engine, len(tasks), over_http=over_http)
 
         async def run(states: Sequence[LoopState], cancel: CancelToken | None) -> list[LoopState]:
-            settings = [AgentContext(model, tools, interactions, LIMITS, cancel) for model in models]
-            return await asyncio.gather(*map(run_agent, states, settings))
+            contexts = [AgentContext(model, tools, interactions, LIMITS, cancel) for model in models]
+            return await asyncio.gather(*map(run_agent, states, contexts))
 
         script.cancel_token = CancelToken()
-        halves = await run([LoopState.begin(task) for task in tasks], script.cancel_token)
+        cancelled = await run([LoopState.begin(task) for task in tasks], script.cancel_token)
         engine.version += 1
-        # A state is a value: this could as well be another process.
-        states = await run([LoopState.decode(state.encode()) for state in halves], None)
+        # A state is a value: another process could resume it.
+        states = await run([LoopState.decode(state.encode()) for state in cancelled], None)
         return [await build_output(state, model) for state, model in zip(states, models, strict=True)]
 
 
 async def _models(
     stack: AsyncExitStack, engine: ScriptedEngine, count: int, *, over_http: bool
 ) -> Sequence[Model]:
-    """A session for each task."""
+    """One session for each task."""
     if not over_http:
         sessions = SessionStore(CODEC)
         return [SessionModel(sessions.open(SessionOptions())[0], engine) for _ in range(count)]
@@ -160,14 +158,14 @@ async def _models(
 
 
 def print_outputs(outputs: Sequence[LoopOutput], console: Console) -> None:
-    table = Table("task", "ended by", "turns", "sampled", "told", "versions", "cut", "reward")
+    table = Table("task", "ended by", "turns", "sampled", "context", "policy", "cancels", "reward")
     for output in outputs:
         state: LoopState = output.extra_fields["state"]
         sampled = int(output.response_mask.sum())
         versions = output.outputs[-1].response_versions
         table.add_row(
             state.task.id,
-            str(state.reason),
+            str(state.stop_reason),
             str(output.num_turns),
             str(sampled),
             str(len(output.response_mask) - sampled),
@@ -176,9 +174,9 @@ def print_outputs(outputs: Sequence[LoopOutput], console: Console) -> None:
             "" if output.reward_score is None else f"{output.reward_score:g}",
         )
     console.print(table)
-    for place in (0, -1):
-        console.print("\nWhat is trained is bold:\n")
-        console.print(_highlight_sampled(outputs[place]))
+    for index in (0, -1):
+        console.print("\nTrained tokens are bold:\n")
+        console.print(_highlight_sampled(outputs[index]))
 
 
 def _highlight_sampled(output: LoopOutput) -> Text:
@@ -193,8 +191,8 @@ def _highlight_sampled(output: LoopOutput) -> Text:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--over-http", action="store_true", help="through a gateway on loopback")
-    given = parser.parse_args(arguments)
-    print_outputs(asyncio.run(run_tasks(over_http=given.over_http)), Console())
+    options = parser.parse_args(arguments)
+    print_outputs(asyncio.run(run_tasks(over_http=options.over_http)), Console())
     return 0
 
 

@@ -41,20 +41,20 @@ class Town:
 
 @dataclass(frozen=True)
 class Question:
-    """Something to find out."""
+    """A question and its answer."""
 
     text: str
     answer: str
 
     @property
     def task_row(self) -> dict[str, Any]:
-        """A row for the loop."""
+        """A row of a dataset for `Task.read`."""
         prompt = [{"role": "user", "content": self.text}]
         return {"agent_name": "tool", "prompt": prompt, "tools": ["search"], "answer": self.answer}
 
 
 def towns(count: int = 24, seed: int = 0) -> list[Town]:
-    """Towns with names that differ, one for each craft first, so that a craft can name a town."""
+    """Towns with distinct names; the first have distinct crafts, so that a craft identifies a town."""
     draw = random.Random(seed)
     names = [start + end for start in _STARTS for end in _ENDS]
     draw.shuffle(names)
@@ -64,51 +64,51 @@ def towns(count: int = 24, seed: int = 0) -> list[Town]:
             name,
             draw.choice(_RIVERS),
             draw.randint(900, 1700),
-            crafts[place] if place < len(crafts) else "market",
+            crafts[index] if index < len(crafts) else "market",
             draw.choice(_PEOPLE),
         )
-        for place, name in enumerate(names[:count])
+        for index, name in enumerate(names[:count])
     ]
 
 
 def questions(corpus: list[Town], count: int, seed: int = 0) -> list[Question]:
-    """Questions of one step, and of two where a town is named by its craft."""
+    """Questions about a town that is given by its name or by its craft."""
     draw = random.Random(seed)
-    made: list[Question] = []
+    drawn: list[Question] = []
     for _ in range(count):
         town = draw.choice(corpus)
-        whom = town.name if town.craft == "market" else f"the town known for its {town.craft}"
-        made.append(
+        subject = town.name if town.craft == "market" else f"the town known for its {town.craft}"
+        drawn.append(
             draw.choice(
                 (
                     Question(f"In which year was {town.name} founded?", str(town.founded)),
-                    Question(f"On which river does {whom} lie?", town.river),
-                    Question(f"Who is the mayor of {whom}?", town.mayor),
+                    Question(f"On which river does {subject} lie?", town.river),
+                    Question(f"Who is the mayor of {subject}?", town.mayor),
                 )
             )
         )
-    return made
+    return drawn
 
 
 class Index:
-    """Pages found by the rare words they share with a query."""
+    """Ranks pages by the rare words they share with a query."""
 
     def __init__(self, pages: list[str]) -> None:
         self._pages = pages
         self._words = [Counter(_words(page)) for page in pages]
-        spread = Counter(word for words in self._words for word in words)
-        self._weight = {word: math.log(1 + len(pages) / count) for word, count in spread.items()}
+        frequency = Counter(word for words in self._words for word in words)
+        self._weight = {word: math.log(1 + len(pages) / count) for word, count in frequency.items()}
 
     def search(self, query: str, limit: int) -> list[str]:
-        """The best pages, best first; pages that share no word are not among them."""
-        wanted = set(_words(query))
-        scores = [sum(self._weight[word] for word in wanted if word in words) for words in self._words]
-        best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
-        return [self._pages[place] for place in best[:limit] if scores[place] > 0]
+        """The best pages, best first, without pages that share no word."""
+        query_words = set(_words(query))
+        scores = [sum(self._weight[word] for word in query_words if word in words) for words in self._words]
+        best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        return [self._pages[index] for index in best[:limit] if scores[index] > 0]
 
 
 def search_tool(corpus: list[Town]) -> FunctionTool:
-    """The tool, over one corpus."""
+    """A search tool over one corpus."""
     index = Index([town.page for town in corpus])
 
     @tool
@@ -117,7 +117,7 @@ def search_tool(corpus: list[Town]) -> FunctionTool:
 
         Args:
             query: Words to look for.
-            limit: How many pages to show at most.
+            limit: The maximum number of pages.
         """
         return "\n\n".join(index.search(query, limit)) or "Nothing found."
 

@@ -1,7 +1,7 @@
-"""An arithmetic interaction: a tutor who asks, hears the answer, and asks again while it is wrong.
+"""An arithmetic interaction: a tutor asks a question and repeats it until the answer is right.
 
-A turn scores 1 when its last number is the answer and 0 otherwise; the whole conversation is worth 1 less
-`HINT_COST` for each wrong try, and nothing if the answer never came.
+A turn scores 1 when its last number is the answer and 0 otherwise; the score of the conversation is 1
+minus `HINT_COST` for each wrong attempt, or 0 without the right answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from branchline.core.message import Message
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
+from branchline.loop.interaction import BaseInteraction, InteractionResponse
 from examples.loop.arithmetic import Problem
 
 HINT_COST = 0.25
@@ -30,7 +30,7 @@ class TutorState:
 
 
 class ArithmeticTutor(BaseInteraction):
-    """Says "Try again." `patience` times at most."""
+    """Ends the conversation after `max_attempts` wrong answers."""
 
     name = "tutor"
 
@@ -38,20 +38,20 @@ class ArithmeticTutor(BaseInteraction):
         self._max_attempts = max_attempts
 
     async def start(self, trajectory: str, **arguments: Any) -> tuple[TutorState, str]:
-        lesson = TutorState(**arguments)
-        return lesson, lesson.question
+        state = TutorState(**arguments)
+        return state, state.question
 
     async def respond(self, state: TutorState, messages: Sequence[Message]) -> InteractionResponse:
-        said = last_number(messages[-1].content)
-        if said == state.answer:
+        number = last_number(messages[-1].content)
+        if number == state.answer:
             state.solved = True
             return InteractionResponse(True, "That is right.", score=1.0)
         state.wrong += 1
-        extras = {"heard": said}
+        extras = {"number": number}
         if state.wrong >= self._max_attempts:
             return InteractionResponse(True, f"No, it is {state.answer}.", score=0.0, extras=extras)
-        heard = "I hear no number" if said is None else "That is not right"
-        return InteractionResponse(False, f"{heard}. Try again: {state.question}", score=0.0, extras=extras)
+        problem = "I found no number" if number is None else "That is not right"
+        return InteractionResponse(False, f"{problem}. Try again: {state.question}", score=0.0, extras=extras)
 
     def save(self, state: TutorState) -> dict[str, Any]:
         return asdict(state)
@@ -64,17 +64,17 @@ class ArithmeticTutor(BaseInteraction):
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, which is where people put an answer.
+    """The last number of a text, usually the answer.
 
     >>> last_number("12 * 7 = 84, so 1,084 in all.")
     1084.0
     """
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def task_row(problem: Problem) -> dict[str, Any]:
-    """A row for the loop: the tutor asks, so the prompt holds no question."""
+    """A row of a dataset; the tutor asks the question, so the prompt does not contain it."""
     return {
         "agent_name": "tool",
         "prompt": [{"role": "system", "content": "Answer with a number."}],

@@ -32,12 +32,11 @@ if typing.TYPE_CHECKING:
     from branchline.export.samples import Export, ExportPolicy, export_samples
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
-    from branchline.loop.cancel import CancelToken
     from branchline.loop.http_model import HttpModel
-    from branchline.loop.limits import LoopLimits
     from branchline.loop.model import SessionModel
     from branchline.loop.output import LoopOutput
-    from branchline.loop.task import Task
+    from branchline.loop.task import LoopLimits, Task
+    from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
     from branchline.timelines.causes import classify_forks
@@ -74,9 +73,9 @@ _MODULE_OF = {
     "Gateway": "gateway.server",
     # agent loop
     "BaseTool": "loop.tools.base",
-    "CancelToken": "loop.cancel",
+    "CancelToken": "loop.timeouts",
     "HttpModel": "loop.http_model",
-    "LoopLimits": "loop.limits",
+    "LoopLimits": "loop.task",
     "LoopOutput": "loop.output",
     "SessionModel": "loop.model",
     "Task": "loop.task",

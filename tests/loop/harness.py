@@ -1,7 +1,8 @@
-"""Scripts for loops: what a model says, what tools do, where everything is cancelled; and a stage for them.
+"""Scripted loops for tests: the model's answers, what tools do, and where everything is cancelled.
 
-The engine is deterministic in what stands before: asked behind half of an answer, it says the other half,
-with the same logprobs. So a run that was cancelled and resumed can be held against one that was not.
+The engine is deterministic in its prompt: prompted with half of an answer it returns the other half with the
+same logprobs. So a cancelled and resumed run can be compared with an uninterrupted one. `run` runs an async
+test on a clock that the test moves, and fails if a task is left over.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -25,89 +26,116 @@ from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.gateway.server import Gateway
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.http_model import HttpModel
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
-from branchline.loop.interactions.registry import InteractionConfig
+from branchline.loop.interaction import BaseInteraction, InteractionConfig, InteractionResponse
 from branchline.loop.model import Model, SessionModel
-from branchline.loop.state import LoopLimits, LoopState, Task
+from branchline.loop.registry import ToolRegistry
+from branchline.loop.state import LoopState
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import ToolRegistry
 from branchline.runtime.call_record import CallResult
 from branchline.runtime.managed_session import ManagedSession, SessionOptions
 from branchline.runtime.session_store import SessionStore
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.tree.tree import Tree
+from tests.engines.manual_clock import ManualClockLoop
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs an async test; no task and no reported exception may be left over."""
+    problems: list[Any] = []
+
+    async def main() -> None:
+        ManualClockLoop.running().set_exception_handler(lambda _, context: problems.append(context))
+        await asyncio.wait_for(test(), 1000)
+        assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
+
+    with asyncio.Runner(loop_factory=ManualClockLoop) as runner:
+        runner.run(main())
+    assert not problems
+
+
+def move_clock(seconds: float) -> None:
+    """Advances the clock; timers that are due fire at the test's next await."""
+    ManualClockLoop.running().offset_s += seconds
+
+
+async def pass_control(rounds: int = 5) -> None:
+    """Lets other tasks run for some rounds of the event loop."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)
 class ScriptedToolCall:
-    """A tool call, and what comes of it."""
+    """A tool call and its result."""
 
-    tool: str = "deed"
+    tool: str = "act"
     result: str = "done"
     fails: bool = False
     invalid_arguments: bool = False
-    """Arguments that do not fit the schema."""
+    """Whether the arguments do not fit the schema."""
     cancels: int = 0
-    """How often it is cancelled while it works."""
+    """How often it is cancelled while it runs."""
 
 
 @dataclass(frozen=True)
 class ScriptedTurn:
-    """A turn of the model."""
+    """One answer of the model."""
 
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ScriptedToolCall, ...] = ()
     cancel_points: tuple[int, ...] = ()
-    """Behind so many new ids each attempt at it is cancelled."""
+    """After how many new ids each attempt is cancelled."""
 
-    def message(self, place: int) -> Message:
+    def message(self, turn: int) -> Message:
         calls = tuple(
-            ToolCall(
-                deed.tool, json.dumps({"turn": "x" if deed.invalid_arguments else place, "place": index})
-            )
-            for index, deed in enumerate(self.tool_calls)
+            ToolCall(call.tool, json.dumps({"turn": "x" if call.invalid_arguments else turn, "index": index}))
+            for index, call in enumerate(self.tool_calls)
         )
         return Message("assistant", self.text, reasoning_content=self.reasoning, tool_calls=calls)
 
 
 @dataclass(frozen=True)
 class LoopScript:
-    """A whole trajectory."""
+    """A trajectory."""
 
     turns: tuple[ScriptedTurn, ...]
     user_messages: tuple[str, ...] = ()
-    """What an interaction says to turns without calls, in order; then it ends the conversation."""
+    """The interaction's responses to turns without calls, in order; then it ends the conversation."""
 
     @property
     def uninterrupted(self) -> LoopScript:
+        """The script without cancellations."""
         turns = [
-            replace(turn, holds=(), deeds=tuple(replace(deed, holds=0) for deed in turn.tool_calls))
+            replace(
+                turn, cancel_points=(), tool_calls=tuple(replace(call, cancels=0) for call in turn.tool_calls)
+            )
             for turn in self.turns
         ]
         return LoopScript(tuple(turns), self.user_messages)
 
 
 def encode_answers(codec: Codec, script: LoopScript) -> list[Ids]:
-    """The answers as ids, for a real tokenizer in odd pieces."""
+    """The answers as ids; for a real tokenizer not in its canonical encoding."""
     if isinstance(codec, ToyCodec):
-        return [codec.encode_reply(turn.message(place)) for place, turn in enumerate(script.turns)]
+        return [codec.encode_reply(turn.message(index)) for index, turn in enumerate(script.turns)]
     assert isinstance(codec, GenericCodec)
     return [
-        TemplateReplyEncoder(codec, Random(place)).encode_reply(turn.message(place))
-        for place, turn in enumerate(script.turns)
+        TemplateReplyEncoder(codec, Random(index)).encode_reply(turn.message(index))
+        for index, turn in enumerate(script.turns)
     ]
 
 
 @dataclass
 class ResumableScriptedEngine:
-    """An engine that says a script, once in each session."""
+    """An engine that returns a script's answers, once in each session."""
 
     answers: Sequence[Ids]
     cancel_points: Sequence[Sequence[int]] = ()
-    name: str = "talker"
+    name: str = "scripted"
     version: int = 0
     logprob_kind: Any = "processed"
     max_context: int | None = None
@@ -118,10 +146,10 @@ class ResumableScriptedEngine:
     at_cancel_point: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
     gate: asyncio.Event | None = None
-    """Where given, every answer waits for it behind its first id."""
+    """If set, every answer waits for it after its first id."""
 
     def __post_init__(self) -> None:
-        self._cancel_points = [list(holds) for holds in self.cancel_points]
+        self._cancel_points = [list(points) for points in self.cancel_points]
         self._waiting: set[object] = set()
         self._arrived = asyncio.Condition()
 
@@ -131,77 +159,78 @@ class ResumableScriptedEngine:
         self.requests.append((session, prompt_ids))
         if self.failure is not None:
             raise self.failure
-        number, said = self._find_answer(prompt_ids, session)
-        ids = self.answers[number][said : said + params.max_tokens]
-        is_cut = said + len(ids) < len(self.answers[number])
-        holds = self._cancel_points[number] if number < len(self._cancel_points) else []
-        hold = holds.pop(0) if holds else None
-        for place, token in enumerate(ids.tolist()):
-            if place == hold:
+        number, done = self._find_answer(prompt_ids, session)
+        ids = self.answers[number][done : done + params.max_tokens]
+        is_cut = done + len(ids) < len(self.answers[number])
+        points = self._cancel_points[number] if number < len(self._cancel_points) else []
+        cancel_point = points.pop(0) if points else None
+        for index, token in enumerate(ids.tolist()):
+            if index == cancel_point:
                 self.at_cancel_point.set()
                 await asyncio.Event().wait()
-            if place == 1 and self.gate is not None:
+            if index == 1 and self.gate is not None:
                 await self._wait(self.gate)
             prompt_ids = np.append(prompt_ids, np.int32(token))
             logprob = -(zlib.crc32(prompt_ids.astype(np.int32).tobytes()) % 10_000) / 10_000
-            last = place == len(ids) - 1
+            last = index == len(ids) - 1
             finish: Any = ("length" if is_cut else "stop") if last else None
             yield Chunk(as_ids([token]), np.array([logprob], np.float32), self.version, finish)
             await asyncio.sleep(0)
 
     async def _wait(self, gate: asyncio.Event) -> None:
-        me = object()
-        self._waiting.add(me)
+        waiter = object()
+        self._waiting.add(waiter)
         async with self._arrived:
             self._arrived.notify_all()
         try:
             await gate.wait()
         finally:
-            self._waiting.discard(me)
+            self._waiting.discard(waiter)
 
     async def wait_until_waiting(self, count: int) -> None:
-        """Returns when so many answers wait at the gate."""
+        """Returns when `count` answers wait at the gate."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self._waiting) >= count)
 
     def _find_answer(self, prompt_ids: Ids, session: str) -> tuple[int, int]:
-        """Which answer this is, and how much of it stands in the prompt already."""
-        begun = self.prompts_by_session.setdefault(session, [])
-        for number, prompt in enumerate(begun):
-            said = len(prompt_ids) - len(prompt)
-            answer = self.answers[number]
-            if 0 <= said < len(answer) and np.array_equal(
-                prompt_ids, np.concatenate((prompt, answer[:said]))
+        """The index of the answer, and how many of its ids the prompt ends with."""
+        prompts = self.prompts_by_session.setdefault(session, [])
+        for number, prompt in enumerate(prompts):
+            done, answer = len(prompt_ids) - len(prompt), self.answers[number]
+            if 0 <= done < len(answer) and np.array_equal(
+                prompt_ids, np.concatenate((prompt, answer[:done]))
             ):
-                return number, said
-        begun.append(prompt_ids)
-        return len(begun) - 1, 0
+                return number, done
+        prompts.append(prompt_ids)
+        return len(prompts) - 1, 0
 
+    async def ready(self) -> None: ...
+    def release_session(self, session: str) -> None: ...
     async def pause(self) -> None: ...
     async def resume(self, version: int | None = None) -> None: ...
     async def close(self) -> None: ...
 
 
 class ScriptedTool(BaseTool):
-    """Does what a script says, and counts."""
+    """Runs the calls of a script and counts them."""
 
-    name = "deed"
+    name = "act"
     schema = function_schema(
-        "deed",
-        "Does it.",
+        "act",
+        "Acts.",
         {
             "type": "object",
-            "properties": {"turn": {"type": "integer"}, "place": {"type": "integer"}},
-            "required": ["turn", "place"],
+            "properties": {"turn": {"type": "integer"}, "index": {"type": "integer"}},
+            "required": ["turn", "index"],
         },
     )
 
     def __init__(self, script: LoopScript) -> None:
         self._turns = script.turns
         self._cancels = {
-            (place, index): deed.cancels
-            for place, turn in enumerate(script.turns)
-            for index, deed in enumerate(turn.tool_calls)
+            (number, index): call.cancels
+            for number, turn in enumerate(script.turns)
+            for index, call in enumerate(turn.tool_calls)
         }
         self.at_cancel_point = asyncio.Event()
         self.created = self.released = self.max_concurrency = 0
@@ -213,25 +242,25 @@ class ScriptedTool(BaseTool):
         return trajectory
 
     async def execute(self, instance: str, arguments: Mapping[str, Any]) -> ToolResult:
-        turn, place = arguments["turn"], arguments["place"]
+        turn, index = arguments["turn"], arguments["index"]
         self._running += 1
         self.max_concurrency = max(self.max_concurrency, self._running)
         try:
-            return await self._execute_scripted(turn, place)
+            return await self._execute_scripted(turn, index)
         finally:
             self._running -= 1
 
-    async def _execute_scripted(self, turn: int, place: int) -> ToolResult:
-        deed = self._turns[turn].tool_calls[place]
+    async def _execute_scripted(self, turn: int, index: int) -> ToolResult:
+        call = self._turns[turn].tool_calls[index]
         await asyncio.sleep(0)
-        if self._cancels[turn, place]:
-            self._cancels[turn, place] -= 1
+        if self._cancels[turn, index]:
+            self._cancels[turn, index] -= 1
             self.at_cancel_point.set()
             await asyncio.Event().wait()
-        self.executed.append((turn, place))
-        if deed.fails:
-            raise ValueError(deed.result)
-        return ToolResult(deed.result, reward=float(len(deed.result)), extras={"turn": turn})
+        self.executed.append((turn, index))
+        if call.fails:
+            raise ValueError(call.result)
+        return ToolResult(call.result, reward=float(len(call.result)), extras={"turn": turn})
 
     async def calc_reward(self, instance: str) -> float | None:
         return 0.5
@@ -241,7 +270,7 @@ class ScriptedTool(BaseTool):
 
 
 class ScriptedUser(BaseInteraction):
-    """Says its lines, one to each turn without calls, and remembers how many it has said."""
+    """Responds with its lines, one for each turn without calls; its state survives a cancellation."""
 
     name = "user"
 
@@ -261,11 +290,11 @@ class ScriptedUser(BaseInteraction):
         return saved
 
     async def respond(self, state: list[str], messages: Sequence[Message]) -> InteractionResponse:
-        place = len(state)
+        index = len(state)
         state.append(messages[-1].content)
-        if place >= len(self._lines):
+        if index >= len(self._lines):
             return InteractionResponse(True, score=1.0)
-        return InteractionResponse(False, self._lines[place], score=0.1 * place, extras={"place": place})
+        return InteractionResponse(False, self._lines[index], score=0.1 * index, extras={"index": index})
 
     async def score(self, state: list[str]) -> float | None:
         return float(len(state))
@@ -275,7 +304,7 @@ class ScriptedUser(BaseInteraction):
 
 
 class ReplyRecorder:
-    """A model whose answers are kept."""
+    """A model that keeps its answers."""
 
     def __init__(self, model: Model, session_id: str) -> None:
         self._model = model
@@ -300,7 +329,7 @@ class ReplyRecorder:
 
 @dataclass
 class LoopHarness:
-    """A session with a script on it, in process or behind HTTP."""
+    """A session with a scripted engine, in process or over HTTP."""
 
     script: LoopScript
     codec: Codec
@@ -324,7 +353,7 @@ class LoopHarness:
         return Task(messages, agent_name="tool", limits=self.limits)
 
     async def run_until_finished(self, state: LoopState | None = None) -> LoopState:
-        """Runs to the end, cancelled where the script says so; each time the state goes on elsewhere."""
+        """Runs to the end, cancelled at the script's points; after each the state is encoded and decoded."""
         state = state or LoopState.begin(self.task(), "t")
         while True:
             cancel = CancelToken()
@@ -333,7 +362,7 @@ class LoopHarness:
             state = await run
             stop.cancel()
             await asyncio.gather(stop, return_exceptions=True)
-            if not state.is_cancel:
+            if not state.is_cancelled:
                 return state
             self.cancel_count += 1
             self.on_cancel()
@@ -346,17 +375,17 @@ class LoopHarness:
         model: ReplyRecorder | None = None,
         limits: LoopLimits | None = None,
     ) -> LoopState:
-        """Runs to the end or to a cancel."""
+        """Runs to the end or until it is cancelled."""
         state = state or LoopState.begin(self.task(), "t")
         tools = ToolRegistry([self.tool]).select()
-        partner = InteractionConfig(self.user) if self.script.user_messages else None
+        user = InteractionConfig(self.user) if self.script.user_messages else None
         async with AgentLoop(
-            model or self.model, state, tools=tools, interaction=partner, limits=limits
+            model or self.model, state, tools=tools, interaction=user, limits=limits
         ) as loop:
             return await loop.run(cancel)
 
     async def _cancel_at_point(self, cancel: CancelToken) -> None:
-        """Cancels when the model or a tool is held."""
+        """Cancels when the model or a tool has reached a cancel point."""
         waits = [
             asyncio.create_task(self.engine.at_cancel_point.wait()),
             asyncio.create_task(self.tool.at_cancel_point.wait()),
@@ -381,40 +410,42 @@ async def loop_harness(
     engine: Any = None,
     **options: Any,
 ) -> AsyncIterator[LoopHarness]:
-    """A stage; `engine` stands before the talker."""
+    """A harness; `engine` wraps or replaces the scripted engine."""
     codec = codec or ToyCodec.chatml()
-    talker = ResumableScriptedEngine(
+    scripted = ResumableScriptedEngine(
         encode_answers(codec, script), [turn.cancel_points for turn in script.turns]
     )
     async with AsyncExitStack() as stack:
         sessions = SessionStore(codec)
         if over_http:
-            gateway = await stack.enter_async_context(Gateway(engine=engine or talker, codec=codec))
+            gateway = await stack.enter_async_context(Gateway(engine=engine or scripted, codec=codec))
 
-        async def opened() -> tuple[ManagedSession, ReplyRecorder]:
+        async def open_session() -> tuple[ManagedSession, ReplyRecorder]:
             model: Model
             if over_http:
                 session = await gateway.session(**options)
-                live = session.managed
+                managed = session.managed
                 model = await stack.enter_async_context(
                     HttpModel(session.base_url, session.api_key, session.control_key, codec=codec)
                 )
             else:
-                live, _, _ = sessions.open(SessionOptions(**options))
-                model = SessionModel(live, engine or talker)
-            return live, ReplyRecorder(model, live.id)
+                managed, _, _ = sessions.open(SessionOptions(**options))
+                model = SessionModel(managed, engine or scripted)
+            return managed, ReplyRecorder(model, managed.id)
 
-        async def another() -> ReplyRecorder:
-            return (await opened())[1]
+        async def open_another() -> ReplyRecorder:
+            return (await open_session())[1]
 
-        live, model = await opened()
+        managed, model = await open_session()
         user, tool = ScriptedUser(script.user_messages), ScriptedTool(script)
-        yield LoopHarness(script, codec, live, talker, model, tool, user, limits, open_another=another)
+        yield LoopHarness(
+            script, codec, managed, scripted, model, tool, user, limits, open_another=open_another
+        )
 
 
-def tree_values(live: ManagedSession) -> list[Any]:
-    """A tree as values, without the names that are drawn anew each time."""
-    tree = live.session.tree
+def tree_values(managed: ManagedSession) -> list[Any]:
+    """A tree as comparable values, without random ids."""
+    tree = managed.session.tree
     nodes = [
         (
             node.id,

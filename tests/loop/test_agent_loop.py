@@ -15,18 +15,15 @@ from branchline.core.message import Message
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.http_model import HttpModel
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
-from branchline.loop.interactions.registry import InteractionConfig
+from branchline.loop.interaction import BaseInteraction, InteractionConfig, InteractionResponse
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, StopReason, Task
-from branchline.loop.tools.base import BaseTool, ToolResult
-from branchline.loop.tools.registry import ToolSelection
-from branchline.loop.tools.results import media_from_bytes
+from branchline.loop.state import LoopPhase, LoopState, StopReason
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, media_from_bytes
 from branchline.runtime.managed_session import SessionLimits
 from tests.chat.families import load_codec
-from tests.loop.clock_runner import move_clock, run
 from tests.loop.harness import (
     LoopScript,
     ResumableScriptedEngine,
@@ -35,6 +32,8 @@ from tests.loop.harness import (
     ScriptedTurn,
     encode_answers,
     loop_harness,
+    move_clock,
+    run,
 )
 
 TOOL_TURN = ScriptedTurn("let me see", tool_calls=(ScriptedToolCall(result="seen"),))
@@ -47,36 +46,39 @@ def roles(state: LoopState) -> list[str]:
 # -- lengths -----------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_leaves_no_room_is_not_asked() -> None:
+def test_a_prompt_without_room_for_an_answer_is_not_sent() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             for limit in (10, 20):
                 state = await s.run_once(limits=LoopLimits(model_length=limit))
-                assert (state.reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
+                assert (state.stop_reason, state.assistant_turns) == (StopReason.MODEL_LENGTH, 0)
             size = await s.model.count_tokens(s.task().messages, tools=[s.tool.schema])
             state = await s.run_once(limits=LoopLimits(model_length=size))
-            assert (state.reason, state.detail) == (StopReason.MODEL_LENGTH, f"{size} tokens of {size}")
+            assert (state.stop_reason, state.stop_detail) == (
+                StopReason.MODEL_LENGTH,
+                f"{size} tokens of {size}",
+            )
             assert not s.engine.requests
             state = await s.run_once(limits=LoopLimits(model_length=size + 1))
-            assert (state.reason, len(s.model.replies[0].ids)) == (StopReason.MODEL_LENGTH, 1)
+            assert (state.stop_reason, len(s.model.replies[0].ids)) == (StopReason.MODEL_LENGTH, 1)
 
     run(test)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_an_engine_that_has_no_room_ends_the_trajectory(over_http: bool) -> None:
+def test_an_engine_without_room_ends_the_trajectory(over_http: bool) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((TOOL_TURN, ScriptedTurn("end"))), over_http=over_http) as s:
             await s.run_once()
             size = len(s.model.replies[1].prompt_ids)
-            for most, detail in (
-                (size, f"{size} tokens leave the engine room for none"),
+            for max_context, detail in (
+                (size, f"the engine has no room after {size} tokens"),
                 (size - 1, str(ContextLengthError.for_prompt(size, size - 1))),
             ):
-                s.engine.max_context = most
+                s.engine.max_context = max_context
                 s.engine.requests.clear()
                 state = await s.run_once(model=await s.open_another())
-                assert (state.reason, state.detail) == (StopReason.MODEL_LENGTH, detail)
+                assert (state.stop_reason, state.stop_detail) == (StopReason.MODEL_LENGTH, detail)
                 assert (roles(state)[-1], state.assistant_turns) == ("tool", 1)
                 assert len(s.engine.requests) == 1
 
@@ -93,25 +95,25 @@ def test_an_engine_that_has_no_room_ends_the_trajectory(over_http: bool) -> None
         (LoopLimits(response_length=4), StopReason.STOP),
     ],
 )
-def test_a_cut_answer_says_which_limit_cut_it(limits: LoopLimits, reason: StopReason) -> None:
+def test_the_stop_reason_names_the_limit_that_cut_an_answer(limits: LoopLimits, reason: StopReason) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             state = await s.run_once(limits=limits)
-            assert state.reason is reason
+            assert state.stop_reason is reason
             assert len(s.model.replies[0].ids) == min(2 if reason is not StopReason.STOP else 4, 4)
 
     run(test)
 
 
-def test_each_answer_has_the_room_that_is_left_of_the_response() -> None:
+def test_each_answer_may_use_the_rest_of_the_response_length() -> None:
     async def test() -> None:
-        async with loop_harness(LoopScript((TOOL_TURN, TOOL_TURN, ScriptedTurn("a long goodbye")))) as s:
+        async with loop_harness(LoopScript((TOOL_TURN, TOOL_TURN, ScriptedTurn("a long answer")))) as s:
             await s.run_once()
             lengths = [len(reply.prompt_ids) for reply in s.model.replies]
             room = lengths[2] - lengths[0] + 3
             model = await s.open_another()
             state = await s.run_once(model=model, limits=LoopLimits(response_length=room))
-            assert state.reason is StopReason.RESPONSE_LENGTH
+            assert state.stop_reason is StopReason.RESPONSE_LENGTH
             assert state.messages[-1].content == "a l"
             assert len((await build_output(state, model)).response_ids) == room
 
@@ -119,69 +121,71 @@ def test_each_answer_has_the_room_that_is_left_of_the_response() -> None:
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-@pytest.mark.parametrize("room", [None, 4500, 6000])
-def test_without_a_limit_an_answer_has_the_room_that_the_engine_has(
-    room: int | None, over_http: bool
+@pytest.mark.parametrize("max_context", [None, 4500, 6000])
+def test_without_a_limit_an_answer_may_fill_the_engines_context(
+    max_context: int | None, over_http: bool
 ) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("word " * 900),)), over_http=over_http) as s:
-            s.engine.max_context = room
+            s.engine.max_context = max_context
             state = await s.run_once(limits=LoopLimits())
             (reply,) = s.model.replies
-            if room is None:
-                assert (state.reason, len(reply.ids)) == (StopReason.LENGTH, 4096), "nobody knows the room"
-            elif room == 4500:
-                assert state.reason is StopReason.LENGTH
-                assert len(reply.prompt_ids) + len(reply.ids) == room
+            if max_context is None:
+                assert (state.stop_reason, len(reply.ids)) == (StopReason.LENGTH, 4096), "the fallback"
+            elif max_context == 4500:
+                assert state.stop_reason is StopReason.LENGTH
+                assert len(reply.prompt_ids) + len(reply.ids) == max_context
             else:
-                assert (state.reason, len(reply.ids)) == (StopReason.STOP, len(s.engine.answers[0]))
+                assert (state.stop_reason, len(reply.ids)) == (StopReason.STOP, len(s.engine.answers[0]))
 
     run(test)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_a_sessions_own_sampling_lifts_no_limit_and_may_set_a_lower_one(over_http: bool) -> None:
+def test_a_sessions_max_tokens_can_only_lower_a_limit(over_http: bool) -> None:
     async def test() -> None:
-        for most, length in ((200, 10), (4, 4)):
+        for max_tokens, length in ((200, 10), (4, 4)):
             async with loop_harness(
                 LoopScript((ScriptedTurn("a rather long answer"),)),
                 over_http=over_http,
-                sampling={"max_tokens": most},
+                sampling={"max_tokens": max_tokens},
             ) as s:
                 state = await s.run_once(limits=LoopLimits(response_length=10))
                 assert len((await build_output(state, s.model)).response_ids) == length
-                assert state.reason is (StopReason.RESPONSE_LENGTH if length == 10 else StopReason.LENGTH)
+                assert state.stop_reason is (
+                    StopReason.RESPONSE_LENGTH if length == 10 else StopReason.LENGTH
+                )
 
     run(test)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
 @pytest.mark.parametrize(
-    ("limits", "reason", "words"),
+    ("limits", "reason", "message"),
     [
         (SessionLimits(calls=1), StopReason.SESSION_CALLS, "may make 1 calls and has made them"),
-        (SessionLimits(tokens=41), StopReason.SESSION_TOKENS, "may sample 41 tokens and has sampled them"),
+        (SessionLimits(tokens=40), StopReason.SESSION_TOKENS, "may sample 40 tokens and has sampled them"),
     ],
 )
-def test_a_session_that_is_spent_ends_the_trajectory_and_it_is_judged(
-    limits: SessionLimits, reason: StopReason, words: str, over_http: bool
+def test_an_exhausted_session_ends_the_trajectory_which_is_scored(
+    limits: SessionLimits, reason: StopReason, message: str, over_http: bool
 ) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((TOOL_TURN, ScriptedTurn("end"))), over_http=over_http) as s:
-            assert len(s.engine.answers[0]) == 41
+            assert len(s.engine.answers[0]) == 40
             s.managed.options = structs.replace(s.managed.options, limits=limits)
             state = await s.run_once()
-            assert (state.reason, roles(state)[-1]) == (reason, "tool")
-            assert state.detail.endswith(words)
-            assert (state.is_finished, state.final_rewards) == (True, {"deed": 0.5})
-            # Judged is judged: there is nothing to go on with.
-            assert (await s.run_once(state)).reason is reason
+            assert (state.stop_reason, roles(state)[-1]) == (reason, "tool")
+            assert state.stop_detail.endswith(message)
+            assert (state.is_finished, state.final_rewards) == (True, {"act": 0.5})
+            # A finished trajectory does not run again.
+            assert (await s.run_once(state)).stop_reason is reason
 
     run(test)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_a_session_that_was_closed_is_an_error(over_http: bool) -> None:
+def test_a_closed_session_is_an_error(over_http: bool) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),)), over_http=over_http) as s:
             await s.managed.set_state("finalized")
@@ -192,15 +196,15 @@ def test_a_session_that_was_closed_is_an_error(over_http: bool) -> None:
     run(test)
 
 
-def test_a_gateway_that_takes_no_longer_prompt_ends_the_trajectory_and_it_is_judged() -> None:
+def test_the_gateways_prompt_limit_ends_the_trajectory_which_is_scored() -> None:
     async def test() -> None:
         codec, script, prompt = (
             ToyCodec.chatml(),
             LoopScript((TOOL_TURN, ScriptedTurn("end"))),
             (Message("user", "Begin."),),
         )
-        most = codec.count_tokens(prompt, [ScriptedTool.schema]) + len(encode_answers(codec, script)[0])
-        config = GatewayConfig(max_prompt_tokens=most)
+        limit = codec.count_tokens(prompt, [ScriptedTool.schema]) + len(encode_answers(codec, script)[0])
+        config = GatewayConfig(max_prompt_tokens=limit)
         async with Gateway(
             engine=ResumableScriptedEngine(encode_answers(codec, script)), codec=codec, config=config
         ) as gateway:
@@ -209,9 +213,9 @@ def test_a_gateway_that_takes_no_longer_prompt_ends_the_trajectory_and_it_is_jud
                 state = LoopState.begin(Task(prompt))
                 async with AgentLoop(model, state, tools=ToolSelection((ScriptedTool(script),))) as loop:
                     await loop.run()
-        assert (state.reason, roles(state)) == (StopReason.MODEL_LENGTH, ["user", "assistant", "tool"])
-        assert f"> {most} maximum" in state.detail
-        assert state.final_rewards == {"deed": 0.5}
+        assert (state.stop_reason, roles(state)) == (StopReason.MODEL_LENGTH, ["user", "assistant", "tool"])
+        assert f"> {limit} maximum" in state.stop_detail
+        assert state.final_rewards == {"act": 0.5}
 
     run(test)
 
@@ -221,9 +225,7 @@ def test_a_gateway_that_takes_no_longer_prompt_ends_the_trajectory_and_it_is_jud
 
 @pytest.mark.parametrize("over_http", [False, True])
 @pytest.mark.parametrize("kind", ["assistant", "user", "length"])
-def test_the_last_answer_that_a_limit_allows_is_judged_and_nobody_answers_it(
-    kind: str, over_http: bool
-) -> None:
+def test_the_last_answer_that_a_limit_allows_is_scored_and_not_answered(kind: str, over_http: bool) -> None:
     async def test() -> None:
         script = LoopScript(
             (ScriptedTurn("one"), ScriptedTurn("two"), ScriptedTurn("three")), user_messages=("and", "so")
@@ -243,60 +245,68 @@ def test_the_last_answer_that_a_limit_allows_is_judged_and_nobody_answers_it(
             }[kind]
             model = await s.open_another()
             state = await s.run_once(model=model, limits=limits)
-            assert (state.reason, state.detail) == (reason, detail)
+            assert (state.stop_reason, state.stop_detail) == (reason, detail)
             assert [m.content for m in state.messages[2:]] == ["one", "and", "two"]
             assert (state.assistant_turns, state.user_turns) == (2, 1)
             assert state.turn_scores == [0.0, 0.1]
             assert [(r.turn, r.content, r.is_last) for r in state.turn_records] == [
                 *[(1, "and", False), (2, "so", True)]
             ]
-            assert state.score == 2.0, "the interaction has seen both"
+            assert state.score == 2.0, "the interaction got both answers"
 
     run(test)
 
 
-def test_a_last_answer_with_tool_calls_is_nobodys_to_judge() -> None:
+def test_a_last_answer_with_tool_calls_is_not_scored() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((TOOL_TURN, ScriptedTurn("end")), user_messages=("and",))) as s:
             state = await s.run_once(limits=LoopLimits(max_assistant_turns=1))
-            assert (state.reason, state.pending, state.turn_records) == (StopReason.ASSISTANT_TURNS, [], [])
+            assert (state.stop_reason, state.pending_calls, state.turn_records) == (
+                StopReason.ASSISTANT_TURNS,
+                [],
+                [],
+            )
             assert s.tool.executed == []
 
     run(test)
 
 
-def test_cut_off_while_a_last_answer_is_judged_it_is_judged_later_and_still_the_last() -> None:
-    class Pondering(CountingInteraction):
+def test_a_last_answer_stays_the_last_after_a_cancellation() -> None:
+    class BlockingInteraction(CountingInteraction):
         def __init__(self) -> None:
             super().__init__()
-            self.pondering = asyncio.Event()
+            self.responding = asyncio.Event()
 
         async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
-            if not self.pondering.is_set():
-                self.pondering.set()
+            if not self.responding.is_set():
+                self.responding.set()
                 await asyncio.Event().wait()
             return await super().respond(state, messages)
 
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("one"), ScriptedTurn("two")))) as s:
-            state, judge, cancel = LoopState.begin(s.task()), Pondering(), CancelToken()
-            limits, partner = LoopLimits(max_assistant_turns=1), InteractionConfig(judge)
-            async with AgentLoop(s.model, state, interaction=partner, limits=limits) as loop:
+            state, interaction, cancel = LoopState.begin(s.task()), BlockingInteraction(), CancelToken()
+            limits, config = LoopLimits(max_assistant_turns=1), InteractionConfig(interaction)
+            async with AgentLoop(s.model, state, interaction=config, limits=limits) as loop:
                 task = asyncio.create_task(loop.run(cancel))
-                await judge.pondering.wait()
+                await interaction.responding.wait()
                 cancel.cancel()
-                assert (await task).is_cancel
+                assert (await task).is_cancelled
             state = LoopState.decode(state.encode())
-            assert (state.state, state.is_finished) == (LoopPhase.INTERACTING, False)
-            async with AgentLoop(s.model, state, interaction=partner, limits=limits) as loop:
+            assert (state.phase, state.is_finished) == (LoopPhase.INTERACTING, False)
+            async with AgentLoop(s.model, state, interaction=config, limits=limits) as loop:
                 state = await loop.run()
-            assert (state.reason, state.turn_scores, judge.asked) == (StopReason.ASSISTANT_TURNS, [1.0], 1)
+            assert (state.stop_reason, state.turn_scores, interaction.responses) == (
+                StopReason.ASSISTANT_TURNS,
+                [1.0],
+                1,
+            )
             assert len(s.engine.requests) == 1
 
     run(test)
 
 
-def test_of_an_answer_cut_in_its_second_call_the_first_is_run() -> None:
+def test_the_complete_calls_of_a_cut_answer_are_run() -> None:
     async def test() -> None:
         async with loop_harness(
             LoopScript((ScriptedTurn(tool_calls=(ScriptedToolCall(result="seen"),) * 2), ScriptedTurn("end")))
@@ -306,30 +316,30 @@ def test_of_an_answer_cut_in_its_second_call_the_first_is_run() -> None:
             assert s.model.replies[0].finish_reason == "length"
             assert s.tool.executed == [(0, 0)]
             assert roles(state)[2:] == ["assistant", "tool", "assistant"]
-            assert state.reason is StopReason.STOP
+            assert state.stop_reason is StopReason.STOP
 
     run(test)
 
 
-# -- the clock ---------------------------------------------------------------------------------------
+# -- the wall clock ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["generating", "tools"])
-def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
+def test_the_wall_clock_limit_abandons_the_running_step(where: str) -> None:
     async def test() -> None:
-        held = (
-            ScriptedTurn("never mind", cancel_points=(3,))
+        blocked_turn = (
+            ScriptedTurn("abandoned", cancel_points=(3,))
             if where == "generating"
             else ScriptedTurn(tool_calls=(ScriptedToolCall(cancels=1),))
         )
-        async with loop_harness(LoopScript((TOOL_TURN, held))) as s:
+        async with loop_harness(LoopScript((TOOL_TURN, blocked_turn))) as s:
             task = asyncio.create_task(s.run_once(limits=LoopLimits(wall_clock_s=100)))
             await (s.engine if where == "generating" else s.tool).at_cancel_point.wait()
             move_clock(101)
             state = await task
-            assert (state.state, state.reason) == (LoopPhase.TERMINATED, StopReason.WALL_CLOCK)
-            assert not state.is_cancel
-            assert state.final_rewards == {"deed": 0.5}
+            assert (state.phase, state.stop_reason) == (LoopPhase.TERMINATED, StopReason.WALL_CLOCK)
+            assert not state.is_cancelled
+            assert state.final_rewards == {"act": 0.5}
             assert (s.tool.created, s.tool.released) == (1, 1)
             report = export_samples(s.tree).report
             assert report.is_balanced
@@ -337,35 +347,35 @@ def test_when_the_time_is_up_what_is_half_done_is_left(where: str) -> None:
                 [("cancelled", 3)] if where == "generating" else []
             )
             output = await build_output(state, s.model)
-            assert output.outputs[-1].calls == tuple(state.calls)
+            assert output.outputs[-1].calls == tuple(state.call_ids)
 
     run(test)
 
 
-def test_when_the_time_is_up_a_tool_call_that_is_over_counts() -> None:
+def test_the_wall_clock_limit_keeps_finished_tool_calls() -> None:
     async def test() -> None:
-        deeds = (
+        calls = (
             ScriptedToolCall(result="quick"),
             ScriptedToolCall(result="slow", cancels=1),
             ScriptedToolCall(result="too"),
         )
-        async with loop_harness(LoopScript((ScriptedTurn(tool_calls=deeds), ScriptedTurn("end")))) as s:
+        async with loop_harness(LoopScript((ScriptedTurn(tool_calls=calls), ScriptedTurn("end")))) as s:
             state = LoopState.begin(s.task())
             task = asyncio.create_task(s.run_once(state, limits=LoopLimits(wall_clock_s=100)))
             await s.tool.at_cancel_point.wait()
-            while len(state.outcomes) < 2:
+            while len(state.pending_results) < 2:
                 await asyncio.sleep(0)
             move_clock(101)
-            assert (await task).reason is StopReason.WALL_CLOCK
+            assert (await task).stop_reason is StopReason.WALL_CLOCK
             assert state.tool_rewards == [5.0, 3.0]
-            assert [record.message.content for record in state.tool_records] == ["quick", "too"]
-            assert (state.outcomes, state.pending) == ({}, [])
-            assert roles(state)[-1] == "assistant", "the model is told nothing any more"
+            assert [result.content for result in state.tool_results] == ["quick", "too"]
+            assert (state.pending_results, state.pending_calls) == ({}, [])
+            assert roles(state)[-1] == "assistant", "the results are not in the conversation"
 
     run(test)
 
 
-def test_when_the_time_is_up_a_turn_that_was_scored_counts() -> None:
+def test_the_wall_clock_limit_keeps_a_scored_turn() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("one"), ScriptedTurn("two")))) as s:
             state, model = LoopState.begin(s.task()), BlockingCountModel(s.model)
@@ -377,27 +387,27 @@ def test_when_the_time_is_up_a_turn_that_was_scored_counts() -> None:
                 task = asyncio.create_task(loop.run())
                 await model.counting.wait()
                 move_clock(101)
-                assert (await task).reason is StopReason.WALL_CLOCK
-            assert (state.turn_scores, state.response) == ([1.0], None)
+                assert (await task).stop_reason is StopReason.WALL_CLOCK
+            assert (state.turn_scores, state.pending_response) == ([1.0], None)
 
     run(test)
 
 
-def test_the_time_of_all_runs_counts() -> None:
+def test_the_wall_clock_limit_counts_all_runs() -> None:
     async def test() -> None:
-        script = LoopScript((replace(TOOL_TURN, holds=(2,)), ScriptedTurn("end")))
+        script = LoopScript((replace(TOOL_TURN, cancel_points=(2,)), ScriptedTurn("end")))
         async with loop_harness(script) as s:
             state = LoopState.begin(s.task())
-            state.spent_s = 99.0
+            state.elapsed_s = 99.0
             cancel = CancelToken()
             task = asyncio.create_task(s.run_once(state, cancel, limits=LoopLimits(wall_clock_s=100)))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
-            assert (await task).is_cancel
-            assert 99.0 < state.spent_s < 100
-            state.spent_s = 100.0
+            assert (await task).is_cancelled
+            assert 99.0 < state.elapsed_s < 100
+            state.elapsed_s = 100.0
             state = await s.run_once(state, limits=LoopLimits(wall_clock_s=100))
-            assert state.reason is StopReason.WALL_CLOCK
+            assert state.stop_reason is StopReason.WALL_CLOCK
             assert len(s.engine.requests) == 1
 
     run(test)
@@ -406,7 +416,7 @@ def test_the_time_of_all_runs_counts() -> None:
 # -- cancel and resume -------------------------------------------------------------------------------
 
 
-def test_a_cancelled_task_is_cancelled_and_leaves_a_state_to_go_on_from() -> None:
+def test_a_cancelled_task_leaves_a_state_that_can_be_resumed() -> None:
     async def test() -> None:
         script = LoopScript((ScriptedTurn("a long story", cancel_points=(4,)),))
         async with loop_harness(script) as s:
@@ -416,9 +426,9 @@ def test_a_cancelled_task_is_cancelled_and_leaves_a_state_to_go_on_from() -> Non
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert state.is_cancel
+            assert state.is_cancelled
             assert (await s.run_once(state)).messages[-1].content == "a long story"
-            assert not state.is_cancel
+            assert not state.is_cancelled
             assert [len(ids) for _, ids in s.engine.requests] == [
                 len(s.model.replies[0].prompt_ids),
                 len(s.model.replies[0].prompt_ids) + 4,
@@ -427,18 +437,18 @@ def test_a_cancelled_task_is_cancelled_and_leaves_a_state_to_go_on_from() -> Non
     run(test)
 
 
-def test_a_token_that_was_used_lets_nothing_begin() -> None:
+def test_with_a_cancelled_token_nothing_starts() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             cancel = CancelToken()
             cancel.cancel()
             state = await s.run_once(cancel=cancel)
-            assert (state.is_cancel, state.state, s.engine.requests) == (True, LoopPhase.PENDING, [])
+            assert (state.is_cancelled, state.phase, s.engine.requests) == (True, LoopPhase.PENDING, [])
 
     run(test)
 
 
-def test_finished_tool_calls_are_kept_and_do_not_run_again() -> None:
+def test_finished_tool_calls_do_not_run_again() -> None:
     async def test() -> None:
         script = LoopScript(
             (
@@ -452,22 +462,22 @@ def test_finished_tool_calls_are_kept_and_do_not_run_again() -> None:
             state, cancel = LoopState.begin(s.task()), CancelToken()
             task = asyncio.create_task(s.run_once(state, cancel))
             await s.tool.at_cancel_point.wait()
-            while 0 not in state.outcomes:
+            while 0 not in state.pending_results:
                 await asyncio.sleep(0)
             cancel.cancel()
             state = LoopState.decode((await task).encode())
-            assert (state.state, list(state.outcomes)) == (LoopPhase.PROCESSING_TOOLS, [0])
+            assert (state.phase, list(state.pending_results)) == (LoopPhase.PROCESSING_TOOLS, [0])
             state = await s.run_once(state)
             assert s.tool.executed == [(0, 0), (0, 1)]
             assert [m.content for m in state.messages[3:5]] == ["quick", "slow"]
             assert state.tool_rewards == [5.0, 4.0]
-            assert [(record.tool, record.turn) for record in state.tool_records] == [("deed", 1)] * 2
+            assert [(result.tool, result.turn) for result in state.tool_results] == [("act", 1)] * 2
 
     run(test)
 
 
 class BlockingCountModel:
-    """A model that stops to think when it counts."""
+    """A model that blocks when it counts tokens, after `passes` counts."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -482,65 +492,67 @@ class BlockingCountModel:
             self.counting.set()
             await asyncio.Event().wait()
         self.passes -= 1
-        return int(await self._model.count(messages, **options))
+        return int(await self._model.count_tokens(messages, **options))
 
 
 class CountingInteraction(BaseInteraction):
-    """Counts what it is asked."""
+    """Counts its responses."""
 
     name = "counted"
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.responses = 0
 
     async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
-        return None, "first words"
+        return None, "first message"
 
     async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
-        self.asked += 1
-        return InteractionResponse(self.asked == 2, f"answer {self.asked}", score=float(self.asked))
+        self.responses += 1
+        return InteractionResponse(
+            self.responses == 2, f"answer {self.responses}", score=float(self.responses)
+        )
 
 
-def test_what_somebody_has_said_is_not_asked_for_twice() -> None:
+def test_a_response_is_not_requested_twice() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("one"), ScriptedTurn("two")))) as s:
-            model, partner = BlockingCountModel(s.model), InteractionConfig(CountingInteraction())
+            model, config = BlockingCountModel(s.model), InteractionConfig(CountingInteraction())
             state = LoopState.begin(s.task())
             limits = LoopLimits(response_length=1000)
-            # Cancelled while the first prompt is counted, and again while the answer of the interaction is.
+            # Cancelled while the first prompt is counted, and again while the interaction's response is.
             for passes in (0, 1):
                 model.passes = passes
                 model.counting.clear()
                 cancel = CancelToken()
-                async with AgentLoop(model, state, interaction=partner, limits=limits) as loop:  # type: ignore[arg-type]
+                async with AgentLoop(model, state, interaction=config, limits=limits) as loop:  # type: ignore[arg-type]
                     task = asyncio.create_task(loop.run(cancel))
                     await model.counting.wait()
                     cancel.cancel()
-                    assert (await task).is_cancel
+                    assert (await task).is_cancelled
                 state = LoopState.decode(state.encode())
-            assert state.response is not None
+            assert state.pending_response is not None
             model.passes = 9
-            async with AgentLoop(model, state, interaction=partner, limits=limits) as loop:  # type: ignore[arg-type]
+            async with AgentLoop(model, state, interaction=config, limits=limits) as loop:  # type: ignore[arg-type]
                 state = await loop.run()
             assert [m.content for m in state.messages[2:]] == [
-                *["first words", "one", "answer 1", "two", "answer 2"]
+                *["first message", "one", "answer 1", "two", "answer 2"]
             ]
             assert state.turn_scores == [1.0, 2.0]
-            assert (state.reason, state.user_turns) == (StopReason.INTERACTION, 1)
+            assert (state.stop_reason, state.user_turns) == (StopReason.INTERACTION, 1)
 
     run(test)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_an_answer_that_nobody_heard_is_heard_and_counted_once(over_http: bool) -> None:
+def test_a_lost_answer_is_repeated_and_trained_once(over_http: bool) -> None:
     async def test() -> None:
-        async with loop_harness(LoopScript((ScriptedTurn("heard by nobody"),)), over_http=over_http) as s:
+        async with loop_harness(LoopScript((ScriptedTurn("lost answer"),)), over_http=over_http) as s:
             state = LoopState.begin(s.task())
-            state.state, state.call = LoopPhase.GENERATING, "turn-1"
-            # The very call that the loop is about to make, made and answered; then its client was gone.
-            lost = await s.model.ask(state.messages, tools=[s.tool.schema], name="turn-1")
+            state.phase, state.call_name = LoopPhase.GENERATING, "turn-1"
+            # The call that the loop is about to make, completed before; its client never got the answer.
+            lost = await s.model.ask(state.messages, tools=[s.tool.schema], call_name="turn-1")
             state = await s.run_once(state)
-            assert state.messages[-1].content == "heard by nobody"
+            assert state.messages[-1].content == "lost answer"
             assert len(s.engine.requests) == 1, "nothing was sampled twice"
             assert [call.id for call in s.tree.calls] == ["turn-1", "turn-1~2"]
             (sample,) = (await build_output(state, s.model)).outputs
@@ -551,7 +563,7 @@ def test_an_answer_that_nobody_heard_is_heard_and_counted_once(over_http: bool) 
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_an_answer_that_was_begun_with_other_tools_is_begun_again(over_http: bool) -> None:
+def test_an_answer_that_was_started_with_other_tools_is_started_again(over_http: bool) -> None:
     async def test() -> None:
         async with loop_harness(
             LoopScript((ScriptedTurn("a long story", cancel_points=(3,)),)), over_http=over_http
@@ -560,11 +572,11 @@ def test_an_answer_that_was_begun_with_other_tools_is_begun_again(over_http: boo
             task = asyncio.create_task(s.run_once(state, cancel))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
-            assert (await task).is_cancel
+            assert (await task).is_cancelled
             s.engine.prompts_by_session.clear()
             async with AgentLoop(s.model, state) as loop:
                 state = await loop.run()
-            assert (state.messages[-1].content, state.reason) == ("a long story", StopReason.STOP)
+            assert (state.messages[-1].content, state.stop_reason) == ("a long story", StopReason.STOP)
             (dropped,) = export_samples(s.tree).report.dropped
             assert (dropped.reason, dropped.tokens) == ("cancelled", 3)
 
@@ -575,31 +587,31 @@ def test_an_answer_that_was_begun_with_other_tools_is_begun_again(over_http: boo
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_an_error_of_the_engine_is_raised_and_the_state_goes_on_afterwards(over_http: bool) -> None:
+def test_an_engine_error_is_raised_and_the_state_can_be_resumed(over_http: bool) -> None:
     async def test() -> None:
-        script = LoopScript((TOOL_TURN, ScriptedTurn("and so on", cancel_points=(3,))))
+        script = LoopScript((TOOL_TURN, ScriptedTurn("a long answer", cancel_points=(3,))))
         async with loop_harness(script, over_http=over_http) as s:
             state, cancel = LoopState.begin(s.task()), CancelToken()
             task = asyncio.create_task(s.run_once(state, cancel))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
-            assert (await task).is_cancel
+            assert (await task).is_cancelled
             s.engine.failure = EngineError("out of order")
             with pytest.raises(EngineError, match="out of order"):
                 await s.run_once(state)
-            assert (state.is_cancel, state.is_finished) == (False, False)
+            assert (state.is_cancelled, state.is_finished) == (False, False)
             s.engine.failure = None
             state = await s.run_once(state)
-            assert state.messages[-1].content == "and so on"
+            assert state.messages[-1].content == "a long answer"
             report = export_samples(s.tree).report
-            assert not report.dropped, "what was sampled before the error is gone on from"
+            assert not report.dropped, "the call is resumed after the error"
             assert (s.tool.created, s.tool.released) == (3, 3)
 
     run(test)
 
 
 class FailingInteraction(BaseInteraction):
-    """Breaks where it is told to."""
+    """Raises in one method."""
 
     name = "broken"
 
@@ -628,7 +640,7 @@ class FailingInteraction(BaseInteraction):
 
 
 @pytest.mark.parametrize("where", ["start", "respond", "score"])
-def test_an_interaction_that_breaks_is_raised_and_everything_is_put_away(where: str) -> None:
+def test_an_error_of_the_interaction_is_raised_and_everything_is_released(where: str) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             broken, state = FailingInteraction(where), LoopState.begin(s.task())
@@ -650,7 +662,7 @@ def test_an_interaction_that_breaks_is_raised_and_everything_is_put_away(where: 
     run(test)
 
 
-def test_results_cannot_be_cut_by_tokens_that_are_not_known() -> None:
+def test_truncation_by_tokens_needs_a_codec() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             model = BlockingCountModel(s.model)
@@ -667,23 +679,25 @@ def test_results_cannot_be_cut_by_tokens_that_are_not_known() -> None:
     run(test)
 
 
-# -- what a model cannot see -------------------------------------------------------------------------
+# -- media -------------------------------------------------------------------------------------------
 
 
 class Camera(BaseTool):
-    """Shows what it sees, in words or in a picture."""
+    """Returns a text, and an image for the second call."""
 
-    name = "deed"
+    name = "act"
     schema = ScriptedTool.schema
 
     async def execute(self, instance: Any, arguments: Any) -> ToolResult:
-        pictures = (media_from_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20)),) if arguments["place"] else ()
+        pictures = (media_from_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20)),) if arguments["index"] else ()
         return ToolResult("look", pictures, reward=1.0)
 
 
 @pytest.mark.parametrize("over_http", [False, True])
 @pytest.mark.parametrize("limits", [LoopLimits(), LoopLimits(response_length=5000)])
-def test_a_picture_is_no_end_of_a_model_that_only_reads(over_http: bool, limits: LoopLimits) -> None:
+def test_media_that_the_codec_refuses_become_an_error_for_the_model(
+    over_http: bool, limits: LoopLimits
+) -> None:
     codec = load_codec("qwen3")
 
     async def test() -> None:
@@ -694,12 +708,12 @@ def test_a_picture_is_no_end_of_a_model_that_only_reads(over_http: bool, limits:
             state = LoopState.begin(s.task())
             async with AgentLoop(s.model, state, tools=ToolSelection((Camera(),)), limits=limits) as loop:
                 state = await loop.run()
-            assert state.reason is StopReason.STOP
-            told = [m.content for m in state.messages if m.role == "tool"]
-            assert told[0] == "look"
-            assert told[1].startswith("Error executing tool 'deed': its result: carries an image, but ")
+            assert state.stop_reason is StopReason.STOP
+            contents = [m.content for m in state.messages if m.role == "tool"]
+            assert contents[0] == "look"
+            assert contents[1].startswith("Error executing tool 'act': its result: carries an image, but ")
             assert not any(m.media for m in state.messages)
-            assert [record.error for record in state.tool_records] == [None, told[1]]
-            assert state.tool_rewards == [1.0, 1.0], "what the tool did counts"
+            assert [result.error for result in state.tool_results] == [None, contents[1]]
+            assert state.tool_rewards == [1.0, 1.0]
 
     run(test)

@@ -12,12 +12,11 @@ from branchline.core.message import Message
 from branchline.loop import agents
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.agents import AgentContext, check_tasks, find_agent, run_agent
-from branchline.loop.cancel import CancelToken
-from branchline.loop.interactions.registry import InteractionRegistry
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopState, StopReason, Task
-from branchline.loop.tools.registry import ToolRegistry
-from tests.loop.clock_runner import run
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.state import LoopState, StopReason
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
 from tests.loop.harness import (
     LoopHarness,
     LoopScript,
@@ -26,6 +25,7 @@ from tests.loop.harness import (
     ScriptedTurn,
     ScriptedUser,
     loop_harness,
+    run,
 )
 
 SCRIPT = LoopScript(
@@ -40,9 +40,8 @@ PROMPT = (Message("user", "Begin."),)
 
 
 @pytest.fixture(autouse=True)
-def _own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_agent("")
-    monkeypatch.setattr(agents, "_agents", dict(agents._agents))
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "_custom_agents", dict(agents._custom_agents))
 
 
 def context_for(s: LoopHarness, **options: Any) -> AgentContext:
@@ -50,12 +49,12 @@ def context_for(s: LoopHarness, **options: Any) -> AgentContext:
 
 
 @pytest.mark.parametrize("name", ["", "single_turn"])
-def test_a_task_that_names_nobody_is_one_answer_without_tools(name: str) -> None:
+def test_the_default_agent_gives_one_answer_without_tools(name: str) -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT) as s:
             state = await run_agent(LoopState.begin(Task(PROMPT, agent_name=name)), context_for(s))
             assert (state.assistant_turns, state.user_turns) == (1, 0)
-            assert state.reason is StopReason.ASSISTANT_TURNS, "it wanted a tool, and there was none"
+            assert state.stop_reason is StopReason.ASSISTANT_TURNS, "it called a tool, and there was none"
             assert (s.tool.created, s.user.started) == (0, 0)
             assert "tools:" not in s.codec.decode(s.engine.requests[0][1])
 
@@ -65,41 +64,45 @@ def test_a_task_that_names_nobody_is_one_answer_without_tools(name: str) -> None
 def test_the_tool_agent_uses_the_tools_and_the_interaction_of_the_task() -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT) as s:
-            task = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
+            task = Task(PROMPT, agent_name="tool", tools=("act",), interaction="user")
             state = await run_agent(LoopState.begin(task), context_for(s))
-            assert (state.reason, state.assistant_turns, state.user_turns) == (StopReason.INTERACTION, 3, 2)
+            assert (state.stop_reason, state.assistant_turns, state.user_turns) == (
+                StopReason.INTERACTION,
+                3,
+                2,
+            )
             plain = Task(PROMPT, agent_name="tool", tools=())
             s.engine.prompts_by_session.clear()
             state = await run_agent(LoopState.begin(plain), context_for(s))
-            assert state.messages[2].content == "Unknown function 'deed'. Available tools: []"
-            assert state.reason is StopReason.STOP
+            assert state.messages[2].content == "Unknown function 'act'. Available tools: []"
+            assert state.stop_reason is StopReason.STOP
 
     run(test)
 
 
-def test_a_tasks_own_limits_go_before_everybodys() -> None:
+def test_a_tasks_limits_replace_the_contexts() -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT) as s:
-            everybody = LoopLimits(max_assistant_turns=1)
+            shared = LoopLimits(max_assistant_turns=1)
             own = LoopLimits(max_assistant_turns=2)
             for limits, turns in ((None, 1), (own, 2)):
                 s.engine.prompts_by_session.clear()
                 task = Task(PROMPT, agent_name="tool", limits=limits)
-                state = await run_agent(LoopState.begin(task), context_for(s, limits=everybody))
+                state = await run_agent(LoopState.begin(task), context_for(s, limits=shared))
                 assert state.assistant_turns == turns
 
     run(test)
 
 
-def test_agents_are_found_by_the_name_they_were_given() -> None:
+def test_agents_are_found_by_name() -> None:
     async def test() -> None:
         @branchline.agent("echo")
-        async def echo(state: LoopState, setting: AgentContext) -> LoopState:
+        async def echo(state: LoopState, context: AgentContext) -> LoopState:
             state.messages.append(Message("assistant", state.messages[-1].content))
             return state
 
         @branchline.agent("shout")
-        async def shout(state: LoopState, setting: AgentContext) -> LoopState:
+        async def shout(state: LoopState, context: AgentContext) -> LoopState:
             state.messages.append(Message("assistant", state.messages[-1].content.upper()))
             return state
 
@@ -116,19 +119,22 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT) as s:
             tools, interactions = ToolRegistry([s.tool]), InteractionRegistry([ScriptedUser(())])
-            good = Task(PROMPT, agent_name="tool", tools=("deed",), interaction="user")
+            good = Task(PROMPT, agent_name="tool", tools=("act",), interaction="user")
             check_tasks([good, Task(PROMPT)], tools, interactions)
-            for bad, words in (
+            for bad, message in (
                 (Task(PROMPT, agent_name="wizard"), "agent_name: got 'wizard', expected one of"),
-                (Task(PROMPT, tools=("saw",)), r"tools\[0\]: got 'saw', expected one of \['deed'\]"),
+                (Task(PROMPT, tools=("saw",)), r"tools\[0\]: got 'saw', expected one of \['act'\]"),
                 (Task(PROMPT, tool_arguments={"saw": {}}), "tool_arguments: got 'saw'"),
-                (Task(PROMPT, interaction="ghost"), r"interaction: got 'ghost', expected one of \['user'\]"),
+                (
+                    Task(PROMPT, interaction="unknown"),
+                    r"interaction: got 'unknown', expected one of \['user'\]",
+                ),
             ):
-                with pytest.raises(InputError, match=rf"^tasks\[1\]\.{words}"):
+                with pytest.raises(InputError, match=rf"^tasks\[1\]\.{message}"):
                     check_tasks([good, bad], tools, interactions)
             with pytest.raises(InputError, match="'single_turn', 'tool'"):
                 await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), context_for(s))
-            with pytest.raises(InputError, match=r"tools\[0\]: got 'deed', expected one of \[\]"):
+            with pytest.raises(InputError, match=r"tools\[0\]: got 'act', expected one of \[\]"):
                 check_tasks([good])
             assert not s.engine.requests
             assert not s.tool.created
@@ -136,29 +142,32 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
     run(test)
 
 
-def test_a_name_stands_for_one_agent() -> None:
+def test_a_name_belongs_to_one_agent() -> None:
     def define(word: str) -> Any:
         @branchline.agent("mine")
-        async def mine(state: LoopState, setting: AgentContext) -> LoopState:
-            state.detail = word
+        async def mine(state: LoopState, context: AgentContext) -> LoopState:
+            state.stop_detail = word
             return state
 
         return mine
 
     define("one")
     again = define("two")
-    assert find_agent("mine") is again, "the same definition, read again"
+    assert find_agent("mine") is again, "the same definition, registered again"
     with pytest.raises(InputError, match=r"'mine' is .*mine already"):
 
         @branchline.agent("mine")
-        async def other(state: LoopState, setting: AgentContext) -> LoopState:
+        async def other(state: LoopState, context: AgentContext) -> LoopState:
             return state
 
+    for name in ("single_turn", "tool"):
+        with pytest.raises(InputError, match=rf"'{name}' is branchline\.loop\.agents\..* already"):
+            branchline.agent(name)(again)
     with pytest.raises(InputError, match="agent: got the name ''"):
         branchline.agent("")
 
 
-# -- agents of one's own -----------------------------------------------------------------------------
+# -- custom agents -----------------------------------------------------------------------------------
 
 CONVERSATION = LoopScript(
     (ScriptedTurn("one two", cancel_points=(1,)), ScriptedTurn("three"), ScriptedTurn("four"))
@@ -170,18 +179,18 @@ def state_for(name: str, **options: Any) -> LoopState:
 
 
 @branchline.agent("twice")
-async def twice(state: LoopState, setting: AgentContext) -> LoopState:
-    """Goes on from wherever its state was left."""
+async def twice(state: LoopState, context: AgentContext) -> LoopState:
+    """Asks twice, and can be resumed at any point."""
     while state.assistant_turns < 2:
         if state.messages[-1].role == "assistant":
             state.messages.append(Message("user", "Are you sure?"))
-        await setting.ask(state)
+        await context.ask(state)
     state.score = 1.0
     return state
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_what_an_agent_asks_is_in_its_output(over_http: bool) -> None:
+def test_the_calls_of_an_agent_are_in_its_output(over_http: bool) -> None:
     async def test() -> None:
         async with loop_harness(CONVERSATION.uninterrupted, over_http=over_http) as s:
             state = await run_agent(state_for("twice"), context_for(s))
@@ -190,22 +199,22 @@ def test_what_an_agent_asks_is_in_its_output(over_http: bool) -> None:
                 "Are you sure?",
                 "three",
             ]
-            assert (state.is_finished, state.reason, state.assistant_turns) == (True, StopReason.STOP, 2)
-            assert state.calls == [reply.call_id for reply in s.model.replies]
+            assert (state.is_finished, state.stop_reason, state.assistant_turns) == (True, StopReason.STOP, 2)
+            assert state.call_ids == [reply.call_id for reply in s.model.replies]
             assert state.tokens == len(s.model.replies[1].prompt_ids) + len(s.model.replies[1].ids)
             assert state.metrics.generate_s > 0
             output = await build_output(state, s.model)
             assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
             assert output.reward_score == 1.0
             assert await run_agent(state, context_for(s)) is state
-            assert len(s.model.replies) == 2, "what is over is not run again"
+            assert len(s.model.replies) == 2, "a finished trajectory is not run again"
 
     run(test)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("over_http", [False, True])
-def test_an_agent_that_is_cancelled_goes_on_behind_what_was_sampled(over_http: bool, by_token: bool) -> None:
+def test_a_cancelled_agent_resumes_after_the_sampled_ids(over_http: bool, by_token: bool) -> None:
     async def test() -> None:
         async with loop_harness(CONVERSATION, over_http=over_http) as s:
             state, cancel = state_for("twice"), CancelToken()
@@ -218,58 +227,58 @@ def test_an_agent_that_is_cancelled_goes_on_behind_what_was_sampled(over_http: b
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancel, state.is_finished, state.metrics.num_preempted) == (True, False, 1)
+            assert (state.is_cancelled, state.is_finished, state.metrics.num_preempted) == (True, False, 1)
             state = LoopState.decode(state.encode())
             state = await run_agent(state, context_for(s, cancel=CancelToken()))
-            assert (state.is_cancel, state.is_finished) == (False, True)
+            assert (state.is_cancelled, state.is_finished) == (False, True)
             assert [message.content for message in state.messages[1:]] == [
                 "one two",
                 "Are you sure?",
                 "three",
             ]
             first, again = [prompt for _, prompt in s.engine.requests[:2]]
-            assert len(again) == len(first) + 1, "behind the one id it had said"
+            assert len(again) == len(first) + 1, "after the one id that was sampled"
             assert len((await build_output(state, s.model)).outputs) == 1
 
     run(test)
 
 
-def test_a_token_that_was_used_lets_no_agent_begin() -> None:
+def test_with_a_cancelled_token_no_agent_starts() -> None:
     async def test() -> None:
         async with loop_harness(CONVERSATION) as s:
             cancel = CancelToken()
             cancel.cancel()
             state = await run_agent(state_for("twice"), context_for(s, cancel=cancel))
-            assert state.is_cancel
+            assert state.is_cancelled
             assert not s.engine.requests
 
     run(test)
 
 
-def test_a_call_that_was_begun_behind_another_prompt_is_made_anew() -> None:
+def test_a_call_that_was_started_with_another_prompt_is_started_again() -> None:
     async def test() -> None:
         async with loop_harness(CONVERSATION) as s:
-            setting, state = context_for(s), state_for("x")
-            asking = asyncio.create_task(setting.ask(state))
+            context, state = context_for(s), state_for("x")
+            call = asyncio.create_task(context.ask(state))
             await s.engine.at_cancel_point.wait()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            begun = state.call
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            earlier = state.call_name
             state.messages.append(Message("user", "Something else."))
-            assert (await setting.ask(state)).message.content == "three"
-            assert state.calls == [s.model.replies[0].call_id] != [begun]
-            assert state.call == ""
+            assert (await context.ask(state)).message.content == "three"
+            assert state.call_ids == [s.model.replies[0].call_id] != [earlier]
+            assert state.call_name == ""
 
     run(test)
 
 
-def test_other_conversations_are_asked_side_by_side_and_trained_too() -> None:
+def test_other_conversations_run_concurrently_and_are_trained() -> None:
     @branchline.agent("debate")
-    async def debate(state: LoopState, setting: AgentContext) -> LoopState:
-        sides = [[Message("user", f"Speak for {side}.")] for side in ("cats", "dogs")]
-        replies = await asyncio.gather(*[setting.ask(state, side) for side in sides])
+    async def debate(state: LoopState, context: AgentContext) -> LoopState:
+        sides = [[Message("user", f"Argue for {side}.")] for side in ("cats", "dogs")]
+        replies = await asyncio.gather(*[context.ask(state, side) for side in sides])
         state.messages += [Message("user", reply.message.content) for reply in replies]
-        await setting.ask(state, params={"temperature": 0.5}, tools=[TOOL])
+        await context.ask(state, params={"temperature": 0.5}, tools=[TOOL])
         return state
 
     async def test() -> None:
@@ -279,7 +288,7 @@ def test_other_conversations_are_asked_side_by_side_and_trained_too() -> None:
             state = await run_agent(state, context_for(s))
             assert state.assistant_turns == 1
             assert [len(reply.ids) for reply in s.model.replies] == [4, 4, 4]
-            assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
+            assert sorted(state.call_ids) == sorted(reply.call_id for reply in s.model.replies)
             assert len((await build_output(state, s.model)).outputs) == 3
             assert "looks" in s.codec.decode(s.model.replies[2].prompt_ids)
             assert [call.sampling["temperature"] for call in s.tree.calls] == [0.1, 0.1, 0.5]
@@ -290,19 +299,19 @@ def test_other_conversations_are_asked_side_by_side_and_trained_too() -> None:
 TOOL = {"type": "function", "function": {"name": "look", "description": "It looks.", "parameters": {}}}
 
 
-def test_a_call_that_was_made_behind_everybodys_back_is_trained_too() -> None:
+def test_a_call_that_bypasses_the_context_is_trained() -> None:
     @branchline.agent("direct")
-    async def direct(state: LoopState, setting: AgentContext) -> LoopState:
-        reply = await setting.model.ask(state.messages)
+    async def direct(state: LoopState, context: AgentContext) -> LoopState:
+        reply = await context.model.ask(state.messages)
         state.messages.append(reply.message)
-        async with AgentLoop(setting.model, state, limits=LoopLimits(max_assistant_turns=1)) as loop:
-            return await loop.run(setting.cancel)
+        async with AgentLoop(context.model, state, limits=LoopLimits(max_assistant_turns=1)) as loop:
+            return await loop.run(context.cancel)
 
     async def test() -> None:
         async with loop_harness(CONVERSATION.uninterrupted) as s:
             state = await run_agent(state_for("direct"), context_for(s, cancel=CancelToken()))
             output = await build_output(state, s.model)
-            assert sorted(state.calls) == sorted(reply.call_id for reply in s.model.replies)
+            assert sorted(state.call_ids) == sorted(reply.call_id for reply in s.model.replies)
             assert int(output.response_mask.sum()) == sum(len(reply.ids) for reply in s.model.replies)
 
     run(test)
@@ -310,9 +319,9 @@ def test_a_call_that_was_made_behind_everybodys_back_is_trained_too() -> None:
 
 def test_a_loop_inside_an_agent_is_cancelled_with_it() -> None:
     @branchline.agent("looping")
-    async def looping(state: LoopState, setting: AgentContext) -> LoopState:
-        async with AgentLoop(setting.model, state, tools=setting.tools and setting.tools.select()) as loop:
-            return await loop.run(setting.cancel)
+    async def looping(state: LoopState, context: AgentContext) -> LoopState:
+        async with AgentLoop(context.model, state, tools=context.tools and context.tools.select()) as loop:
+            return await loop.run(context.cancel)
 
     async def test() -> None:
         async with loop_harness(CONVERSATION) as s:
@@ -321,17 +330,17 @@ def test_a_loop_inside_an_agent_is_cancelled_with_it() -> None:
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.is_finished, s.tool.released) == (True, False, 1)
+            assert (state.is_cancelled, state.is_finished, s.tool.released) == (True, False, 1)
             state = await run_agent(state, context_for(s))
-            assert (state.reason, state.is_finished, s.tool.released) == (StopReason.STOP, True, 2)
+            assert (state.stop_reason, state.is_finished, s.tool.released) == (StopReason.STOP, True, 2)
 
     run(test)
 
 
-def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
+def test_calls_before_an_error_of_the_agent_are_recorded() -> None:
     @branchline.agent("broken")
-    async def broken(state: LoopState, setting: AgentContext) -> LoopState:
-        await setting.model.ask(state.messages)
+    async def broken(state: LoopState, context: AgentContext) -> LoopState:
+        await context.model.ask(state.messages)
         raise ValueError("broken")
 
     async def test() -> None:
@@ -339,19 +348,19 @@ def test_an_error_of_an_agent_leaves_what_it_asked() -> None:
             state = state_for("broken")
             with pytest.raises(ValueError, match="broken"):
                 await run_agent(state, context_for(s))
-            assert len(state.calls) == 1
+            assert len(state.call_ids) == 1
             assert not state.is_finished
 
     run(test)
 
 
-@pytest.mark.parametrize("left_by", ["token", "task", "error"])
-def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) -> None:
-    @branchline.agent("judged")
-    async def judged(state: LoopState, setting: AgentContext) -> LoopState:
-        async with AgentLoop(setting.model, state, tools=setting.tools and setting.tools.select()) as loop:
-            await loop.run(setting.cancel)
-        reply = await setting.ask(state, [Message("user", "Judge it.")])
+@pytest.mark.parametrize("interrupted_by", ["token", "task", "error"])
+def test_an_agent_that_is_interrupted_after_its_loop_can_be_resumed(interrupted_by: str) -> None:
+    @branchline.agent("scored")
+    async def scored(state: LoopState, context: AgentContext) -> LoopState:
+        async with AgentLoop(context.model, state, tools=context.tools and context.tools.select()) as loop:
+            await loop.run(context.cancel)
+        reply = await context.ask(state, [Message("user", "Score it.")])
         state.score = float(len(reply.message.content))
         return state
 
@@ -359,54 +368,58 @@ def test_an_agent_that_is_left_behind_a_loop_of_its_own_goes_on(left_by: str) ->
         async with loop_harness(
             LoopScript((ScriptedTurn("one"), ScriptedTurn("three", cancel_points=(1,))))
         ) as s:
-            state, cancel = state_for("judged"), CancelToken()
+            state, cancel = state_for("scored"), CancelToken()
             running = asyncio.create_task(run_agent(state, context_for(s, cancel=cancel)))
             await s.engine.at_cancel_point.wait()
-            if left_by == "token":
+            if interrupted_by == "token":
                 cancel.cancel()
                 assert await running is state
             else:
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancel, state.is_finished, state.assistant_turns) == (True, False, 1)
-            if left_by == "error":
+            assert (state.is_cancelled, state.is_finished, state.assistant_turns) == (True, False, 1)
+            if interrupted_by == "error":
                 s.engine.failure = EngineError("gone")
                 with pytest.raises(EngineError, match="gone"):
                     await run_agent(state, context_for(s))
-                assert (state.is_cancel, state.is_finished) == (False, False)
+                assert (state.is_cancelled, state.is_finished) == (False, False)
                 s.engine.failure = None
             state = await run_agent(LoopState.decode(state.encode()), context_for(s))
-            assert (state.is_cancel, state.is_finished, state.reason) == (False, True, StopReason.STOP)
-            assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"deed": 0.5}, 1)
+            assert (state.is_cancelled, state.is_finished, state.stop_reason) == (
+                False,
+                True,
+                StopReason.STOP,
+            )
+            assert (state.score, state.final_rewards, s.tool.created) == (5.0, {"act": 0.5}, 1)
             assert [message.content for message in state.messages[1:]] == ["one"]
-            assert state.calls == [reply.call_id for reply in s.model.replies]
+            assert state.call_ids == [reply.call_id for reply in s.model.replies]
             assert await run_agent(state, context_for(s)) is state
-            assert len(s.model.replies) == 2, "what is over is not run again"
+            assert len(s.model.replies) == 2, "a finished trajectory is not run again"
 
     run(test)
 
 
-def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_to_go_on_with() -> None:
-    @branchline.agent("impatient")
-    async def impatient(state: LoopState, setting: AgentContext) -> LoopState:
-        own = CancelToken()
-        async with AgentLoop(setting.model, state) as loop:
-            running = asyncio.create_task(loop.run(own))
+def test_a_loop_that_its_agent_cancels_can_be_resumed() -> None:
+    @branchline.agent("cancelling")
+    async def cancelling(state: LoopState, context: AgentContext) -> LoopState:
+        token = CancelToken()
+        async with AgentLoop(context.model, state) as loop:
+            running = asyncio.create_task(loop.run(token))
             if not state.metrics.num_preempted:
-                await held.wait()
-                own.cancel()
+                await at_cancel_point.wait()
+                token.cancel()
             return await running
 
-    held = asyncio.Event()
+    at_cancel_point = asyncio.Event()
 
     async def test() -> None:
         async with loop_harness(CONVERSATION) as s:
-            s.engine.at_cancel_point = held
-            state = await run_agent(state_for("impatient"), context_for(s, cancel=CancelToken()))
-            assert (state.is_cancel, state.is_finished) == (True, False)
+            s.engine.at_cancel_point = at_cancel_point
+            state = await run_agent(state_for("cancelling"), context_for(s, cancel=CancelToken()))
+            assert (state.is_cancelled, state.is_finished) == (True, False)
             state = await run_agent(state, context_for(s))
-            assert (state.is_cancel, state.is_finished, state.messages[-1].content) == (
+            assert (state.is_cancelled, state.is_finished, state.messages[-1].content) == (
                 False,
                 True,
                 "one two",
@@ -415,36 +428,38 @@ def test_a_loop_that_an_agent_cancels_by_a_token_of_its_own_leaves_a_trajectory_
     run(test)
 
 
-@pytest.mark.parametrize(("asked", "sampled"), [(40, 5), (3, 3), (None, 5)])
-def test_what_an_agent_asks_for_does_not_lift_the_limit_of_an_answer(asked: Any, sampled: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "sampled"), [(40, 5), (3, 3), (None, 5)])
+def test_params_can_only_lower_max_new_tokens(max_tokens: Any, sampled: int) -> None:
     async def test() -> None:
         async with loop_harness(
             LoopScript((ScriptedTurn("a long answer"), ScriptedTurn("a long answer")))
         ) as s:
-            setting = context_for(s, limits=LoopLimits(max_new_tokens=5))
-            reply = await setting.ask(state_for("x"), params={"max_tokens": asked})
-            other = await setting.ask(state_for("x"), [Message("user", "q")], params={"max_tokens": asked})
+            context = context_for(s, limits=LoopLimits(max_new_tokens=5))
+            reply = await context.ask(state_for("x"), params={"max_tokens": max_tokens})
+            other = await context.ask(
+                state_for("x"), [Message("user", "q")], params={"max_tokens": max_tokens}
+            )
             assert (len(reply.ids), len(other.ids)) == (sampled, sampled)
 
     run(test)
 
 
-def test_a_number_of_tokens_that_is_none_is_refused_under_a_limit_too() -> None:
+def test_invalid_max_tokens_are_refused() -> None:
     async def test() -> None:
         async with loop_harness(CONVERSATION) as s:
-            setting = context_for(s, limits=LoopLimits(max_new_tokens=5))
-            for odd in ("many", 2.5, True):
-                with pytest.raises(InputError, match=f"max_tokens: got {odd!r}, expected a whole number"):
-                    await setting.ask(state_for("x"), params={"max_tokens": odd})
+            context = context_for(s, limits=LoopLimits(max_new_tokens=5))
+            for value in ("many", 2.5, True):
+                with pytest.raises(InputError, match=f"max_tokens: got {value!r}, expected a whole number"):
+                    await context.ask(state_for("x"), params={"max_tokens": value})
 
     run(test)
 
 
-def test_an_agent_that_returns_another_state_than_its_own_says_so() -> None:
+def test_an_agent_that_returns_another_state_is_refused() -> None:
     @branchline.agent("copies")
-    async def copies(state: LoopState, setting: AgentContext) -> LoopState:
+    async def copies(state: LoopState, context: AgentContext) -> LoopState:
         new = LoopState.decode(state.encode())
-        new.messages.append((await setting.model.ask(new.messages)).message)
+        new.messages.append((await context.model.ask(new.messages)).message)
         return new
 
     async def test() -> None:
@@ -455,56 +470,60 @@ def test_an_agent_that_returns_another_state_than_its_own_says_so() -> None:
                 match="agent 'copies': returned another LoopState, expected the LoopState it was given",
             ):
                 await run_agent(state, context_for(s))
-            assert state.calls == [s.model.replies[0].call_id]
+            assert state.call_ids == [s.model.replies[0].call_id]
             assert not state.is_finished
 
     run(test)
 
 
-async def few(state: LoopState) -> LoopState:
+async def one_parameter(state: LoopState) -> LoopState:
     return state
 
 
-def plain(state: LoopState, setting: AgentContext) -> LoopState:
+def plain(state: LoopState, context: AgentContext) -> LoopState:
     return state
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "message"),
     [
         (plain, "agent 'odd': got <function plain.*, expected an `async def`"),
         (None, "agent 'odd': got None, expected an `async def`"),
-        (few, r"agent 'odd': expected to be called with \(state, setting\), but too many positional"),
+        (
+            one_parameter,
+            r"agent 'odd': expected to be called with \(state, context\), but too many positional",
+        ),
     ],
 )
-def test_what_cannot_be_an_agent_is_refused_where_it_is_named(function: Any, why: str) -> None:
-    with pytest.raises(InputError, match=why):
+def test_a_function_that_cannot_be_an_agent_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         branchline.agent("odd")(function)
     with pytest.raises(
-        InputError, match=r"got the name <function few.*, expected a text .*: @agent\('critic'\)"
+        InputError,
+        match=r"got the name <function one_parameter.*, expected a non-empty text.*: @agent\('critic'\)",
     ):
-        branchline.agent(few)  # type: ignore[arg-type]
+        branchline.agent(one_parameter)  # type: ignore[arg-type]
 
 
-def test_whatever_is_waited_for_with_a_state_and_a_setting_is_an_agent() -> None:
+def test_callable_objects_and_partials_can_be_agents() -> None:
     class Echo:
-        async def __call__(self, state: LoopState, setting: AgentContext, *, word: str = "x") -> LoopState:
-            state.detail = word
+        async def __call__(self, state: LoopState, context: AgentContext, *, word: str = "x") -> LoopState:
+            state.stop_detail = word
             return state
 
     async def test() -> None:
         branchline.agent("object")(Echo())
         branchline.agent("partial")(functools.partial(Echo(), word="y"))
         async with loop_harness(CONVERSATION) as s:
-            assert (await run_agent(state_for("object"), context_for(s))).detail == "x"
-            assert (await run_agent(state_for("partial"), context_for(s))).detail == "y"
+            assert (await run_agent(state_for("object"), context_for(s))).stop_detail == "x"
+            assert (await run_agent(state_for("partial"), context_for(s))).stop_detail == "y"
 
     run(test)
 
 
-def test_an_agent_that_returns_no_state_says_so() -> None:
+def test_an_agent_that_returns_no_state_is_refused() -> None:
     @branchline.agent("nothing")
-    async def nothing(state: LoopState, setting: AgentContext) -> Any: ...
+    async def nothing(state: LoopState, context: AgentContext) -> Any: ...
 
     async def test() -> None:
         async with loop_harness(CONVERSATION) as s:
@@ -515,12 +534,14 @@ def test_an_agent_that_returns_no_state_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [{"tools": ("deed",)}, {"tool_arguments": {"deed": {}}}, {"interaction": "user"}]
+    "fields", [{"tools": ("act",)}, {"tool_arguments": {"act": {}}}, {"interaction": "user"}]
 )
-def test_a_task_whose_tools_nobody_would_see_is_refused(named: Any) -> None:
+def test_tools_without_an_agent_that_uses_them_are_refused(fields: Any) -> None:
     tools, interactions = ToolRegistry([ScriptedTool(SCRIPT)]), InteractionRegistry([ScriptedUser(())])
-    with pytest.raises(InputError, match=r"^tasks\[0\]\.agent_name: got none, .*: 'single_turn' has neither"):
-        check_tasks([Task(PROMPT, **named)], tools, interactions)
+    with pytest.raises(
+        InputError, match=r"^tasks\[0\]\.agent_name: got none with .*: 'single_turn' uses neither"
+    ):
+        check_tasks([Task(PROMPT, **fields)], tools, interactions)
     for name in ("tool", "single_turn"):
-        check_tasks([Task(PROMPT, agent_name=name, **named)], tools, interactions)
+        check_tasks([Task(PROMPT, agent_name=name, **fields)], tools, interactions)
     check_tasks([Task(PROMPT), Task(PROMPT, tools=())], tools, interactions)

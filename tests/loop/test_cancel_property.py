@@ -1,4 +1,4 @@
-"""Whatever happens to a loop, its tree keeps the contract and its output is what the tree exports."""
+"""Properties: cancelled and resumed loops keep the contract, and their output is the tree's export."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Origin
 from branchline.engines.scripted import ReplyRule, ScriptedEngine, ScriptedRequest
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.model import SessionModel
 from branchline.loop.output import LoopOutput, build_output
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, Task
-from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import ToolSelection
+from branchline.loop.state import LoopPhase, LoopState
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, function_schema
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from tests.chat.families import load_codec
-from tests.loop.clock_runner import run
 from tests.loop.harness import (
     LoopHarness,
     LoopScript,
     ScriptedToolCall,
     ScriptedTurn,
     loop_harness,
+    run,
     tree_values,
 )
 from tests.test_contract import timeline_set
@@ -40,21 +40,24 @@ from tests.test_contract import timeline_set
 words = st.text("abc é", min_size=0, max_size=6).map(str.strip)
 scripted_calls = st.builds(
     ScriptedToolCall,
-    tool=st.sampled_from(["deed", "deed", "deed", "nowhere"]),
-    text=words,
+    tool=st.sampled_from(["act", "act", "act", "unknown"]),
+    result=words,
     fails=st.booleans(),
-    bad=st.booleans(),
-    holds=st.integers(0, 1),
+    invalid_arguments=st.booleans(),
+    cancels=st.integers(0, 1),
 )
 turns = st.builds(
     ScriptedTurn,
     text=words,
     reasoning=st.one_of(st.just(""), words),
-    deeds=st.lists(scripted_calls, min_size=1, max_size=3).map(tuple),
-    holds=st.lists(st.integers(0, 9), max_size=2).map(tuple),
+    tool_calls=st.lists(scripted_calls, min_size=1, max_size=3).map(tuple),
+    cancel_points=st.lists(st.integers(0, 9), max_size=2).map(tuple),
 )
 reply_turns = st.builds(
-    ScriptedTurn, text=words, reasoning=words, holds=st.lists(st.integers(0, 5), max_size=2).map(tuple)
+    ScriptedTurn,
+    text=words,
+    reasoning=words,
+    cancel_points=st.lists(st.integers(0, 5), max_size=2).map(tuple),
 )
 
 
@@ -62,8 +65,8 @@ reply_turns = st.builds(
 def scripts(draw: st.DrawFn) -> LoopScript:
     middle = draw(st.lists(turns, max_size=3))
     user = draw(st.lists(words, max_size=2))
-    told = [draw(reply_turns) for _ in user]
-    order = draw(st.permutations([*middle, *told]))
+    answers = [draw(reply_turns) for _ in user]
+    order = draw(st.permutations([*middle, *answers]))
     return LoopScript((*order, draw(reply_turns)), tuple(user))
 
 
@@ -78,7 +81,7 @@ async def _run_script(
         s.on_cancel = lambda: before.append(tree_values(s.managed))
         state = await s.run_until_finished()
         tree = tree_values(s.managed)
-        # C4: whatever was there at a cancel is there still, and as it was.
+        # C4: what the tree had at a cancellation is unchanged.
         for nodes, calls in before:
             assert tree[0][: len(nodes)] == nodes
             assert [call[:2] for call in tree[1][: len(calls)]] == [call[:2] for call in calls]
@@ -87,7 +90,7 @@ async def _run_script(
 
 def _check_contract(s: LoopHarness) -> None:
     tree = s.tree
-    # C1, C3: each answer the loop got is a path of exactly its prompt and its ids.
+    # C1, C3: each answer is a path of exactly its prompt and its ids.
     paths = {tree.path_ids(node).tobytes(): node for node in tree.nodes if node.is_sampled}
     for reply in s.model.replies:
         node = paths[np.concatenate((reply.prompt_ids, reply.ids)).astype(np.int32).tobytes()]
@@ -97,14 +100,14 @@ def _check_contract(s: LoopHarness) -> None:
         assert reply.logprobs is not None
         assert node.output.logprobs is not None
         assert node.output.logprobs.tolist() == reply.logprobs.tolist()
-    # C2: every token counts once; of calls that were resumed nothing is left to count.
+    # C2: every token counts once; resumed calls have nothing left to count.
     export = export_samples(tree)
     assert export.report.is_balanced
     assert not export.report.dropped
     assert export.report.sampled_tokens == sum(len(reply.ids) for reply in s.model.replies)
     trained = sum(float(sample.shares.sum()) for sample in export.samples)
     assert trained == pytest.approx(export.report.sampled_tokens)
-    # C6: one length.
+    # C6: all arrays have one length.
     for line in timelines_of(tree):
         arrays = (line.ids, line.origins, line.mask, line.logprobs, line.versions, line.token_node_ids)
         assert {len(array) for array in arrays} == {len(line)}
@@ -112,15 +115,15 @@ def _check_contract(s: LoopHarness) -> None:
 
 
 def _check_output(state: LoopState, output: LoopOutput, s: LoopHarness) -> None:
-    """The loop's own account against what the tree exports."""
+    """The output equals the tree's export."""
     first, last = s.model.replies[0], s.model.replies[-1]
     samples = export_samples(s.tree, session=s.managed.id).samples
     assert [one.response_ids.tolist() for one in output.outputs] == [
         one.response_ids.tolist() for one in samples
     ]
     assert output.prompt_ids.tolist() == first.prompt_ids.tolist() or len(samples) > 1
-    whole = [*output.prompt_ids.tolist(), *output.response_ids.tolist()]
-    assert whole == [*last.prompt_ids.tolist(), *last.ids.tolist()]
+    tokens = [*output.prompt_ids.tolist(), *output.response_ids.tolist()]
+    assert tokens == [*last.prompt_ids.tolist(), *last.ids.tolist()]
     assert state.assistant_turns == len(s.model.replies)
     assert output.response_mask.sum() == sum(
         len(reply.ids) for reply in s.model.replies if reply.call_id in output.outputs[-1].calls
@@ -149,35 +152,33 @@ def _conversation(state: LoopState) -> list[Any]:
 
 async def _compare(script: LoopScript, codec: Codec, *, also_http: bool) -> None:
     state, output, s, tree = await _run_script(script, codec, over_http=False)
-    assert state.state is LoopPhase.TERMINATED
+    assert state.phase is LoopPhase.TERMINATED
     _check_contract(s)
     _check_output(state, output, s)
     assert s.tool.created == s.tool.released == s.cancel_count + 1
     assert s.user.started == s.user.finalized
-    plain, plain_output, plain_stage, _ = await _run_script(script.uninterrupted, codec, over_http=False)
-    assert plain_stage.cancel_count == 0
+    plain, plain_output, plain_harness, _ = await _run_script(script.uninterrupted, codec, over_http=False)
+    assert plain_harness.cancel_count == 0
     assert _sampled(output) == _sampled(plain_output)
     assert _conversation(state) == _conversation(plain)
-    assert (state.reason, state.turn_scores, state.tool_rewards, state.score) == (
-        plain.reason,
+    assert (state.stop_reason, state.turn_scores, state.tool_rewards, state.score) == (
+        plain.stop_reason,
         plain.turn_scores,
         plain.tool_rewards,
         plain.score,
     )
-    assert set(s.tool.executed) == set(plain_stage.tool.executed)
+    assert set(s.tool.executed) == set(plain_harness.tool.executed)
     if also_http:
-        far, far_output, far_stage, far_tree = await _run_script(script, codec, over_http=True)
-        assert far_tree == tree
-        assert _sampled(far_output) == _sampled(output)
-        assert _conversation(far) == _conversation(state)
-        assert far_stage.cancel_count == s.cancel_count
+        remote, remote_output, remote_harness, remote_tree = await _run_script(script, codec, over_http=True)
+        assert remote_tree == tree
+        assert _sampled(remote_output) == _sampled(output)
+        assert _conversation(remote) == _conversation(state)
+        assert remote_harness.cancel_count == s.cancel_count
 
 
 @settings(max_examples=60)
 @given(scripts(), toy_codecs)
-def test_however_often_it_was_cancelled_a_loop_gives_what_it_would_have_given(
-    script: LoopScript, codec: Codec
-) -> None:
+def test_a_cancelled_and_resumed_loop_equals_an_uninterrupted_one(script: LoopScript, codec: Codec) -> None:
     run(lambda: _compare(script, codec, also_http=False))
 
 
@@ -189,7 +190,7 @@ def test_in_process_and_over_http_give_the_same_tree(script: LoopScript, codec: 
 
 @settings(max_examples=10)
 @given(scripts())
-def test_the_same_holds_for_a_real_tokenizer(script: LoopScript) -> None:
+def test_a_real_tokenizer_gives_the_same_tree(script: LoopScript) -> None:
     codec = load_codec("qwen3")
     run(lambda: _compare(script, codec, also_http=True))
 
@@ -211,7 +212,7 @@ TOKEN_LIMITS = LoopLimits(response_length=5000)
 
 
 async def _run_interrupted(moments: list[int], *, over_http: bool) -> tuple[list[Any], list[Any], Any]:
-    """Cancelled after so many turns of the event loop each time, whatever goes on then."""
+    """Runs a loop that is cancelled after each of these numbers of event loop rounds."""
     async with loop_harness(CANCEL_SCRIPT, over_http=over_http, limits=TOKEN_LIMITS) as s:
         state = LoopState.begin(s.task(), "t")
         for moment in [*moments, None]:
@@ -225,14 +226,14 @@ async def _run_interrupted(moments: list[int], *, over_http: bool) -> tuple[list
         assert s.tool.created == s.tool.released
         export = export_samples(s.tree)
         assert export.report.is_balanced
-        assert not export.report.dropped, "nothing that was sampled is lost, or sampled twice"
-        told = (state.reason, state.turn_scores, state.tool_rewards, state.score)
-        return _sampled(await build_output(state, s.model)), _conversation(state), told
+        assert not export.report.dropped, "no sampled token is lost or sampled twice"
+        outcome = (state.stop_reason, state.turn_scores, state.tool_rewards, state.score)
+        return _sampled(await build_output(state, s.model)), _conversation(state), outcome
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 60), max_size=8))
-def test_a_cancel_may_come_at_any_moment(moments: list[int]) -> None:
+def test_a_cancellation_may_come_at_any_time(moments: list[int]) -> None:
     async def test() -> None:
         plain = await _run_interrupted([], over_http=False)
         assert await _run_interrupted(moments, over_http=False) == plain
@@ -242,7 +243,7 @@ def test_a_cancel_may_come_at_any_moment(moments: list[int]) -> None:
 
 @settings(max_examples=12)
 @given(st.lists(st.integers(0, 200), max_size=6))
-def test_a_cancel_may_come_at_any_moment_over_http_too(moments: list[int]) -> None:
+def test_a_cancellation_may_come_at_any_time_over_http(moments: list[int]) -> None:
     async def test() -> None:
         plain = await _run_interrupted([], over_http=False)
         assert await _run_interrupted(moments, over_http=True) == plain
@@ -251,10 +252,10 @@ def test_a_cancel_may_come_at_any_moment_over_http_too(moments: list[int]) -> No
 
 
 class YieldingTool(BaseTool):
-    """Lets others go first, for as many rounds as it is asked to."""
+    """Yields to other tasks for some rounds of the event loop."""
 
-    name = "dawdle"
-    schema = function_schema("dawdle", "Waits.", {"type": "object"})
+    name = "yield"
+    schema = function_schema("yield", "Waits.", {"type": "object"})
 
     async def execute(self, instance: Any, arguments: Any) -> ToolResult:
         for _ in range(arguments["rounds"]):
@@ -263,26 +264,26 @@ class YieldingTool(BaseTool):
 
 
 def _yielding_rule(plans: dict[str, list[int]]) -> ReplyRule:
-    def rule(ask: ScriptedRequest) -> Message:
-        name = next(name for name in plans if f"system:{name}<end>" in ask.prompt_text)
-        done = ask.prompt_text.count("tool:waited")
+    def rule(request: ScriptedRequest) -> Message:
+        name = next(name for name in plans if f"system:{name}<end>" in request.prompt_text)
+        done = request.prompt_text.count("tool:waited")
         if done == len(plans[name]):
             return Message("assistant", f"{name} is done")
         arguments = json.dumps({"rounds": plans[name][done]})
-        return Message("assistant", "and", tool_calls=(ToolCall("dawdle", arguments),))
+        return Message("assistant", "and", tool_calls=(ToolCall("yield", arguments),))
 
     return rule
 
 
 async def _run_loops(plans: dict[str, list[int]], *, at_once: bool) -> list[tuple[bytes, bytes]]:
     codec = ToyCodec.chatml()
-    live, _, _ = SessionStore(codec).open(SessionOptions())
+    managed, _, _ = SessionStore(codec).open(SessionOptions())
     engine = ScriptedEngine(codec, _yielding_rule(plans))
 
     async def one(name: str) -> None:
         task = Task((Message("system", name), Message("user", "Go.")))
         async with AgentLoop(
-            SessionModel(live, engine, agent=name),
+            SessionModel(managed, engine, agent=name),
             LoopState.begin(task),
             tools=ToolSelection((YieldingTool(),)),
         ) as loop:
@@ -294,16 +295,16 @@ async def _run_loops(plans: dict[str, list[int]], *, at_once: bool) -> list[tupl
     else:
         for name in plans:
             await one(name)
-    assert export_samples(live.session.tree).report.is_balanced
-    return timeline_set(live.session.tree)
+    assert export_samples(managed.session.tree).report.is_balanced
+    return timeline_set(managed.session.tree)
 
 
 @settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=2, max_size=4))
-def test_c5_loops_of_one_session_give_the_same_timelines_in_whatever_order_they_run(
+def test_c5_loops_of_one_session_give_the_same_timelines_in_any_order(
     rounds: list[list[int]],
 ) -> None:
-    plans = {f"agent-{place}": plan for place, plan in enumerate(rounds)}
+    plans = {f"agent-{index}": plan for index, plan in enumerate(rounds)}
 
     async def test() -> None:
         assert await _run_loops(plans, at_once=True) == await _run_loops(plans, at_once=False)

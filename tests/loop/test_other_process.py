@@ -8,13 +8,12 @@ import pytest
 
 from branchline import export_samples
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.http_model import HttpModel
+from branchline.loop.registry import ToolRegistry
 from branchline.loop.state import LoopPhase, LoopState, StopReason
-from branchline.loop.tools.registry import ToolRegistry
+from branchline.loop.timeouts import CancelToken
 from tests.gateway.harness import agent
 from tests.loop import resume_worker
-from tests.loop.clock_runner import run
 from tests.loop.harness import (
     LoopScript,
     ResumableScriptedEngine,
@@ -22,19 +21,20 @@ from tests.loop.harness import (
     ScriptedTurn,
     encode_answers,
     loop_harness,
+    run,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("where", [LoopPhase.GENERATING, LoopPhase.PROCESSING_TOOLS])
-def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
+@pytest.mark.parametrize("phase", [LoopPhase.GENERATING, LoopPhase.PROCESSING_TOOLS])
+def test_a_cancelled_loop_is_resumed_in_another_process(phase: LoopPhase) -> None:
     async def test() -> None:
-        held = (4,) if where is LoopPhase.GENERATING else ()
+        points = (4,) if phase is LoopPhase.GENERATING else ()
         script = LoopScript(
             (
                 ScriptedTurn("let me see", tool_calls=(ScriptedToolCall(),) * 2),
-                ScriptedTurn("so it is", cancel_points=held),
+                ScriptedTurn("so it is", cancel_points=points),
             )
         )
         async with loop_harness(script) as s:
@@ -44,20 +44,20 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
         )
         async with agent(engine=engine, codec=codec) as a:  # type: ignore[arg-type]
             url, key = a.session.base_url, a.session.api_key
-            state = LoopState.begin(s.task(), "far")
+            state = LoopState.begin(s.task(), "remote")
             cancel = CancelToken()
             async with HttpModel(url, key) as model:
-                tools = ToolRegistry([resume_worker.deed])
+                tools = ToolRegistry([resume_worker.act])
                 async with AgentLoop(model, state, tools=tools.select()) as loop:
                     running = asyncio.create_task(loop.run(cancel))
-                    if where is LoopPhase.GENERATING:
+                    if phase is LoopPhase.GENERATING:
                         await engine.at_cancel_point.wait()
                     else:
-                        while state.state is not where:
+                        while state.phase is not phase:
                             await asyncio.sleep(0)
                     cancel.cancel()
-                    assert (await running).is_cancel
-            assert state.state is where
+                    assert (await running).is_cancelled
+            assert state.phase is phase
             other = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "tests.loop.resume_worker", url, key),
                 cwd=ROOT,
@@ -67,7 +67,11 @@ def test_a_cancelled_loop_goes_on_in_another_process(where: LoopPhase) -> None:
             written, _ = await other.communicate(state.encode())
             assert other.returncode == 0
             again = LoopState.decode(written)
-            assert (again.reason, again.trajectory, again.is_cancel) == (StopReason.STOP, "far", False)
+            assert (again.stop_reason, again.trajectory, again.is_cancelled) == (
+                StopReason.STOP,
+                "remote",
+                False,
+            )
             assert [m.content for m in again.messages[2:]] == [
                 *["let me see", "done elsewhere: 0, 0", "done elsewhere: 0, 1", "so it is"]
             ]

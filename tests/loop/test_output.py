@@ -8,13 +8,12 @@ import pytest
 from branchline import ToyCodec
 from branchline.core.media import read_media_part
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopState
-from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.registry import ToolSelection
-from tests.loop.clock_runner import move_clock, run
-from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness
+from branchline.loop.state import LoopState
+from branchline.loop.task import LoopLimits
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, function_schema
+from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness, move_clock, run
 
 SCRIPT = LoopScript(
     (
@@ -33,16 +32,15 @@ def test_an_output_has_every_field(over_http: bool) -> None:
             state = await s.run_once()
             output = await build_output(state, s.model)
             assert s.codec.decode(output.prompt_ids).endswith("user:Begin.<end>\nassistant:")
-            said = s.codec.decode(output.response_ids)
-            assert said == (
-                'look<call>deed {"turn": 0, "place": 0}</call><end>\ntool:found<end>\nassistant:so<end>'
+            assert s.codec.decode(output.response_ids) == (
+                'look<call>act {"turn": 0, "index": 0}</call><end>\ntool:found<end>\nassistant:so<end>'
                 "\nuser:and?<end>\nassistant:end<end>"
             )
             sampled = "".join(
-                s.codec.decode(output.response_ids[place : place + 1])
-                for place in output.response_mask.nonzero()[0]
+                s.codec.decode(output.response_ids[index : index + 1])
+                for index in output.response_mask.nonzero()[0]
             )
-            assert sampled == 'look<call>deed {"turn": 0, "place": 0}</call><end>so<end>end<end>'
+            assert sampled == 'look<call>act {"turn": 0, "index": 0}</call><end>so<end>end<end>'
             assert (output.response_logprobs[output.response_mask == 0] == 0).all()
             assert (output.response_logprobs[output.response_mask == 1] <= 0).all()
             assert output.reward_score == 2.0
@@ -56,7 +54,7 @@ def test_an_output_has_every_field(over_http: bool) -> None:
             assert extra == {
                 "turn_scores": [0.0, 1.0],
                 "tool_rewards": [5.0],
-                "final_rewards": {"deed": 0.5},
+                "final_rewards": {"act": 0.5},
                 "faults": [],
                 "is_cancel": False,
             }
@@ -65,51 +63,51 @@ def test_an_output_has_every_field(over_http: bool) -> None:
 
 
 class Grader(BaseTool):
-    """Judges, or fails to."""
+    """A tool with a final reward, or one that fails to compute it."""
 
     def __init__(self, name: str, reward: Any) -> None:
         self.name, self._reward = name, reward
-        self.schema = function_schema(name, "Judges.", {"type": "object"})
-        self.judging = asyncio.Event()
+        self.schema = function_schema(name, "Grades.", {"type": "object"})
+        self.grading = asyncio.Event()
 
     async def execute(self, instance: Any, arguments: Any) -> ToolResult:
-        return ToolResult("noted")
+        return ToolResult("done")
 
     async def calc_reward(self, instance: Any) -> float | None:
-        self.judging.set()
+        self.grading.set()
         if self._reward == "never":
             await asyncio.Event().wait()
         return 1 / self._reward if self._reward is not None else None
 
 
 @pytest.mark.parametrize(
-    ("reward", "words"), [(0, "division by zero"), ("never", "timed out after 60 s"), ("x", "unsupported")]
+    ("reward", "message"), [(0, "division by zero"), ("never", "timed out after 60 s"), ("x", "unsupported")]
 )
-def test_where_one_who_judges_fails_there_is_no_reward_and_it_is_told(reward: Any, words: str) -> None:
+def test_a_failed_reward_is_a_fault_and_leaves_no_reward_score(reward: Any, message: str) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
             broken, state = Grader("broken", reward), LoopState.begin(s.task())
-            tools = ToolSelection((broken, Grader("good", 4), Grader("silent", None)))
+            tools = ToolSelection((broken, Grader("good", 4), Grader("none", None)))
 
-            async def play() -> None:
+            async def run_loop() -> None:
                 async with AgentLoop(s.model, state, tools=tools) as loop:
                     await loop.run()
 
-            task = asyncio.create_task(play())
-            await broken.judging.wait()
+            task = asyncio.create_task(run_loop())
+            await broken.grading.wait()
             move_clock(60 if reward == "never" else 0)
             await task
             output = await build_output(LoopState.decode(state.encode()), s.model)
-            assert output.reward_score is None, "what the others say is not the reward"
+            assert output.reward_score is None
             assert output.extra_fields["final_rewards"] == {"good": 0.25}
             (fault,) = output.extra_fields["faults"]
-            assert fault.startswith(f"broken: calc_reward: {words}")
+            assert fault.startswith(f"broken: calc_reward: {message}")
             assert state.is_finished
 
     run(test)
 
 
-def test_a_judge_that_was_cut_off_may_judge_again() -> None:
+def test_cancelled_rewards_are_computed_again() -> None:
     class Second(Grader):
         tries = 0
 
@@ -121,8 +119,8 @@ def test_a_judge_that_was_cut_off_may_judge_again() -> None:
 
     class Late(Grader):
         async def calc_reward(self, instance: Any) -> float | None:
-            if not self.judging.is_set():
-                self.judging.set()
+            if not self.grading.is_set():
+                self.grading.set()
                 await asyncio.Event().wait()
             return None
 
@@ -132,11 +130,11 @@ def test_a_judge_that_was_cut_off_may_judge_again() -> None:
             state = LoopState.begin(s.task())
             async with AgentLoop(s.model, state, tools=ToolSelection((second, late))) as loop:
                 task = asyncio.create_task(loop.run(cancel))
-                await late.judging.wait()
+                await late.grading.wait()
                 while not second.tries:
                     await asyncio.sleep(0)
                 cancel.cancel()
-                assert (await task).is_cancel
+                assert (await task).is_cancelled
                 assert (await loop.run()).reward_score == 2.0
                 assert state.faults == []
 
@@ -144,7 +142,7 @@ def test_a_judge_that_was_cut_off_may_judge_again() -> None:
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_of_a_session_that_others_use_too_an_output_has_its_own_samples(over_http: bool) -> None:
+def test_an_output_has_only_the_samples_of_its_own_calls(over_http: bool) -> None:
     async def test() -> None:
         async with loop_harness(
             LoopScript((ScriptedTurn("one"), ScriptedTurn("two"))), over_http=over_http
@@ -157,9 +155,9 @@ def test_of_a_session_that_others_use_too_an_output_has_its_own_samples(over_htt
                     states.append(await loop.run())
                 s.engine.prompts_by_session[s.managed.id] = [s.model.replies[0].prompt_ids[:1]]
             assert len(await s.model.samples()) == 2
-            for state, said in zip(states, ("one", "two"), strict=True):
+            for state, content in zip(states, ("one", "two"), strict=True):
                 output = await build_output(state, s.model)
-                assert s.codec.decode(output.response_ids) == f"{said}<end>"
+                assert s.codec.decode(output.response_ids) == f"{content}<end>"
                 assert len(output.outputs) == 1
 
     run(test)
@@ -167,7 +165,7 @@ def test_of_a_session_that_others_use_too_an_output_has_its_own_samples(over_htt
 
 @pytest.mark.parametrize("over_http", [False, True])
 @pytest.mark.parametrize("is_eval", [False, True])
-def test_where_there_is_nothing_to_train_the_arrays_are_empty(over_http: bool, is_eval: bool) -> None:
+def test_without_samples_the_arrays_are_empty(over_http: bool, is_eval: bool) -> None:
     async def test() -> None:
         async with loop_harness(SCRIPT, over_http=over_http, eval=is_eval) as s:
             state = await s.run_once() if is_eval else LoopState.begin(s.task())
@@ -187,10 +185,10 @@ FILM = read_media_part({"video_url": {"url": "data:video/mp4;base64,AAAAIGZ0eXA=
 
 
 class Camera(BaseTool):
-    """Shows what it sees."""
+    """Returns an image and a video."""
 
-    name = "deed"
-    schema = function_schema("deed", "Looks.", {"type": "object"})
+    name = "act"
+    schema = function_schema("act", "Looks.", {"type": "object"})
 
     async def execute(self, instance: Any, arguments: Any) -> ToolResult:
         return ToolResult("a very long caption", media=(DOT, FILM))
@@ -209,10 +207,9 @@ def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bo
             limits = LoopLimits(tool_response_length=6, tool_response_unit="characters")
             async with AgentLoop(s.model, state, tools=ToolSelection((Camera(),)), limits=limits) as loop:
                 state = LoopState.decode((await loop.run()).encode("json"))
-            told = state.messages[3]
-            assert told.parts == ("a v...(truncated)...ion", DOT, FILM)
-            shown = s.codec.decode(s.model.replies[1].prompt_ids)
-            assert f"a v...(truncated)...ion<image {DOT.digest}><video {FILM.digest}>" in shown
+            assert state.messages[3].parts == ("a v...(truncated)...ion", DOT, FILM)
+            prompt = s.codec.decode(s.model.replies[1].prompt_ids)
+            assert f"a v...(truncated)...ion<image {DOT.digest}><video {FILM.digest}>" in prompt
             output = await build_output(state, s.model)
             assert output.multi_modal_data == {"image": (DOT,), "video": (FILM,)}
 
@@ -220,19 +217,19 @@ def test_images_and_videos_of_tools_reach_the_model_and_the_output(over_http: bo
 
 
 @pytest.mark.parametrize("over_http", [False, True])
-def test_where_thinking_is_stripped_a_trajectory_has_several_samples(over_http: bool) -> None:
+def test_stripped_thinking_splits_a_trajectory_into_samples(over_http: bool) -> None:
     async def test() -> None:
         script = LoopScript(
-            (ScriptedTurn("first", "hm"), ScriptedTurn("second", "well")), user_messages=("go on",)
+            (ScriptedTurn("first", "hm"), ScriptedTurn("second", "well")), user_messages=("continue",)
         )
         codec = ToyCodec.chatml(strip_thinking=True)
         async with loop_harness(script, codec, over_http=over_http) as s:
             state = await s.run_once()
             output = await build_output(state, s.model)
             assert len(output.outputs) == 2
-            said = [codec.decode(one.response_ids) for one in output.outputs]
-            assert said == ["<think>hm</think>first<end>", "<think>well</think>second<end>"]
-            assert codec.decode(output.response_ids) == said[1]
+            texts = [codec.decode(sample.response_ids) for sample in output.outputs]
+            assert texts == ["<think>hm</think>first<end>", "<think>well</think>second<end>"]
+            assert codec.decode(output.response_ids) == texts[1]
             assert codec.decode(output.prompt_ids).count("first") == 1
             assert "hm" not in codec.decode(output.prompt_ids)
 

@@ -8,23 +8,16 @@ import pytest
 
 from branchline.core.errors import InputError
 from branchline.core.message import Media, Message, ToolCall
-from branchline.loop.faults import Fault
-from branchline.loop.state import (
-    LoopLimits,
-    LoopMetrics,
-    LoopPhase,
-    LoopState,
-    StopReason,
-    Task,
-    ToolRecord,
-    TurnRecord,
-)
+from branchline.loop.persistence import Fault
+from branchline.loop.state import LoopMetrics, LoopPhase, LoopState, StopReason, TurnRecord
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.tools.base import ToolResult
 
 IMAGE = Media("image", "d1", b"\x00\xff", mime="image/png")
 
 
 def full_state() -> LoopState:
-    """One in which every field says something."""
+    """A state whose fields all differ from their defaults, but for those listed below."""
     calls = (ToolCall("add", '{"a": 1}', "c1"), ToolCall("add", "{", "c2"))
     task = Task(
         (Message("user", "é"),),
@@ -39,42 +32,41 @@ def full_state() -> LoopState:
         limits=LoopLimits(max_assistant_turns=3, tool_response_side="left"),
         extra={"answer": [1, None]},
     )
-    result = Message("tool", "2", tool_call_id="c1", name="add", parts=("2", IMAGE))
-    record = ToolRecord("add", 1, result, 0.5, {"x": [1]}, 0.1, "bad")
+    result = ToolResult("2", (IMAGE,), 0.5, {"x": [1]}, True, "add", 1, "c1", 0.1)
     return LoopState(
         trajectory="t1",
         task=task,
-        state=LoopPhase.PROCESSING_TOOLS,
+        phase=LoopPhase.PROCESSING_TOOLS,
         messages=[
             *task.messages,
             Message("assistant", "", reasoning_content="hm", tool_calls=calls, id="r1"),
         ],
         assistant_turns=1,
         user_turns=2,
-        pending=list(calls),
-        outcomes={1: record},
-        response=TurnRecord(1, "no", False, 0.1, {"y": 2}),
-        tool_records=[record, ToolRecord("add", 2, result)],
+        pending_calls=list(calls),
+        pending_results={1: result},
+        pending_response=TurnRecord(1, "no", False, 0.1, {"y": 2}),
+        tool_results=[result, ToolResult("2", tool="add", turn=2)],
         turn_records=[TurnRecord(1, "yes", True, 0.25), TurnRecord(2, "hm", False)],
         final_rewards={"add": 1.5, "search": 0.5},
         tool_states={"add": [1, 2]},
-        partner_states={"tutor": {"wrong": 1}},
+        interaction_states={"tutor": {"wrong": 1}},
         faults=[Fault("add", "release", "stuck")],
         metrics=LoopMetrics(1.0, 2.0, 3.0, 4),
-        call="chatcmpl-1",
-        calls=["chatcmpl-0"],
-        first_tokens=7,
+        call_name="chatcmpl-1",
+        call_ids=["chatcmpl-0"],
+        first_prompt_tokens=7,
         tokens=9,
-        is_cancel=True,
-        is_with_agent=True,
-        reason=StopReason.USER_TURNS,
-        detail="2 of 2",
-        spent_s=0.5,
+        is_cancelled=True,
+        is_agent_running=True,
+        stop_reason=StopReason.USER_TURNS,
+        stop_detail="2 of 2",
+        elapsed_s=0.5,
     )
 
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
-def test_a_state_comes_back_as_it_was(encoding: Any) -> None:
+def test_encode_and_decode_return_an_equal_state(encoding: Any) -> None:
     state = full_state()
     again = LoopState.decode(state.encode(encoding))
     assert again == state
@@ -84,25 +76,25 @@ def test_a_state_comes_back_as_it_was(encoding: Any) -> None:
     assert LoopState.decode(fresh.encode(encoding)) == fresh
 
 
-def test_every_field_of_the_example_says_something() -> None:
-    """So that the test above looks at all of them."""
+def test_the_full_state_sets_every_field() -> None:
+    """So that the test above covers all of them."""
     fresh = LoopState.begin(Task(()), "t")
-    for name in ("is_judged", "score", "format"):
+    for name in ("is_scored", "score", "format"):
         assert getattr(full_state(), name) == getattr(fresh, name)
     same = {
         name for name in LoopState.__struct_fields__ if getattr(full_state(), name) == getattr(fresh, name)
     }
-    assert same == {"is_judged", "score", "format"}
+    assert same == {"is_scored", "score", "format"}
 
 
-def test_states_share_nothing() -> None:
+def test_states_share_no_containers() -> None:
     task = Task((Message("user", "x"),))
     one, other = LoopState.begin(task), LoopState.begin(task)
     one.messages.append(Message("user", "y"))
-    one.pending.append(ToolCall("a"))
-    one.outcomes[0] = ToolRecord("a", 1, Message("tool"))
+    one.pending_calls.append(ToolCall("a"))
+    one.pending_results[0] = ToolResult("a")
     one.metrics.tool_s += 1
-    assert (other.messages, other.pending, other.outcomes, other.metrics.tool_s) == (
+    assert (other.messages, other.pending_calls, other.pending_results, other.metrics.tool_s) == (
         [task.messages[0]],
         [],
         {},
@@ -112,8 +104,8 @@ def test_states_share_nothing() -> None:
     assert other.faults == []
 
 
-def test_no_two_trajectories_have_one_name() -> None:
-    """Tools keep things under it, and a task is worked on by many."""
+def test_trajectory_names_are_unique() -> None:
+    """Tools use the name, and a task has many trajectories."""
     for task in (Task(()), Task((), id="row 7")):
         names = {LoopState.begin(task).trajectory for _ in range(3)}
         assert len(names) == 3
@@ -121,54 +113,52 @@ def test_no_two_trajectories_have_one_name() -> None:
     assert LoopState.begin(Task((), id="row 7"), "mine").trajectory == "mine"
 
 
-def test_numbers_of_numpy_travel_and_what_is_no_data_is_refused_by_name() -> None:
+def test_numpy_values_are_encoded_and_other_objects_are_refused() -> None:
     state = full_state()
-    state.outcomes = {
-        0: ToolRecord("a", 1, Message("tool"), extras={"n": np.float32(0.5), "v": np.arange(2)})
-    }
-    assert LoopState.decode(state.encode()).outcomes[0].extras == {"n": 0.5, "v": [0, 1]}
-    state.outcomes = {0: ToolRecord("a", 1, Message("tool"), extras={"handle": object()})}
+    state.pending_results = {0: ToolResult("a", extras={"n": np.float32(0.5), "v": np.arange(2)})}
+    assert LoopState.decode(state.encode()).pending_results[0].extras == {"n": 0.5, "v": [0, 1]}
+    state.pending_results = {0: ToolResult("a", extras={"handle": object()})}
     with pytest.raises(InputError, match="state: got a object, expected values that JSON can hold"):
         state.encode()
 
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
 @pytest.mark.parametrize("value", ["\ud800", object(), {(1, 2): object()}])
-def test_a_task_by_hand_that_cannot_be_written_is_refused_in_our_words(encoding: Any, value: Any) -> None:
+def test_a_task_that_cannot_be_encoded_is_refused(encoding: Any, value: Any) -> None:
     state = LoopState.begin(Task((), extra={"odd": value}))
     with pytest.raises(InputError, match=r"^state: .*, expected values that JSON can hold"):
         state.encode(encoding)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[]", b'{"trajectory": 1}', b"\x80"])
-def test_what_is_no_state_is_refused(data: bytes) -> None:
+def test_data_that_is_no_state_is_refused(data: bytes) -> None:
     with pytest.raises(InputError, match="expected an encoded LoopState"):
         LoopState.decode(data)
 
 
 def test_a_state_of_another_format_is_refused() -> None:
     raw = json.loads(full_state().encode("json"))
-    raw["format"] = 2
-    with pytest.raises(InputError, match=r"state\.format: got 2, expected 1"):
+    raw["format"] = 1
+    with pytest.raises(InputError, match=r"state\.format: got 1, expected 2"):
         LoopState.decode(json.dumps(raw).encode())
 
 
-def test_scores_and_rewards_are_read_off_the_records() -> None:
+def test_scores_and_rewards() -> None:
     state = full_state()
     assert state.turn_scores == [0.25]
     assert state.tool_rewards == [0.5]
     assert state.reward_score == 2.0
     state.score = -1.0
     assert state.reward_score == -1.0
-    state.add_fault(Fault("add", "made again", "it was used before"))
+    state.add_fault(Fault("add", "recreated", "it was used before"))
     assert state.reward_score == -1.0
     state.add_fault(Fault("add", "calc_reward", "the grader is down"))
-    assert state.reward_score is None, "what the others say is not the reward"
+    assert state.reward_score is None
     assert LoopState.begin(state.task).reward_score is None
     assert state.num_turns == 4
 
 
-def test_a_fault_is_noted_once_however_often_it_comes_back() -> None:
+def test_an_equal_fault_is_listed_once() -> None:
     state = LoopState.begin(Task(()))
     for _ in range(2):
         state.add_fault(Fault("add", "release", "stuck"))
@@ -176,14 +166,14 @@ def test_a_fault_is_noted_once_however_often_it_comes_back() -> None:
     assert [str(fault) for fault in state.faults] == ["add: release: stuck"]
 
 
-def test_what_is_over_is_taken_in_though_nobody_is_told() -> None:
+def test_flush_partial_keeps_finished_results_and_the_response() -> None:
     state = full_state()
-    first = ToolRecord("first", 1, Message("tool", "1"), 0.25)
-    state.outcomes = {1: state.outcomes[1], 0: first}
-    told = list(state.tool_records), list(state.turn_records)
+    first = ToolResult("1", tool="first")
+    state.pending_results = {1: state.pending_results[1], 0: first}
+    results, turns = len(state.tool_results), len(state.turn_records)
     state.flush_partial()
-    assert [record.tool for record in state.tool_records[len(told[0]) :]] == ["first", "add"]
-    assert [record.content for record in state.turn_records[len(told[1]) :]] == ["no"]
-    assert (state.pending, state.outcomes, state.response) == ([], {}, None)
+    assert [result.tool for result in state.tool_results[results:]] == ["first", "add"]
+    assert [record.content for record in state.turn_records[turns:]] == ["no"]
+    assert (state.pending_calls, state.pending_results, state.pending_response) == ([], {}, None)
     state.flush_partial()
-    assert len(state.tool_records) == len(told[0]) + 2, "once"
+    assert len(state.tool_results) == results + 2

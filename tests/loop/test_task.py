@@ -8,14 +8,14 @@ import pytest
 
 from branchline.core.errors import InputError, MessageError
 from branchline.core.message import Message
-from branchline.loop.state import LoopLimits, LoopState
-from branchline.loop.task import Task
+from branchline.loop.state import LoopState
+from branchline.loop.task import LoopLimits, Task, is_optional
 
 PROMPT = [{"role": "user", "content": "2+2?"}]
 
 
-def test_a_task_is_read_from_a_line_of_a_data_set() -> None:
-    line = {
+def test_a_task_is_read_from_a_row() -> None:
+    row = {
         "prompt": PROMPT,
         "agent_name": "tool",
         "tools": ["calculator"],
@@ -24,7 +24,7 @@ def test_a_task_is_read_from_a_line_of_a_data_set() -> None:
         "answer": 4,
         "extra": {"level": "easy"},
     }
-    task = Task.read(line)
+    task = Task.read(row)
     assert task.messages == (Message("user", "2+2?"),)
     assert (task.agent_name, task.tools, task.limits) == (
         "tool",
@@ -32,17 +32,17 @@ def test_a_task_is_read_from_a_line_of_a_data_set() -> None:
         LoopLimits(max_user_turns=2),
     )
     assert task.extra == {"answer": 4, "level": "easy"}
-    assert Task.read({"messages": line["prompt"]}).agent_name == ""
+    assert Task.read({"messages": row["prompt"]}).agent_name == ""
 
 
-def test_a_null_is_what_was_not_said() -> None:
+def test_a_null_field_is_absent() -> None:
     """Tables have every column in every row."""
     names = [name for name in Task.__struct_fields__ if name != "messages"]
-    line = {"prompt": PROMPT, "messages": None, **dict.fromkeys(names)}
-    assert Task.read(line) == Task.read({"prompt": PROMPT})
+    row = {"prompt": PROMPT, "messages": None, **dict.fromkeys(names)}
+    assert Task.read(row) == Task.read({"prompt": PROMPT})
 
 
-def test_a_null_among_what_was_said_is_not_said_either() -> None:
+def test_nulls_inside_fields_are_absent() -> None:
     task = Task.read(
         {
             "prompt": PROMPT,
@@ -56,14 +56,14 @@ def test_a_null_among_what_was_said_is_not_said_either() -> None:
             },
         }
     )
-    assert task.tool_arguments == {"search": {"limit": None}}, "what a tool is given is its own business"
+    assert task.tool_arguments == {"search": {"limit": None}}, "arguments of a tool are not changed"
     assert task.sampling == {"temperature": 0.5}
-    # Where null has a meaning it keeps it.
+    # Null means no limit for tool_timeout_s.
     assert task.limits == LoopLimits(tool_timeout_s=None, max_user_turns=1)
 
 
-def test_arrays_and_their_numbers_are_lists_and_numbers() -> None:
-    line = {
+def test_arrays_become_lists() -> None:
+    row = {
         "prompt": np.array([{"role": "user", "content": np.array([{"type": "text", "text": "hi"}], object)}]),
         "id": np.int64(7),
         "tools": np.array(["add", "search"], object),
@@ -71,7 +71,7 @@ def test_arrays_and_their_numbers_are_lists_and_numbers() -> None:
         "scores": np.arange(2),
         "answer": np.int64(3),
     }
-    task = Task.read(line)
+    task = Task.read(row)
     assert (task.id, task.tools) == ("7", ("add", "search"))
     assert task.messages[0].content == "hi"
     assert task.tool_arguments == {"add": {"answer": 0.5}}
@@ -81,13 +81,13 @@ def test_arrays_and_their_numbers_are_lists_and_numbers() -> None:
     assert LoopState.decode(state.encode()) == state
 
 
-def test_a_prompt_that_is_a_text_is_a_users() -> None:
+def test_a_text_prompt_is_a_user_message() -> None:
     assert Task.read({"prompt": "2+2?"}) == Task.read({"prompt": PROMPT})
     assert Task.read({"id": 7, "prompt": "x"}).id == "7"
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("row", "message"),
     [
         ([], "task: got \\[\\], expected an object"),
         ({}, "messages: got None, expected a non-empty list"),
@@ -102,19 +102,75 @@ def test_a_prompt_that_is_a_text_is_a_users() -> None:
         ({"messages": [{"role": "user"}], "extra": 1}, "task: .*extra"),
     ],
 )
-def test_a_task_that_cannot_be_read_is_refused_by_the_field(line: Any, words: str) -> None:
-    with pytest.raises((InputError, MessageError), match=words):
-        Task.read(line)
+def test_an_invalid_row_is_refused_with_its_field(row: Any, message: str) -> None:
+    with pytest.raises((InputError, MessageError), match=message):
+        Task.read(row)
 
 
-def test_a_task_that_is_nested_too_deep_is_refused() -> None:
+def test_a_row_that_is_nested_too_deeply_is_refused() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(InputError, match="not nested so deep"):
+    with pytest.raises(InputError, match="nested too deeply"):
         Task.read({"prompt": "x", "deep": deep})
 
 
 def test_texts_of_a_task_are_ones_that_utf8_can_carry() -> None:
     task = Task.read({"messages": [{"role": "user", "content": "a\ud800"}], "extra": {"b\udc00": ["\ud800"]}})
     assert msgspec.json.encode(task)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_assistant_turns", 0),
+        ("max_user_turns", -1),
+        ("max_parallel_calls", 0),
+        ("tool_response_length", -1),
+        ("response_length", 0),
+        ("model_length", -5),
+        ("max_new_tokens", 0),
+        ("wall_clock_s", 0.0),
+        ("tool_timeout_s", -1.0),
+        ("tool_create_timeout_s", 0),
+        ("tool_release_timeout_s", -1),
+        ("interaction_timeout_s", 0.0),
+    ],
+)
+def test_a_limit_below_its_minimum_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=rf"limits\.{name}: got {value}, expected"):
+        LoopLimits(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"tool_response_side": "center"}, "got 'center', expected one of left, right, middle"),
+        ({"tool_response_unit": "words"}, "got 'words', expected one of tokens, characters"),
+        ({"tool_response_unit": None}, "got None, expected one of tokens, characters"),
+        (
+            {"max_assistant_turns": "2"},
+            "got '2', expected a whole number of 1 or more, or null for no limit",
+        ),
+        ({"max_user_turns": 1.5}, "got 1.5, expected a whole number of 0 or more, or null for no limit"),
+        ({"max_new_tokens": True}, "got True, expected a whole number"),
+        ({"wall_clock_s": "60"}, "got '60', expected a number of more than 0, or null for no limit"),
+        ({"wall_clock_s": float("nan")}, "got nan, expected a number of more than 0"),
+        ({"max_parallel_calls": None}, "got None, expected a whole number of 1 or more"),
+    ],
+)
+def test_an_invalid_limit_is_refused_with_its_name(limits: Any, message: str) -> None:
+    (name,) = limits
+    with pytest.raises(InputError) as refused:
+        LoopLimits(**limits)
+    text = str(refused.value)
+    assert text.startswith(f"limits.{name}: {message}")
+    assert text.endswith("null for no limit") == is_optional(name)
+
+
+def test_valid_limits_survive_encoding() -> None:
+    limits = LoopLimits(max_user_turns=0, tool_response_length=0, wall_clock_s=60, tool_timeout_s=None)
+    assert msgspec.json.decode(msgspec.json.encode(limits), type=LoopLimits) == limits
+    assert not limits.needs_token_counts
+    assert LoopLimits(response_length=1).needs_token_counts
+    assert LoopLimits(model_length=1).needs_token_counts

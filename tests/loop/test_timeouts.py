@@ -7,109 +7,114 @@ from typing import Any
 
 import pytest
 
-from branchline.loop.timeouts import describe_error, finish_despite_cancel, run_in_thread, with_timeout
-from tests.loop.clock_runner import move_clock, run
+from branchline.loop.timeouts import (
+    CANCEL_GRACE_S,
+    CancelToken,
+    describe_error,
+    finish_despite_cancel,
+    run_in_thread,
+    with_timeout,
+)
+from tests.loop.harness import move_clock, pass_control, run
 
 
-async def forever(began: asyncio.Event, ended: list[str]) -> None:
-    began.set()
+async def forever(started: asyncio.Event, ended: list[str]) -> None:
+    started.set()
     try:
         await asyncio.Event().wait()
     finally:
-        ended.append("wound down")
+        ended.append("cleaned up")
 
 
-async def stubborn(began: asyncio.Future[asyncio.Task[Any]], leave: asyncio.Event) -> str:
-    """Swallows every cancellation until it may leave."""
+async def stubborn(started: asyncio.Future[asyncio.Task[Any]], stop: asyncio.Event) -> str:
+    """Ignores every cancellation until `stop` is set."""
     task = asyncio.current_task()
     assert task is not None
-    began.set_result(task)
-    while not leave.is_set():
+    started.set_result(task)
+    while not stop.is_set():
         try:
-            await leave.wait()
+            await stop.wait()
         except asyncio.CancelledError:
             continue
     return "done"
 
 
-def test_what_ends_in_time_gives_its_result() -> None:
+def test_work_that_ends_in_time_returns_its_result() -> None:
     async def test() -> None:
         async def work() -> int:
             return 3
 
-        assert await with_timeout(work(), 1, 1) == 3
-        assert await with_timeout(work(), None, 1) == 3
+        assert await with_timeout(work(), 1) == 3
+        assert await with_timeout(work(), None) == 3
 
     run(test)
 
 
-def test_what_takes_too_long_is_cancelled_and_may_wind_down() -> None:
+def test_work_that_exceeds_the_limit_is_cancelled_and_may_clean_up() -> None:
     async def test() -> None:
-        began, ended = asyncio.Event(), list[str]()
-        waiting = asyncio.create_task(with_timeout(forever(began, ended), 5, 1))
-        await began.wait()
+        started, ended = asyncio.Event(), list[str]()
+        waiting = asyncio.create_task(with_timeout(forever(started, ended), 5))
+        await started.wait()
         assert not waiting.done()
         move_clock(5)
         with pytest.raises(TimeoutError, match=r"^timed out after 5 s$"):
             await waiting
-        assert ended == ["wound down"]
+        assert ended == ["cleaned up"]
 
     run(test)
 
 
-def test_what_ignores_its_cancellation_is_left_behind_after_the_time_to_wind_down() -> None:
+def test_work_that_ignores_its_cancellation_is_abandoned_after_the_grace_period() -> None:
     async def test() -> None:
-        began, leave = asyncio.get_running_loop().create_future(), asyncio.Event()
-        waiting = asyncio.create_task(with_timeout(stubborn(began, leave), 5, 2))
-        left_behind = await began
+        started, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+        waiting = asyncio.create_task(with_timeout(stubborn(started, stop), 5))
+        abandoned = await started
         move_clock(5)
-        # The cancellation, and the time to wind down begins.
-        for _ in range(5):
-            await asyncio.sleep(0)
-        move_clock(1.9)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not waiting.done(), "it still has time"
+        # The work is cancelled and the grace period starts.
+        await pass_control()
+        move_clock(CANCEL_GRACE_S - 0.1)
+        await pass_control()
+        assert not waiting.done(), "the grace period is not over"
         move_clock(0.2)
         with pytest.raises(TimeoutError):
             await waiting
-        assert not left_behind.done()
-        leave.set()
-        await asyncio.wait({left_behind})
+        assert not abandoned.done()
+        stop.set()
+        await asyncio.wait({abandoned})
 
     run(test)
 
 
-def test_cancelling_the_waiter_cancels_the_work_first() -> None:
+def test_cancelling_the_caller_cancels_the_work_first() -> None:
     async def test() -> None:
-        began, ended = asyncio.Event(), list[str]()
-        waiting = asyncio.create_task(with_timeout(forever(began, ended), None, 1))
-        await began.wait()
+        started, ended = asyncio.Event(), list[str]()
+        waiting = asyncio.create_task(with_timeout(forever(started, ended), None))
+        await started.wait()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert ended == ["wound down"]
+        assert ended == ["cleaned up"]
 
     run(test)
 
 
-def test_a_waiter_that_is_cancelled_again_still_lets_the_work_wind_down() -> None:
+def test_a_caller_that_is_cancelled_again_still_lets_the_work_clean_up() -> None:
     async def test() -> None:
-        began, winding, gate, ended = asyncio.Event(), asyncio.Event(), asyncio.Event(), list[str]()
+        started, cleaning, gate, ended = asyncio.Event(), asyncio.Event(), asyncio.Event(), list[str]()
 
         async def work() -> None:
-            began.set()
+            started.set()
             try:
                 await asyncio.Event().wait()
             finally:
-                winding.set()
+                cleaning.set()
                 await gate.wait()
-                ended.append("wound down")
+                ended.append("cleaned up")
 
-        waiting = asyncio.create_task(with_timeout(work(), 5, 100))
-        await began.wait()
+        waiting = asyncio.create_task(with_timeout(work(), 5))
+        await started.wait()
         move_clock(5)
-        await winding.wait()
+        await cleaning.wait()
         for _ in range(2):
             waiting.cancel()
             await asyncio.sleep(0)
@@ -117,20 +122,20 @@ def test_a_waiter_that_is_cancelled_again_still_lets_the_work_wind_down() -> Non
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert ended == ["wound down"]
+        assert ended == ["cleaned up"]
 
     run(test)
 
 
-def test_what_work_raises_when_nobody_listens_any_more_is_not_reported() -> None:
+def test_an_exception_of_cancelled_work_is_not_reported() -> None:
     async def test() -> None:
         async def work() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                raise ValueError("while winding down")
+                raise ValueError("while cleaning up")
 
-        waiting = asyncio.create_task(with_timeout(work(), 5, 1))
+        waiting = asyncio.create_task(with_timeout(work(), 5))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         move_clock(5)
@@ -142,29 +147,29 @@ def test_what_work_raises_when_nobody_listens_any_more_is_not_reported() -> None
     run(test)
 
 
-def test_work_that_cancels_itself_does_not_look_like_the_waiters_cancellation() -> None:
+def test_work_that_cancels_itself_does_not_look_like_a_cancelled_caller() -> None:
     async def test() -> None:
         async def work() -> None:
             raise asyncio.CancelledError
 
         with pytest.raises(RuntimeError, match="cancelled itself"):
-            await with_timeout(work(), 1, 1)
+            await with_timeout(work(), 1)
 
     run(test)
 
 
-def test_work_that_wants_to_end_the_process_only_fails() -> None:
+def test_work_that_raises_system_exit_only_fails() -> None:
     async def test() -> None:
         async def work() -> None:
             raise SystemExit(2)
 
         with pytest.raises(RuntimeError, match="SystemExit: 2"):
-            await with_timeout(work(), 1, 1)
+            await with_timeout(work(), 1)
 
     run(test)
 
 
-def test_settling_work_goes_on_through_cancellations_which_are_raised_afterwards() -> None:
+def test_finish_despite_cancel_raises_the_cancellation_afterwards() -> None:
     async def test() -> None:
         go, done = asyncio.Event(), list[int]()
 
@@ -186,7 +191,7 @@ def test_settling_work_goes_on_through_cancellations_which_are_raised_afterwards
     run(test)
 
 
-def test_settled_work_gives_its_result_and_its_error() -> None:
+def test_finish_despite_cancel_returns_the_result_and_raises_the_error() -> None:
     async def test() -> None:
         async def work(fails: bool) -> int:
             if fails:
@@ -200,7 +205,7 @@ def test_settled_work_gives_its_result_and_its_error() -> None:
     run(test)
 
 
-def test_a_thread_gives_its_result_and_its_error_and_keeps_the_loop_free() -> None:
+def test_a_thread_returns_its_result_and_raises_its_error() -> None:
     async def test() -> None:
         go = threading.Event()
 
@@ -226,20 +231,20 @@ def exit_with(code: int) -> None:
     raise SystemExit(code)
 
 
-def test_a_thread_that_outlives_the_waiter_and_the_loop_harms_nobody() -> None:
+def test_a_thread_may_outlive_the_caller_and_the_event_loop() -> None:
     go = threading.Event()
     threads: list[threading.Thread] = []
 
     async def test() -> None:
-        loop, began = asyncio.get_running_loop(), asyncio.Event()
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
 
         def work() -> None:
             threads.append(threading.current_thread())
-            loop.call_soon_threadsafe(began.set)
+            loop.call_soon_threadsafe(started.set)
             assert go.wait(20)
 
-        waiting = asyncio.create_task(with_timeout(run_in_thread(work), 5, 1))
-        await began.wait()
+        waiting = asyncio.create_task(with_timeout(run_in_thread(work), 5))
+        await started.wait()
         move_clock(5)
         with pytest.raises(TimeoutError):
             await waiting
@@ -252,7 +257,7 @@ def test_a_thread_that_outlives_the_waiter_and_the_loop_harms_nobody() -> None:
     assert not threads[0].is_alive()
 
 
-def test_errors_are_told_in_words() -> None:
+def test_describe_error() -> None:
     assert describe_error(ValueError("too small")) == "too small"
     assert describe_error(ValueError()) == "ValueError"
     assert describe_error(KeyError("city")) == "KeyError: 'city'"
@@ -260,3 +265,64 @@ def test_errors_are_told_in_words() -> None:
         describe_error(ExceptionGroup("several", [ValueError("one"), KeyError("two")]))
         == "one; KeyError: 'two'"
     )
+
+
+async def _wait_forever() -> None:
+    await asyncio.Event().wait()
+
+
+def test_run_cancellable_returns_true_for_work_that_ends_by_itself() -> None:
+    async def test() -> None:
+        token = CancelToken()
+        assert await token.run_cancellable(asyncio.sleep(0))
+        token.cancel()
+        assert token.is_set
+
+    run(test)
+
+
+def test_a_token_cancels_all_its_work_and_no_caller() -> None:
+    async def test() -> None:
+        token = CancelToken()
+        waiting = [asyncio.create_task(token.run_cancellable(_wait_forever())) for _ in range(3)]
+        await asyncio.sleep(0)
+        token.cancel()
+        assert await asyncio.gather(*waiting) == [False] * 3
+        assert not any(task.cancelling() for task in waiting)
+
+    run(test)
+
+
+@pytest.mark.parametrize("also_token", [False, True])
+def test_a_cancelled_caller_is_cancelled_with_or_without_the_token(also_token: bool) -> None:
+    async def test() -> None:
+        token = CancelToken()
+        caller = asyncio.create_task(token.run_cancellable(_wait_forever()))
+        await asyncio.sleep(0)
+        if also_token:
+            token.cancel()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    run(test)
+
+
+def test_a_timeout_around_run_cancellable_is_a_timeout() -> None:
+    async def test() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await CancelToken().run_cancellable(_wait_forever())
+
+    run(test)
+
+
+def test_run_cancellable_raises_the_error_of_the_work() -> None:
+    async def test() -> None:
+        async def fail() -> None:
+            raise ValueError("broken")
+
+        with pytest.raises(ValueError, match="broken"):
+            await CancelToken().run_cancellable(fail())
+
+    run(test)

@@ -5,17 +5,21 @@ import threading
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from branchline.chat.base import Codec
 from branchline.chat.toy import ToyCodec
-from branchline.core.message import Message
+from branchline.core.errors import InputError
 from branchline.core.token_arrays import Ids
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
-from branchline.loop.state import LoopLimits, LoopState, StopReason, Task
-from branchline.loop.token_budget import is_slow_to_truncate, reached_limit
-from branchline.loop.tools.registry import ToolSelection
-from tests.loop.clock_runner import run
-from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness
+from branchline.loop.state import LoopState, StopReason
+from branchline.loop.task import LoopLimits, Task, TruncateSide
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.token_budget import reached_limit, truncate, truncate_result
+from branchline.loop.tools.base import ToolResult, ToolSelection
+from tests.chat.families import load_codec
+from tests.loop.harness import LoopScript, ScriptedToolCall, ScriptedTurn, loop_harness, run
 
 LONG = "x" * 50_001
 
@@ -28,7 +32,7 @@ def state_with(**fields: int) -> LoopState:
 
 
 @pytest.mark.parametrize(
-    ("limits", "ending"),
+    ("limits", "expected"),
     [
         (LoopLimits(), None),
         (LoopLimits(max_assistant_turns=3, max_user_turns=3, model_length=101, response_length=81), None),
@@ -42,17 +46,13 @@ def state_with(**fields: int) -> LoopState:
         ),
     ],
 )
-def test_a_limit_that_is_reached_makes_an_answer_the_last(
-    limits: LoopLimits, ending: tuple[StopReason, str] | None
-) -> None:
-    assert (
-        reached_limit(limits, state_with(assistant_turns=2, user_turns=1, tokens=100, first_tokens=20))
-        == ending
-    )
+def test_reached_limit(limits: LoopLimits, expected: tuple[StopReason, str] | None) -> None:
+    state = state_with(assistant_turns=2, user_turns=1, tokens=100, first_prompt_tokens=20)
+    assert reached_limit(limits, state) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "limits", "expected"),
+    ("text", "limits", "is_thread"),
     [
         (LONG, LoopLimits(tool_response_length=9), True),
         (LONG[1:], LoopLimits(tool_response_length=9), False),
@@ -60,22 +60,36 @@ def test_a_limit_that_is_reached_makes_an_answer_the_last(
         (LONG, LoopLimits(), False),
     ],
 )
-def test_only_what_takes_long_to_cut_goes_to_a_thread(text: str, limits: LoopLimits, expected: bool) -> None:
-    assert is_slow_to_truncate(Message("tool", text), limits) is expected
+def test_only_long_results_are_truncated_in_a_thread(
+    text: str, limits: LoopLimits, is_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        threads: list[str] = []
+
+        async def to_thread(function: Any, *args: Any) -> str:
+            threads.append(function.__name__)
+            return function(*args)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(asyncio, "to_thread", to_thread)
+        result = await truncate_result(ToolResult(text, tool="x"), limits, ToyCodec())
+        assert threads == ["truncate"] * is_thread
+        assert (result.content == text) == (limits.tool_response_length is None)
+
+    run(test)
 
 
 class SlowCodec:
-    """Encodes when it is let; whoever waits for it on the event loop waits in vain."""
+    """Encodes when its gate is open; encoding on the event loop would never return."""
 
     def __init__(self) -> None:
         self._toy = ToyCodec()
         self._loop = asyncio.get_running_loop()
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.gate = threading.Event()
 
     def encode(self, text: str) -> Ids:
-        self._loop.call_soon_threadsafe(self.begun.set)
-        assert self.gate.wait(10), "nobody could open the gate"
+        self._loop.call_soon_threadsafe(self.started.set)
+        assert self.gate.wait(10), "the gate was not opened"
         return self._toy.encode(text)
 
     def decode(self, ids: Ids) -> str:
@@ -83,7 +97,7 @@ class SlowCodec:
 
 
 class SlowModel:
-    """A model with such a codec."""
+    """A model with a slow codec."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -94,7 +108,9 @@ class SlowModel:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_while_a_long_result_is_cut_others_go_on_and_a_cancel_loses_nothing(is_cancelled: bool) -> None:
+def test_a_cancellation_during_truncation_does_not_repeat_the_call(
+    is_cancelled: bool,
+) -> None:
     async def test() -> None:
         async with loop_harness(
             LoopScript((ScriptedTurn(tool_calls=(ScriptedToolCall(result=LONG),)), ScriptedTurn("end")))
@@ -104,16 +120,159 @@ def test_while_a_long_result_is_cut_others_go_on_and_a_cancel_loses_nothing(is_c
             tools = ToolSelection((s.tool,))
             async with AgentLoop(model, state, tools=tools, limits=limits) as loop:  # type: ignore[arg-type]
                 task = asyncio.create_task(loop.run(cancel))
-                await model.codec.begun.wait()
+                await model.codec.started.wait()
                 if is_cancelled:
                     cancel.cancel()
                 model.codec.gate.set()
-                assert (await task).is_cancel == is_cancelled
+                assert (await task).is_cancelled == is_cancelled
                 if is_cancelled:
-                    assert state.outcomes[0].message.content == "xx...(truncated)...xx"
+                    assert state.pending_results[0].content == LONG
                     state = await loop.run()
             assert state.messages[3].content == "xx...(truncated)...xx"
-            assert s.tool.executed == [(0, 0)], "a call that is over does not run again"
-            assert state.reason is StopReason.STOP
+            assert s.tool.executed == [(0, 0)], "a finished call does not run again"
+            assert state.stop_reason is StopReason.STOP
 
     run(test)
+
+
+TOY = ToyCodec()
+SIDES: tuple[TruncateSide, ...] = ("left", "right", "middle")
+
+
+def by_tokens(text: str, limit: int, side: TruncateSide, codec: Codec = TOY) -> str:
+    return truncate(text, limit, side, "tokens", encode=codec.encode, decode=codec.decode)
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        ("left", "(truncated)...fgh"),
+        ("right", "abc...(truncated)"),
+        ("middle", "ab...(truncated)...h"),
+    ],
+)
+def test_the_marker_replaces_what_is_missing(side: TruncateSide, expected: str) -> None:
+    assert truncate("abcdefgh", 3, side, "characters") == expected
+    assert by_tokens("abcdefgh", 3, side) == expected
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_text_that_fits_exactly_is_unchanged(side: TruncateSide) -> None:
+    assert truncate("abcdefgh", 8, side, "characters") == "abcdefgh"
+    assert by_tokens("abcdefgh", 8, side) == "abcdefgh"
+    assert by_tokens("", 0, side) == ""
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [("left", "(truncated)..."), ("right", "...(truncated)"), ("middle", "...(truncated)...")],
+)
+def test_a_limit_of_0_leaves_only_the_marker(side: TruncateSide, expected: str) -> None:
+    assert truncate("abc", 0, side, "characters") == expected
+    assert by_tokens("abc", 0, side) == expected
+
+
+def test_tokens_and_characters_count_differently() -> None:
+    assert truncate("ééé", 3, "right", "characters") == "ééé"
+    assert by_tokens("ééé", 3, "right") == "é...(truncated)", "three bytes are one and a half characters"
+
+
+def test_a_cut_never_splits_a_character() -> None:
+    text = "a🙂b"
+    for limit in (1, 2, 3, 4):
+        assert by_tokens(text, limit, "right") == "a...(truncated)"
+    assert by_tokens(text, 5, "right") == "a🙂...(truncated)"
+    assert by_tokens(text, 4, "left") == "(truncated)...b"
+    assert by_tokens(text, 5, "left") == "(truncated)...🙂b"
+
+
+def test_a_text_that_the_tokenizer_changes_is_truncated_as_decoded() -> None:
+    def encode(text: str) -> Ids:
+        return TOY.encode(text.lower())
+
+    assert truncate("ABCDEF", 6, "left", "tokens", encode=encode, decode=TOY.decode) == "ABCDEF"
+    cut = truncate("ABCDEF", 4, "middle", "tokens", encode=encode, decode=TOY.decode)
+    assert cut == "ab...(truncated)...ef"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"limit": -1}, "limit: got -1, expected 0 or more"),
+        ({"side": "top"}, "side: got 'top', expected one of left, right, middle"),
+        ({"unit": "words"}, "unit: got 'words', expected tokens or characters"),
+        ({"unit": "tokens"}, "expected encode and decode with it"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        truncate(**{"text": "abc", "limit": 1, "side": "left", "unit": "characters", **arguments})
+
+
+def kept_parts(shown: str, side: TruncateSide) -> tuple[str, str]:
+    """Head and tail of a truncated text; only for texts that do not contain the marker."""
+    head, _, tail = shown.partition("(truncated)")
+    assert side == "left" or head.endswith("...")
+    assert side == "right" or tail.startswith("...")
+    return head.removesuffix("..."), tail.removeprefix("...")
+
+
+TEXTS = st.text(st.sampled_from("ab \né🙂日\ufffd\u0301"), max_size=30)
+
+
+@given(TEXTS, st.integers(0, 40), st.sampled_from(SIDES))
+@example("\ufffd", 2, "middle")
+def test_as_many_characters_as_allowed_are_kept(text: str, limit: int, side: TruncateSide) -> None:
+    shown = truncate(text, limit, side, "characters")
+    if len(text) <= limit:
+        assert shown == text
+        return
+    head, tail = kept_parts(shown, side)
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert len(head) + len(tail) == limit
+    assert len(head) - len(tail) in {"left": (-limit,), "right": (limit,), "middle": (0, 1)}[side]
+
+
+@given(TEXTS, st.integers(0, 60), st.sampled_from(SIDES))
+@example("\ufffd", 2, "middle")
+@example("\ufffd\ufffd", 4, "right")
+def test_at_most_as_many_tokens_as_allowed_are_kept(text: str, limit: int, side: TruncateSide) -> None:
+    shown = by_tokens(text, limit, side)
+    if len(text.encode()) <= limit:
+        assert shown == text
+        return
+    head, tail = kept_parts(shown, side)
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert len(head) + len(tail) <= len(text)
+    kept = len(head.encode()) + len(tail.encode())
+    assert kept <= limit
+    if "\ufffd" not in text:
+        # All but the parts of characters at the cuts.
+        assert kept > limit - (3 if side != "middle" else 6) - 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3_2", "gemma3"])
+def test_real_tokenizers_keep_whole_characters(family: str) -> None:
+    codec = load_codec(family)
+
+    @given(st.text(st.sampled_from("abc \n1é🙂日本語𓀀"), min_size=1, max_size=40), st.integers(0, 40))
+    def check(text: str, limit: int) -> None:
+        decoded = codec.decode(codec.encode(text))
+        for side in SIDES:
+            shown = by_tokens(text, limit, side, codec)
+            if len(codec.encode(text)) <= limit:
+                assert shown == text
+                continue
+            head, tail = kept_parts(shown, side)
+            assert decoded.startswith(head)
+            assert decoded.endswith(tail)
+            assert "\ufffd" not in shown
+            assert len(head) + len(tail) <= len(decoded)
+
+    check()
+    text = "one two three four five six"
+    ids = codec.encode(text)
+    assert by_tokens(text, len(ids), "middle", codec) == text
+    assert by_tokens(text, 2, "right", codec) == codec.decode(ids[:2]) + "...(truncated)"

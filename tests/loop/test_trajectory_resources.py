@@ -1,4 +1,4 @@
-"""Who works with a model on one trajectory: when they are made, and what becomes of those that fail."""
+"""Tools and interactions of a trajectory: when they are created and released, and their failures."""
 
 from __future__ import annotations
 
@@ -12,31 +12,39 @@ from branchline.core.errors import ToolError
 from branchline.core.message import Message
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.agents import AgentContext, run_agent
-from branchline.loop.cancel import CancelToken
-from branchline.loop.faults import Fault
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
-from branchline.loop.interactions.registry import InteractionConfig, InteractionRegistry
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, Task
-from branchline.loop.tools.registry import ToolRegistry, ToolSelection
-from tests.loop.clock_runner import move_clock, run
-from tests.loop.harness import LoopHarness, LoopScript, ScriptedTurn, loop_harness
-from tests.loop.tools.fake_tools import RecordingTool
+from branchline.loop.interaction import BaseInteraction, InteractionConfig, InteractionResponse
+from branchline.loop.persistence import Fault
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.state import LoopPhase, LoopState
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import ToolSelection
+from tests.loop.fake_tools import RecordingTool
+from tests.loop.harness import (
+    LoopHarness,
+    LoopScript,
+    ScriptedTurn,
+    loop_harness,
+    move_clock,
+    pass_control,
+    run,
+)
 
 LAST_TURN = LoopScript((ScriptedTurn("end"),))
 
 
 class FaultyInteraction(BaseInteraction):
-    """Ends the conversation; `hangs` and `fails` name what does not go well."""
+    """Ends the conversation; `hangs` and `fails` name a method that does not return."""
 
-    name = "guest"
+    name = "interaction"
 
     def __init__(self, *, hangs: str = "", fails: str = "") -> None:
         self._hangs, self._fails = hangs, fails
         self.reached = asyncio.Event()
-        self.lines: list[str] = []
+        self.events: list[str] = []
 
     async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
-        await self._do("start")
+        await self._record("start")
         return arguments, None
 
     async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
@@ -46,54 +54,57 @@ class FaultyInteraction(BaseInteraction):
         return 1.0
 
     async def finalize(self, state: Any) -> None:
-        await self._do("finalize")
+        await self._record("finalize")
 
-    async def _do(self, doing: str) -> None:
-        self.lines.append(doing)
-        if doing == self._fails:
+    async def _record(self, method: str) -> None:
+        self.events.append(method)
+        if method == self._fails:
             raise LookupError("the socket is closed")
-        if doing == self._hangs:
+        if method == self._hangs:
             self.reached.set()
             await asyncio.Event().wait()
 
 
 def context_for(
-    s: LoopHarness, tool: RecordingTool, guest: FaultyInteraction | None = None, **options: Any
+    s: LoopHarness, tool: RecordingTool, interaction: FaultyInteraction | None = None, **options: Any
 ) -> AgentContext:
-    guests = InteractionRegistry([guest] if guest else [])
-    return AgentContext(s.model, ToolRegistry([tool]), guests, **options)
+    interactions = InteractionRegistry([interaction] if interaction else [])
+    return AgentContext(s.model, ToolRegistry([tool]), interactions, **options)
 
 
-def task_for(s: LoopHarness, guest: FaultyInteraction | None = None) -> Task:
-    return Task(s.task().messages, agent_name="tool", interaction=guest.name if guest else "")
+def task_for(s: LoopHarness, interaction: FaultyInteraction | None = None) -> Task:
+    return Task(s.task().messages, agent_name="tool", interaction=interaction.name if interaction else "")
 
 
-# -- when they are made ------------------------------------------------------------------------------
+# -- creation ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["tool", "guest"])
-def test_a_token_reaches_a_loop_that_is_still_gathering_and_it_can_go_on(where: str) -> None:
+@pytest.mark.parametrize("where", ["tool", "interaction"])
+def test_a_loop_cancelled_during_creation_can_be_resumed(where: str) -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
             tool = RecordingTool(hangs=["create"] if where == "tool" else [])
-            guest, cancel = FaultyInteraction(hangs="start" if where == "guest" else ""), CancelToken()
-            state = LoopState.begin(task_for(s, guest))
-            running = asyncio.create_task(run_agent(state, context_for(s, tool, guest, cancel=cancel)))
-            await (tool.wait_for("create") if where == "tool" else guest.reached.wait())
+            interaction, cancel = (
+                FaultyInteraction(hangs="start" if where == "interaction" else ""),
+                CancelToken(),
+            )
+            state = LoopState.begin(task_for(s, interaction))
+            running = asyncio.create_task(run_agent(state, context_for(s, tool, interaction, cancel=cancel)))
+            await (tool.wait_for("create") if where == "tool" else interaction.reached.wait())
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.state, s.engine.requests) == (True, LoopPhase.PENDING, [])
+            assert (state.is_cancelled, state.phase, s.engine.requests) == (True, LoopPhase.PENDING, [])
             if where == "tool":
-                assert (tool.events, guest.lines) == (["create", "create cancelled"], [])
+                assert (tool.events, interaction.events) == (["create", "create cancelled"], [])
             else:
-                assert (tool.events, guest.lines) == (["create", "release"], ["start"])
+                assert (tool.events, interaction.events) == (["create", "release"], ["start"])
             state = LoopState.decode(state.encode())
             assert (await run_agent(state, context_for(s, RecordingTool(), FaultyInteraction()))).is_finished
 
     run(test)
 
 
-def test_cancelled_while_it_gathers_a_loop_can_be_run_again_in_the_same_block() -> None:
+def test_a_loop_cancelled_during_creation_can_run_again_in_the_same_block() -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
             tool, cancel = RecordingTool(hangs=["create"]), CancelToken()
@@ -101,7 +112,7 @@ def test_cancelled_while_it_gathers_a_loop_can_be_run_again_in_the_same_block() 
                 running = asyncio.create_task(loop.run(cancel))
                 await tool.wait_for("create")
                 cancel.cancel()
-                assert (await running).is_cancel
+                assert (await running).is_cancelled
                 tool._hangs = ()
                 assert (await loop.run()).is_finished
             assert tool.events == ["create", "create cancelled", "create", "calc_reward", "release"]
@@ -109,7 +120,7 @@ def test_cancelled_while_it_gathers_a_loop_can_be_run_again_in_the_same_block() 
     run(test)
 
 
-def test_outside_its_block_a_loop_makes_nobody() -> None:
+def test_a_loop_does_not_run_outside_its_block() -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
             tool = RecordingTool()
@@ -127,36 +138,36 @@ def test_outside_its_block_a_loop_makes_nobody() -> None:
     run(test)
 
 
-def test_a_token_that_was_used_lets_nobody_be_made() -> None:
+def test_with_a_cancelled_token_nothing_is_created() -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
-            tool, guest, cancel = RecordingTool(), FaultyInteraction(), CancelToken()
+            tool, interaction, cancel = RecordingTool(), FaultyInteraction(), CancelToken()
             cancel.cancel()
-            state = LoopState.begin(task_for(s, guest))
-            state = await run_agent(state, context_for(s, tool, guest, cancel=cancel))
-            assert (state.is_cancel, tool.events, guest.lines) == (True, [], [])
+            state = LoopState.begin(task_for(s, interaction))
+            state = await run_agent(state, context_for(s, tool, interaction, cancel=cancel))
+            assert (state.is_cancelled, tool.events, interaction.events) == (True, [], [])
 
     run(test)
 
 
-def test_for_a_state_that_is_over_nobody_is_made() -> None:
+def test_for_a_finished_state_nothing_is_created() -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
             state = await run_agent(LoopState.begin(task_for(s)), context_for(s, RecordingTool()))
-            written, broken, guest = (
+            written, broken, interaction = (
                 state.encode(),
                 RecordingTool(fails=["create"]),
                 FaultyInteraction(fails="start"),
             )
-            state = await run_agent(LoopState.decode(written), context_for(s, broken, guest))
+            state = await run_agent(LoopState.decode(written), context_for(s, broken, interaction))
             assert state.encode() == written
-            assert (broken.events, guest.lines, len(s.engine.requests)) == ([], [], 1)
+            assert (broken.events, interaction.events, len(s.engine.requests)) == ([], [], 1)
 
     run(test)
 
 
-def test_what_was_saved_outlives_a_cancel_while_it_is_given_back() -> None:
-    class Kept(RecordingTool):
+def test_a_cancellation_during_restore_keeps_the_saved_state() -> None:
+    class Restored(RecordingTool):
         def save(self, instance: Any) -> Any:
             return {"saved": True}
 
@@ -167,24 +178,24 @@ def test_what_was_saved_outlives_a_cancel_while_it_is_given_back() -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("a long answer", cancel_points=(2,)),))) as s:
             cancel, state = CancelToken(), LoopState.begin(task_for(s))
-            running = asyncio.create_task(run_agent(state, context_for(s, Kept(), cancel=cancel)))
+            running = asyncio.create_task(run_agent(state, context_for(s, Restored(), cancel=cancel)))
             await s.engine.at_cancel_point.wait()
             cancel.cancel()
             state = await running
-            slow, cancel = Kept(hangs=["restore"]), CancelToken()
+            slow, cancel = Restored(hangs=["restore"]), CancelToken()
             running = asyncio.create_task(run_agent(state, context_for(s, slow, cancel=cancel)))
             await slow.wait_for("restore")
             cancel.cancel()
             state = await running
-            assert (state.is_cancel, state.tool_states) == (True, {"diary": {"saved": True}})
+            assert (state.is_cancelled, state.tool_states) == (True, {"recorder": {"saved": True}})
 
     run(test)
 
 
-# -- how long they may take --------------------------------------------------------------------------
+# -- time limits -------------------------------------------------------------------------------------
 
 
-def test_the_limits_say_how_long_making_and_putting_away_may_take() -> None:
+def test_create_and_release_have_time_limits() -> None:
     async def test() -> None:
         limits = LoopLimits(tool_create_timeout_s=7, tool_release_timeout_s=300)
         async with loop_harness(LAST_TURN) as s:
@@ -194,55 +205,54 @@ def test_the_limits_say_how_long_making_and_putting_away_may_take() -> None:
             )
             await slow.wait_for("create")
             move_clock(7)
-            with pytest.raises(ToolError, match="tool 'diary': create: timed out after 7 s"):
+            with pytest.raises(ToolError, match="tool 'recorder': create: timed out after 7 s"):
                 await running
             stuck, state = RecordingTool(hangs=["release"]), LoopState.begin(task_for(s))
             running = asyncio.create_task(run_agent(state, context_for(s, stuck, limits=limits)))
             await stuck.wait_for("release")
             move_clock(299)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert not running.done(), "a sandbox may take its time"
+            await pass_control(20)
+            assert not running.done()
             move_clock(1)
             state = await running
-            assert state.faults == [Fault("diary", "release", "timed out after 300 s")]
+            assert state.faults == [Fault("recorder", "release", "timed out after 300 s")]
             assert state.is_finished
 
     run(test)
 
 
-# -- those that fail ---------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_an_interaction_that_cannot_be_put_away_takes_nothing_from_the_trajectory(how: str) -> None:
+def test_a_failed_finalize_is_a_fault_and_the_trajectory_ends_normally(how: str) -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
-            guest = (
+            interaction = (
                 FaultyInteraction(hangs="finalize") if how == "hangs" else FaultyInteraction(fails="finalize")
             )
-            state = LoopState.begin(task_for(s, guest))
-            running = asyncio.create_task(run_agent(state, context_for(s, RecordingTool(), guest)))
+            state = LoopState.begin(task_for(s, interaction))
+            running = asyncio.create_task(run_agent(state, context_for(s, RecordingTool(), interaction)))
             if how == "hangs":
-                await guest.reached.wait()
+                await interaction.reached.wait()
                 move_clock(30)
             state = await running
             assert (state.is_finished, state.reward_score) == (True, 1.0)
-            words = "timed out after 30 s" if how == "hangs" else "the socket is closed"
-            assert state.faults == [Fault("guest", "finalize", words)]
+            message = "timed out after 30 s" if how == "hangs" else "the socket is closed"
+            assert state.faults == [Fault("interaction", "finalize", message)]
             assert LoopState.decode(state.encode()).messages[-1].content == "half a \ufffd pair"
 
     run(test)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
-def test_an_interaction_that_cannot_be_put_away_hides_no_cancellation(by_token: bool) -> None:
+def test_a_failed_finalize_does_not_hide_a_cancellation(by_token: bool) -> None:
     async def test() -> None:
         async with loop_harness(LoopScript((ScriptedTurn("a long answer", cancel_points=(2,)),))) as s:
-            guest, cancel = FaultyInteraction(fails="finalize"), CancelToken()
-            state = LoopState.begin(task_for(s, guest))
+            interaction, cancel = FaultyInteraction(fails="finalize"), CancelToken()
+            state = LoopState.begin(task_for(s, interaction))
             running = asyncio.create_task(
-                run_agent(state, context_for(s, RecordingTool(), guest, cancel=cancel))
+                run_agent(state, context_for(s, RecordingTool(), interaction, cancel=cancel))
             )
             await s.engine.at_cancel_point.wait()
             if by_token:
@@ -252,24 +262,24 @@ def test_an_interaction_that_cannot_be_put_away_hides_no_cancellation(by_token: 
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert state.is_cancel
-            assert [fault.doing for fault in state.faults] == ["finalize"]
+            assert state.is_cancelled
+            assert [fault.operation for fault in state.faults] == ["finalize"]
 
     run(test)
 
 
-def test_a_release_that_fails_is_in_the_state() -> None:
+def test_a_failed_release_is_a_fault() -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
             state = LoopState.begin(task_for(s))
             state = await run_agent(state, context_for(s, RecordingTool(fails=["release"], reward=0.5)))
-            assert state.faults == [Fault("diary", "release", "release is broken")]
-            assert state.reward_score == 0.5, "it has nothing to do with what the trajectory is worth"
+            assert state.faults == [Fault("recorder", "release", "release is broken")]
+            assert state.reward_score == 0.5
 
     run(test)
 
 
-def test_when_the_interaction_cannot_start_the_tools_are_put_away() -> None:
+def test_when_the_interaction_cannot_start_the_tools_are_released() -> None:
     async def test() -> None:
         async with loop_harness(LAST_TURN) as s:
             tool = RecordingTool()

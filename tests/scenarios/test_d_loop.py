@@ -1,4 +1,4 @@
-"""Scenarios D, the agent loop: on toy tokens and on real ones, in process and through the gateway."""
+"""Scenarios D, the agent loop: with a toy and a real tokenizer, in process and over HTTP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from branchline.core.errors import EngineError
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Ids
 from branchline.engines.replicas import Replicas
-from branchline.loop import agent_loop
 from branchline.loop.agent_loop import AgentLoop
-from branchline.loop.cancel import CancelToken
 from branchline.loop.output import build_output
-from branchline.loop.state import LoopLimits, LoopPhase, LoopState, StopReason
+from branchline.loop.state import LoopPhase, LoopState, StopReason
+from branchline.loop.task import LoopLimits
+from branchline.loop.timeouts import CancelToken
 from tests.chat.families import load_codec
-from tests.loop.clock_runner import move_clock, run
 from tests.loop.harness import (
     LoopScript,
     ResumableScriptedEngine,
@@ -28,25 +27,27 @@ from tests.loop.harness import (
     ScriptedTurn,
     encode_answers,
     loop_harness,
+    move_clock,
+    run,
 )
 
 SETUPS = ["toy", "toy over http", "qwen3", "qwen3 over http"]
-setups = pytest.mark.parametrize("place", SETUPS)
+setups = pytest.mark.parametrize("setup", SETUPS)
 TOOL_CALL = ScriptedToolCall(result="it is done")
 
 
 @pytest.fixture(autouse=True)
 def _skip_without_tokenizer(request: pytest.FixtureRequest) -> None:
-    """Skips where a tokenizer is missing, before anything runs."""
-    codec_for(request.node.callspec.params["place"])
+    """Skips the test if the tokenizer is missing."""
+    codec_for(request.node.callspec.params["setup"])
 
 
-def codec_for(place: str) -> Codec:
-    return ToyCodec.chatml() if place.startswith("toy") else load_codec("qwen3")
+def codec_for(setup: str) -> Codec:
+    return ToyCodec.chatml() if setup.startswith("toy") else load_codec("qwen3")
 
 
-def stage_for(place: str, script: LoopScript, **options: Any) -> Any:
-    return loop_harness(script, codec_for(place), over_http=place.endswith("http"), **options)
+def harness_for(setup: str, script: LoopScript, **options: Any) -> Any:
+    return loop_harness(script, codec_for(setup), over_http=setup.endswith("http"), **options)
 
 
 def roles(state: LoopState) -> list[str]:
@@ -57,31 +58,38 @@ def roles(state: LoopState) -> list[str]:
 
 
 @setups
-def test_d1_the_states_follow_each_other_as_tools_and_users_answer(
-    place: str, monkeypatch: pytest.MonkeyPatch
+def test_d1_phases_alternate_between_the_model_tools_and_the_interaction(
+    setup: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LoopPhase] = []
-    for name, step in agent_loop.STEPS.items():
 
-        async def noting(loop: AgentLoop, name: LoopPhase = name, step: Any = step) -> LoopPhase:
-            seen.append(name)
-            return await step(loop)
+    def record(phase: LoopPhase, method: str) -> None:
+        step = getattr(AgentLoop, method)
 
-        monkeypatch.setitem(agent_loop.STEPS, name, noting)
+        async def recorded(loop: AgentLoop) -> LoopPhase:
+            seen.append(phase)
+            return await step(loop)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(AgentLoop, method, recorded)
+
+    record(LoopPhase.PENDING, "_start")
+    record(LoopPhase.GENERATING, "_generate")
+    record(LoopPhase.PROCESSING_TOOLS, "_process_tools")
+    record(LoopPhase.INTERACTING, "_interact")
 
     async def test() -> None:
         script = LoopScript(
             (ScriptedTurn(tool_calls=(TOOL_CALL,)), ScriptedTurn("so"), ScriptedTurn("and so")),
             user_messages=("why",),
         )
-        async with stage_for(place, script) as s:
-            state = await s.play()
+        async with harness_for(setup, script) as s:
+            state = await s.run_until_finished()
             assert seen == [
                 "pending",
                 *["generating", "processing_tools"],
                 *["generating", "interacting"] * 2,
             ]
-            assert (state.state, state.reason) == (LoopPhase.TERMINATED, StopReason.INTERACTION)
+            assert (state.phase, state.stop_reason) == (LoopPhase.TERMINATED, StopReason.INTERACTION)
             assert roles(state) == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
             assert (state.assistant_turns, state.user_turns) == (3, 2)
             assert state.turn_scores == [0.0, 1.0]
@@ -90,10 +98,10 @@ def test_d1_the_states_follow_each_other_as_tools_and_users_answer(
 
 
 @setups
-def test_d1_turns_of_the_model_and_of_everybody_else_are_limited_apart(place: str) -> None:
+def test_d1_assistant_and_user_turns_have_separate_limits(setup: str) -> None:
     async def test() -> None:
         script = LoopScript((*[ScriptedTurn(tool_calls=(TOOL_CALL,))] * 5, ScriptedTurn("end")))
-        async with stage_for(place, script) as s:
+        async with harness_for(setup, script) as s:
             for limits, reason, turns in (
                 (LoopLimits(max_assistant_turns=2), StopReason.ASSISTANT_TURNS, (2, 1)),
                 (LoopLimits(max_user_turns=2), StopReason.USER_TURNS, (3, 2)),
@@ -101,10 +109,10 @@ def test_d1_turns_of_the_model_and_of_everybody_else_are_limited_apart(place: st
                 (LoopLimits(max_assistant_turns=3, max_user_turns=1), StopReason.USER_TURNS, (2, 1)),
                 (LoopLimits(max_assistant_turns=6, max_user_turns=5), StopReason.STOP, (6, 5)),
             ):
-                state = await s.run_once(model=await s.another(), limits=limits)
-                assert (state.reason, (state.assistant_turns, state.user_turns)) == (reason, turns)
-                assert len(s.tool.done) == state.user_turns
-                s.tool.done.clear()
+                state = await s.run_once(model=await s.open_another(), limits=limits)
+                assert (state.stop_reason, (state.assistant_turns, state.user_turns)) == (reason, turns)
+                assert len(s.tool.executed) == state.user_turns
+                s.tool.executed.clear()
 
     run(test)
 
@@ -113,8 +121,8 @@ def test_d1_turns_of_the_model_and_of_everybody_else_are_limited_apart(place: st
 
 
 @setups
-@pytest.mark.parametrize("most", [1, 2, 8])
-def test_d2_so_many_calls_run_at_once_and_the_rest_after_them(place: str, most: int) -> None:
+@pytest.mark.parametrize("limit", [1, 2, 8])
+def test_d2_calls_run_concurrently_up_to_the_limit(setup: str, limit: int) -> None:
     async def test() -> None:
         script = LoopScript(
             (
@@ -122,42 +130,44 @@ def test_d2_so_many_calls_run_at_once_and_the_rest_after_them(place: str, most: 
                 ScriptedTurn("end"),
             )
         )
-        async with stage_for(place, script, limits=LoopLimits(max_parallel_calls=most)) as s:
-            state = await s.play()
-            assert s.tool.most_at_once == min(most, 5)
-            assert [m.text for m in state.messages if m.role == "tool"] == [f"result {n}" for n in range(5)]
+        async with harness_for(setup, script, limits=LoopLimits(max_parallel_calls=limit)) as s:
+            state = await s.run_until_finished()
+            assert s.tool.max_concurrency == min(limit, 5)
+            assert [m.content for m in state.messages if m.role == "tool"] == [
+                f"result {n}" for n in range(5)
+            ]
 
     run(test)
 
 
 @setups
-def test_d2_what_goes_wrong_with_a_call_is_told_to_the_model(place: str) -> None:
+def test_d2_failed_calls_are_errors_for_the_model(setup: str) -> None:
     async def test() -> None:
-        deeds = (
-            ScriptedToolCall(result="the roof fell in", fails=True),
-            ScriptedToolCall(tool="nowhere"),
+        calls = (
+            ScriptedToolCall(result="out of memory", fails=True),
+            ScriptedToolCall(tool="unknown"),
             ScriptedToolCall(invalid_arguments=True),
             ScriptedToolCall(cancels=1),
             ScriptedToolCall(result="fine"),
         )
-        script = LoopScript((ScriptedTurn(tool_calls=deeds), ScriptedTurn("end")))
-        async with stage_for(place, script, limits=LoopLimits(tool_timeout_s=5)) as s:
+        script = LoopScript((ScriptedTurn(tool_calls=calls), ScriptedTurn("end")))
+        async with harness_for(setup, script, limits=LoopLimits(tool_timeout_s=5)) as s:
             task = asyncio.create_task(s.run_once())
-            await s.tool.held.wait()
+            await s.tool.at_cancel_point.wait()
             move_clock(5)
             state = await task
-            told = [m.text for m in state.messages if m.role == "tool"]
-            assert told == [
-                "Error executing tool 'deed': the roof fell in",
-                "Unknown function 'nowhere'. Available tools: ['deed']",
-                "Error executing tool 'deed': arguments.turn: 'x' is not of type 'integer'",
-                "Error executing tool 'deed': timed out after 5 s",
+            contents = [m.content for m in state.messages if m.role == "tool"]
+            assert contents == [
+                "Error executing tool 'act': out of memory",
+                "Unknown function 'unknown'. Available tools: ['act']",
+                "Error executing tool 'act': arguments.turn: 'x' is not of type 'integer'",
+                "Error executing tool 'act': timed out after 5 s",
                 "fine",
             ]
-            assert [record.error for record in state.tool_records] == [*told[:4], None]
-            assert state.reason is StopReason.STOP, "the loop went on"
-            shown = s.codec.decode(s.model.replies[-1].prompt_ids)
-            assert all(text in shown for text in told)
+            assert [record.error for record in state.tool_results] == [*contents[:4], None]
+            assert state.stop_reason is StopReason.STOP, "the loop continued"
+            prompt = s.codec.decode(s.model.replies[-1].prompt_ids)
+            assert all(text in prompt for text in contents)
 
     run(test)
 
@@ -165,40 +175,40 @@ def test_d2_what_goes_wrong_with_a_call_is_told_to_the_model(place: str) -> None
 NO_JSON = {
     "{turn: 1": "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
     '"{}"': "expected an object, got str",
-    '{"turn": 0, "place": 0': "Expecting ',' delimiter: line 1 column 23 (char 22)",
-    '{"turn": 0, "place": 0}}': "Extra data: line 1 column 24 (char 23)",
-    '{"turn": 0, "place": NaN}': "NaN is not JSON",
+    '{"turn": 0, "index": 0': "Expecting ',' delimiter: line 1 column 23 (char 22)",
+    '{"turn": 0, "index": 0}}': "Extra data: line 1 column 24 (char 23)",
+    '{"turn": 0, "index": NaN}': "NaN is not JSON",
 }
-"""Arguments as a model wrote them, and what is wrong with them."""
+"""Arguments of a model, and the errors they cause."""
 
 
 @setups
 @pytest.mark.parametrize("arguments", NO_JSON)
-def test_d2_arguments_that_are_no_json_are_told_to_the_model(place: str, arguments: str) -> None:
+def test_d2_arguments_that_are_no_json_are_an_error_for_the_model(setup: str, arguments: str) -> None:
     async def test() -> None:
-        async with stage_for(place, LoopScript((ScriptedTurn("end"),))) as s:
-            bad = malformed_call_ids(s.codec, ToolCall("deed", arguments))
+        async with harness_for(setup, LoopScript((ScriptedTurn("end"),))) as s:
+            bad = malformed_call_ids(s.codec, ToolCall("act", arguments))
             s.engine.answers = [bad, *s.engine.answers]
-            state = await s.play()
+            state = await s.run_until_finished()
             assert roles(state) == ["system", "user", "assistant", "tool", "assistant"]
-            (call,) = state.messages[2].calls
-            assert (call.name, call.arguments) == ("deed", arguments)
-            told = f"Invalid JSON in arguments for 'deed': {NO_JSON[arguments]}"
-            assert state.messages[3].text == told
-            assert state.reason is StopReason.STOP, "the loop went on"
-            assert s.tool.done == [], "and nothing was done"
+            (call,) = state.messages[2].tool_calls
+            assert (call.name, call.arguments) == ("act", arguments)
+            message = f"Invalid JSON in arguments for 'act': {NO_JSON[arguments]}"
+            assert state.messages[3].content == message
+            assert state.stop_reason is StopReason.STOP, "the loop continued"
+            assert s.tool.executed == []
             first, second = s.model.replies
-            told_ids = second.prompt_ids.tolist()
+            prompt_ids = second.prompt_ids.tolist()
             kept = [*first.prompt_ids.tolist(), *bad.tolist()]
-            assert told_ids[: len(kept)] == kept, "the model sees its own words"
-            assert told in s.codec.decode(second.prompt_ids)
+            assert prompt_ids[: len(kept)] == kept, "the sampled ids are kept"
+            assert message in s.codec.decode(second.prompt_ids)
             assert len(timelines_of(s.tree)) == 1
 
     run(test)
 
 
 def malformed_call_ids(codec: Codec, call: ToolCall) -> Ids:
-    """A call whose arguments are no JSON, as a model of this codec would write it."""
+    """A call whose arguments are no JSON, in this codec's format."""
     if isinstance(codec, ToyCodec):
         return codec.encode_reply(Message("assistant", tool_calls=(call,)))
     text = f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call><|im_end|>'
@@ -212,18 +222,18 @@ LONG = "one two three four five six seven eight nine ten"
 
 @setups
 @pytest.mark.parametrize("unit", ["tokens", "characters"])
-def test_d3_a_result_is_cut_on_the_side_and_in_the_unit_that_were_asked_for(place: str, unit: Any) -> None:
+def test_d3_results_are_truncated_by_side_and_unit(setup: str, unit: Any) -> None:
     async def test() -> None:
         script = LoopScript((ScriptedTurn(tool_calls=(ScriptedToolCall(result=LONG),)), ScriptedTurn("end")))
-        async with stage_for(place, script) as s:
+        async with harness_for(setup, script) as s:
             length = len if unit == "characters" else lambda text: len(s.codec.encode(text))
             size = length(LONG)
             for side, limit in product(("left", "right", "middle"), (6, size - 1, size, size + 1)):
                 limits = LoopLimits(
                     tool_response_length=limit, tool_response_unit=unit, tool_response_side=side
                 )
-                state = await s.run_once(model=await s.another(), limits=limits)
-                (result,) = [m.text for m in state.messages if m.role == "tool"]
+                state = await s.run_once(model=await s.open_another(), limits=limits)
+                (result,) = [m.content for m in state.messages if m.role == "tool"]
                 if limit >= size:
                     assert result == LONG
                     continue
@@ -245,30 +255,34 @@ def test_d3_a_result_is_cut_on_the_side_and_in_the_unit_that_were_asked_for(plac
 @setups
 @pytest.mark.parametrize("which", ["response_length", "model_length"])
 @pytest.mark.parametrize("by", ["tools", "interaction"])
-def test_d4_what_fills_the_budget_exactly_is_kept_and_one_token_more_is_not(
-    place: str, which: str, by: str
+def test_d4_a_prompt_that_fits_exactly_is_kept_and_one_token_more_is_not(
+    setup: str, which: str, by: str
 ) -> None:
     async def test() -> None:
-        deeds, user = ((TOOL_CALL, TOOL_CALL), ()) if by == "tools" else ((), ("why", "how"))
+        calls, user = ((TOOL_CALL, TOOL_CALL), ()) if by == "tools" else ((), ("why", "how"))
         script = LoopScript(
-            (ScriptedTurn("first", tool_calls=deeds), ScriptedTurn("second"), ScriptedTurn("end")),
+            (ScriptedTurn("first", tool_calls=calls), ScriptedTurn("second"), ScriptedTurn("end")),
             user_messages=user,
         )
-        async with stage_for(place, script) as s:
-            await s.play()
+        async with harness_for(setup, script) as s:
+            await s.run_until_finished()
             first, second = [len(reply.prompt_ids) for reply in s.model.replies[:2]]
             exact = second - first if which == "response_length" else second
-            told = ["tool", "tool"] if by == "tools" else ["user"]
-            for spare, ending in ((0, ["assistant", *told]), (-1, ["assistant"]), (1, [*told, "assistant"])):
-                model, limits = await s.another(), LoopLimits(**{which: exact + spare})
+            added = ["tool", "tool"] if by == "tools" else ["user"]
+            for spare, ending in (
+                (0, ["assistant", *added]),
+                (-1, ["assistant"]),
+                (1, [*added, "assistant"]),
+            ):
+                model, limits = await s.open_another(), LoopLimits(**{which: exact + spare})
                 state = await s.run_once(model=model, limits=limits)
                 assert roles(state)[2:][-len(ending) :] == ending
-                assert len(state.messages) == 2 + 1 + (len(told) if spare >= 0 else 0) + (spare > 0)
-                assert state.reason == which
+                assert len(state.messages) == 2 + 1 + (len(added) if spare >= 0 else 0) + (spare > 0)
+                assert state.stop_reason == which
                 assert state.user_turns == (spare >= 0)
                 used = exact + (spare > 0)
-                assert state.detail == f"{used} tokens of {exact + spare}"
-                # What the tools did counts, told or not.
+                assert state.stop_detail == f"{used} tokens of {exact + spare}"
+                # Tool rewards count even if the results were not appended.
                 assert len(state.tool_rewards) == (2 if by == "tools" else 0)
                 output = await build_output(state, model)
                 assert len(output.response_ids) <= exact + spare
@@ -280,15 +294,15 @@ def test_d4_what_fills_the_budget_exactly_is_kept_and_one_token_more_is_not(
 
 
 @setups
-def test_d5_instances_are_made_once_and_released_once_whatever_happens(place: str) -> None:
+def test_d5_instances_are_created_and_released_once(setup: str) -> None:
     async def test() -> None:
         script = LoopScript((*[ScriptedTurn(tool_calls=(TOOL_CALL, TOOL_CALL))] * 3, ScriptedTurn("end")))
-        async with stage_for(place, script) as s:
+        async with harness_for(setup, script) as s:
             state = await s.run_once()
-            assert (s.tool.created, s.tool.released, len(s.tool.done)) == (1, 1, 6)
-            assert state.final_rewards == {"deed": 0.5}
+            assert (s.tool.created, s.tool.released, len(s.tool.executed)) == (1, 1, 6)
+            assert state.final_rewards == {"act": 0.5}
             assert (await build_output(state, s.model)).reward_score == 0.5
-        async with stage_for(place, script) as s:
+        async with harness_for(setup, script) as s:
             s.engine.failure = EngineError("the engine is gone")
             with pytest.raises(EngineError, match="the engine is gone"):
                 await s.run_once()
@@ -298,7 +312,9 @@ def test_d5_instances_are_made_once_and_released_once_whatever_happens(place: st
 
 
 @setups
-def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_has_new_ones(place: str) -> None:
+def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_creates_new_ones(
+    setup: str,
+) -> None:
     async def test() -> None:
         script = LoopScript(
             (
@@ -306,11 +322,11 @@ def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_has_
                 ScriptedTurn("end"),
             )
         )
-        async with stage_for(place, script) as s:
-            state = await s.play()
-            assert s.cancels == 2
+        async with harness_for(setup, script) as s:
+            state = await s.run_until_finished()
+            assert s.cancel_count == 2
             assert (s.tool.created, s.tool.released) == (3, 3)
-            assert state.final_rewards == {"deed": 0.5}
+            assert state.final_rewards == {"act": 0.5}
 
     run(test)
 
@@ -319,7 +335,7 @@ def test_d5_a_cancelled_trajectory_releases_its_instances_and_a_resumed_one_has_
 
 
 @setups
-def test_d6_cancelled_in_the_middle_and_resumed_is_the_same_token_for_token(place: str) -> None:
+def test_d6_a_resumed_trajectory_has_the_same_tokens(setup: str) -> None:
     async def test() -> None:
         script = LoopScript(
             (
@@ -329,11 +345,11 @@ def test_d6_cancelled_in_the_middle_and_resumed_is_the_same_token_for_token(plac
         )
         outputs = []
         for one in (script, script.uninterrupted):
-            async with stage_for(place, one) as s:
-                state = await s.play()
+            async with harness_for(setup, one) as s:
+                state = await s.run_until_finished()
                 output = await build_output(state, s.model)
-                assert s.cancels == sum(len(turn.cancel_points) for turn in one.turns)
-                assert output.metrics.num_preempted == s.cancels
+                assert s.cancel_count == sum(len(turn.cancel_points) for turn in one.turns)
+                assert output.metrics.num_preempted == s.cancel_count
                 assert len(output.outputs) == 1
                 outputs.append(output)
         resumed, plain = outputs
@@ -345,30 +361,30 @@ def test_d6_cancelled_in_the_middle_and_resumed_is_the_same_token_for_token(plac
 
 
 @setups
-def test_d6_partial_tokens_stay_trained_under_the_version_that_sampled_them(place: str) -> None:
+def test_d6_tokens_keep_the_version_that_sampled_them(setup: str) -> None:
     async def test() -> None:
         script = LoopScript((ScriptedTurn("a rather long answer", cancel_points=(2, 2)),))
-        async with stage_for(place, script) as s:
+        async with harness_for(setup, script) as s:
             s.on_cancel = lambda: setattr(s.engine, "version", s.engine.version + 1)
-            state = await s.play()
+            state = await s.run_until_finished()
             (sample,) = (await build_output(state, s.model)).outputs
-            said = len(s.model.replies[0].ids)
-            assert sample.response_versions.tolist() == [0, 0, 1, 1] + [2] * (said - 4)
-            assert sample.response_mask.tolist() == [1] * said
+            count = len(s.model.replies[0].ids)
+            assert sample.response_versions.tolist() == [0, 0, 1, 1] + [2] * (count - 4)
+            assert sample.response_mask.tolist() == [1] * count
 
     run(test)
 
 
 @setups
-def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place: str) -> None:
+def test_d6_all_loops_are_cancelled_and_resumed_for_a_weight_update(setup: str) -> None:
     async def test() -> None:
-        codec = codec_for(place)
+        codec = codec_for(setup)
         script = LoopScript(
             (ScriptedTurn("thinking about it", tool_calls=(TOOL_CALL,)), ScriptedTurn("done with it"))
         )
         engine = ResumableScriptedEngine(encode_answers(codec, script), gate=asyncio.Event())
-        async with stage_for(place, script, engine=engine) as s:
-            models = [s.model, *[await s.another() for _ in range(4)]]
+        async with harness_for(setup, script, engine=engine) as s:
+            models = [s.model, *[await s.open_another() for _ in range(4)]]
             cancel = CancelToken()
             loops = [
                 asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task()), cancel=cancel))
@@ -377,7 +393,7 @@ def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place:
             await engine.wait_until_waiting(len(models))
             cancel.cancel()
             states = await asyncio.gather(*loops)
-            assert all(state.is_cancel and state.state is LoopPhase.GENERATING for state in states)
+            assert all(state.is_cancelled and state.phase is LoopPhase.GENERATING for state in states)
             engine.version = 1
             engine.gate.set()
             again = await asyncio.gather(
@@ -387,7 +403,7 @@ def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place:
                 ]
             )
             for model, state in zip(models, again, strict=True):
-                assert (state.reason, state.is_cancel) == (StopReason.STOP, False)
+                assert (state.stop_reason, state.is_cancelled) == (StopReason.STOP, False)
                 output = await build_output(state, model)
                 versions = output.outputs[-1].response_versions
                 assert versions[output.response_mask == 1].tolist() == [0] + [1] * (
@@ -401,38 +417,40 @@ def test_d6_all_loops_are_cancelled_at_once_for_new_weights_and_all_go_on(place:
 
 
 @setups
-def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_removed(place: str) -> None:
+def test_d7_a_loop_stays_on_its_replica_and_moves_when_that_is_removed(setup: str) -> None:
     async def test() -> None:
-        codec = codec_for(place)
+        codec = codec_for(setup)
         script = LoopScript(
             (ScriptedTurn("thinking about it", tool_calls=(TOOL_CALL,)), ScriptedTurn("done with it"))
         )
-        memory: dict[str, Any] = {}
+        prompts: dict[str, Any] = {}
         first, second = (
             ResumableScriptedEngine(
-                encode_answers(codec, script), name=name, prompts_by_session=memory, gate=asyncio.Event()
+                encode_answers(codec, script), name=name, prompts_by_session=prompts, gate=asyncio.Event()
             )
             for name in ("first", "second")
         )
         replicas = Replicas([first, second])
-        async with stage_for(place, script, engine=replicas) as s:
-            models = [s.model, *[await s.another() for _ in range(3)]]
+        async with harness_for(setup, script, engine=replicas) as s:
+            models = [s.model, *[await s.open_another() for _ in range(3)]]
             loops = [
                 asyncio.create_task(s.run_once(model=model, state=LoopState.begin(s.task())))
                 for model in models
             ]
             await first.wait_until_waiting(2)
             await second.wait_until_waiting(2)
-            assert replicas.in_flight == {"first": 2, "second": 2}, "new sessions go where fewest are"
+            assert replicas.in_flight == {"first": 2, "second": 2}, (
+                "new sessions go to the least loaded replica"
+            )
             moved = {session for session, _ in first.requests}
             await replicas.remove("first")
             await second.wait_until_waiting(4)
             second.gate.set()
             states = await asyncio.gather(*loops)
-            assert [state.reason for state in states] == [StopReason.STOP] * 4
-            asked = [session for session, _ in second.requests]
-            # Those that moved asked once for the rest of their turn; everybody asked for the next one there.
-            assert {session: asked.count(session) for session in asked} == {
+            assert [state.stop_reason for state in states] == [StopReason.STOP] * 4
+            requests = [session for session, _ in second.requests]
+            # Each session sent two requests there: those that moved one for the rest of their turn.
+            assert {session: requests.count(session) for session in requests} == {
                 model.session_id: 2 for model in models
             }
             assert len(moved) == 2
@@ -440,6 +458,6 @@ def test_d7_a_loop_stays_on_its_replica_and_moves_in_the_middle_when_that_is_rem
             for state, model in zip(states, models, strict=True):
                 output = await build_output(state, model)
                 plain = plain or output.response_ids.tolist()
-                assert output.response_ids.tolist() == plain, "nothing is lost or said twice on the way"
+                assert output.response_ids.tolist() == plain, "no token is lost or repeated"
 
     run(test)

@@ -14,6 +14,7 @@
     │       └── ContextLengthError  the prompt exceeds the model's context
     ├── ToolError               a tool could not be set up, or its server is not reachable
     ├── JournalError            the journal could not be opened, written or read
+    ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
     └── ExportError             samples must not be trained on without an explicit option
         └── MissingLogprobsError
 
@@ -23,6 +24,8 @@ Messages state the key, the value and the expectation. Only the gateway knows HT
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 # Bounds the representation of arbitrary values in messages.
@@ -135,6 +138,29 @@ class ContextLengthError(EngineInputError):
 
 class JournalError(BranchlineError):
     """The journal could not be opened, written or read."""
+
+
+class MissingExtraError(BranchlineError, ImportError):
+    """A package of an optional extra is not installed; `name` is its import name."""
+
+
+@contextmanager
+def requires_extra(extra: str) -> Iterator[None]:
+    """Raises MissingExtraError, with the pip command, if an import in the block finds no such package.
+
+    >>> with requires_extra("serve"):
+    ...     import httptoolz
+    Traceback (most recent call last):
+    branchline.core.errors.MissingExtraError: httptoolz is not installed: pip install 'branchline[serve]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("branchline"):
+            raise
+        package = error.name.partition(".")[0]
+        message = f"{package} is not installed: pip install 'branchline[{extra}]'"
+        raise MissingExtraError(message, name=package) from error
 
 
 class ExportError(BranchlineError):

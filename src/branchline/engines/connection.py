@@ -10,7 +10,10 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-import httptools
+from branchline.core.errors import requires_extra
+
+with requires_extra("serve"):
+    import httptools
 
 
 class ResponseBuffer:

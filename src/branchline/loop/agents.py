@@ -1,17 +1,17 @@
-"""Agents by name: whoever works on a task is named by it, and a task that names nobody is a single turn.
+"""Agents by name. A task names the agent that works on it; the default is `single_turn`.
 
     @agent("twice")
-    async def twice(state: LoopState, setting: Setting) -> LoopState:
-        await setting.ask(state)                         # the answer is in state.messages
+    async def twice(state: LoopState, context: AgentContext) -> LoopState:
+        await context.ask(state)                         # appends the answer to state.messages
         state.messages.append(Message("user", "Are you sure?"))
-        await setting.ask(state)
+        await context.ask(state)
         return state
 
-    check_tasks(tasks, tools, interactions)              # unknown names, before anything runs
-    state = await run_agent(LoopState.begin(task), setting)
+    check_tasks(tasks, tools, interactions)              # raises for unknown names before anything runs
+    state = await run_agent(LoopState.begin(task), context)
 
-An agent takes a state, new or gone on with, to its end, or to a cancel. `single_turn` and `tool` are there.
-Every call it makes is in `state.calls`, however it was asked: what is not there would not be trained.
+An agent takes a new or resumed state to its end, or until it is cancelled. `single_turn` and `tool` are built
+in. Every call an agent makes is listed in `state.call_ids`: only listed calls are trained.
 """
 
 from __future__ import annotations
@@ -20,36 +20,46 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
+import msgspec
+
+from branchline.chat.base import Codec
 from branchline.core.errors import InputError
-from branchline.loop.registry import is_async_callable
-
-if TYPE_CHECKING:
-    # At run time they bring the gateway with them, and whoever only names an agent needs none of it.
-    from branchline.core.message import Message
-    from branchline.loop.cancel import CancelToken
-    from branchline.loop.interactions.registry import InteractionRegistry
-    from branchline.loop.model import Model, ToolSchemas
-    from branchline.loop.state import LoopLimits, LoopState, Task
-    from branchline.loop.tools.registry import ToolRegistry
-    from branchline.runtime.call_record import CallResult
+from branchline.core.message import Message
+from branchline.core.sample import Sample
+from branchline.loop.agent_loop import (
+    AgentLoop,
+    append_answer,
+    ask_or_resume,
+    effective_sampling,
+    timed_generation,
+)
+from branchline.loop.interaction import InteractionConfig
+from branchline.loop.model import Model, ToolSchemas
+from branchline.loop.registry import InteractionRegistry, ToolRegistry, is_async_callable
+from branchline.loop.state import LoopPhase, LoopState, StopReason
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import ToolSelection
+from branchline.runtime.call_record import CallResult
 
 DEFAULT_AGENT_NAME = "single_turn"
-_BUILTIN_MODULE = "branchline.loop.builtin_agents"
 
 
 @dataclass(frozen=True)
 class AgentContext:
-    """What agents work with: a session's model, and all tools and interactions there are."""
+    """What agents work with: the model of a session, and all registered tools and interactions."""
 
     model: Model
     tools: ToolRegistry | None = None
     interactions: InteractionRegistry | None = None
     limits: LoopLimits | None = None
-    """Of tasks that have none of their own."""
+    """The limits of tasks that have none of their own."""
     cancel: CancelToken | None = None
+
+    def limits_for(self, task: Task) -> LoopLimits:
+        return task.limits or self.limits or LoopLimits()
 
     async def ask(
         self,
@@ -59,50 +69,83 @@ class AgentContext:
         tools: ToolSchemas = (),
         params: Mapping[str, Any] | None = None,
     ) -> CallResult:
-        """A turn of the model: the state's conversation is asked and grows by the answer.
+        """Asks the model for one answer and appends it to the state's conversation.
 
-        With messages another conversation is asked, and what becomes of the answer is up to the agent.
-        `params` go before the task's sampling; of the limits, `max_new_tokens` is kept to. Where a whole loop
-        ends because there is no room left, this raises: ContextLengthError for the model's, SessionError for
-        the session's.
+        With `messages` another conversation is sent, and the state's conversation does not change; such
+        calls may run concurrently, and a cancelled one is not resumed. `params` override the task's sampling;
+        of the limits only `max_new_tokens` applies. Raises ContextLengthError or SessionError where AgentLoop
+        would end the trajectory: the model's context or the session has no room left.
         """
-        from branchline.loop.generation import ask
-        from branchline.loop.limits import LoopLimits
+        sampling = effective_sampling(state, self.limits_for(state.task).max_new_tokens, params)
+        if messages is None:
+            result = await ask_or_resume(self.model, state, tools, sampling)
+            append_answer(state, result)
+            return result
+        with timed_generation(state):
+            result = await self.model.ask(messages, tools=tools, params=sampling)
+        state.call_ids.append(result.call_id)
+        return result
 
-        limits = state.task.limits or self.limits or LoopLimits()
-        return await ask(self.model, state, messages, tools, params or {}, limits)
+
+Agent = Callable[[LoopState, AgentContext], Awaitable[LoopState]]
 
 
-Agent = Callable[["LoopState", AgentContext], Awaitable["LoopState"]]
-_agents: dict[str, Agent] = {}
+async def single_turn_agent(state: LoopState, context: AgentContext) -> LoopState:
+    """One answer to the prompt, without tools."""
+    limits = msgspec.structs.replace(context.limits_for(state.task), max_assistant_turns=1)
+    async with AgentLoop(context.model, state, limits=limits) as loop:
+        return await loop.run(context.cancel)
+
+
+async def tool_agent(state: LoopState, context: AgentContext) -> LoopState:
+    """The whole loop, with the task's tools and its interaction."""
+    tools, interaction = select(state.task, context.tools, context.interactions)
+    limits = context.limits_for(state.task)
+    async with AgentLoop(context.model, state, tools=tools, interaction=interaction, limits=limits) as loop:
+        return await loop.run(context.cancel)
+
+
+BUILTIN_AGENTS: dict[str, Agent] = {DEFAULT_AGENT_NAME: single_turn_agent, "tool": tool_agent}
+_custom_agents: dict[str, Agent] = {}
 
 
 def agent(name: str) -> Callable[[Agent], Agent]:
     """Registers an agent under a name."""
     if not name or not isinstance(name, str):
-        raise InputError(f"agent: got the name {name!r}, expected a text that is not empty: @agent('critic')")
+        raise InputError(f"agent: got the name {name!r}, expected a non-empty text: @agent('critic')")
 
     def register(function: Agent) -> Agent:
         _check_agent(name, function)
-        known = _agents.get(name)
-        # The same definition once more is a module read again, as notebooks do.
+        known = BUILTIN_AGENTS.get(name) or _custom_agents.get(name)
+        # Registering the same definition again is allowed: notebooks and reloads do.
         if known is not None and _qualified_name(known) != _qualified_name(function):
             raise InputError(
                 f"agent: {name!r} is {_qualified_name(known)} already, expected names that differ"
             )
-        _agents[name] = function
+        _custom_agents[name] = function
         return function
 
     return register
 
 
 def find_agent(name: str) -> Agent:
-    """The agent of a name; no name is `single_turn`."""
-    import_module(_BUILTIN_MODULE)
+    """The agent of a name; the empty name is `single_turn`. Raises InputError for an unknown name."""
+    agents = {**_custom_agents, **BUILTIN_AGENTS}
     try:
-        return _agents[name or DEFAULT_AGENT_NAME]
+        return agents[name or DEFAULT_AGENT_NAME]
     except KeyError:
-        raise InputError(f"agent_name: got {name!r}, expected one of {sorted(_agents)}") from None
+        raise InputError(f"agent_name: got {name!r}, expected one of {sorted(agents)}") from None
+
+
+def select(
+    task: Task, tools: ToolRegistry | None, interactions: InteractionRegistry | None
+) -> tuple[ToolSelection, InteractionConfig | None]:
+    """The tools and the interaction that a task names. Raises InputError for an unknown name."""
+    selection = (tools or ToolRegistry()).select(task.tools, task.tool_arguments)
+    if not task.interaction:
+        return selection, None
+    registry = interactions or InteractionRegistry()
+    return selection, registry.select(task.interaction, task.interaction_arguments)
 
 
 def check_tasks(
@@ -110,97 +153,109 @@ def check_tasks(
     tools: ToolRegistry | None = None,
     interactions: InteractionRegistry | None = None,
 ) -> None:
-    """Whether everything that tasks name is there; InputError says which task names what is not."""
-    from branchline.loop.builtin_agents import select
-
-    for place, task in enumerate(tasks):
+    """Raises InputError, with the task's index, if a task names something that is not registered."""
+    for index, task in enumerate(tasks):
         try:
             find_agent(task.agent_name)
             select(task, tools, interactions)
             if not task.agent_name and (task.tools or task.tool_arguments or task.interaction):
                 raise InputError(
-                    f"agent_name: got none, beside tools {task.tools!r} and interaction "
-                    f"{task.interaction!r}, expected one: {DEFAULT_AGENT_NAME!r} has neither, 'tool' has both"
+                    f"agent_name: got none with tools {task.tools!r} and interaction {task.interaction!r}, "
+                    f"expected one: {DEFAULT_AGENT_NAME!r} uses neither, 'tool' uses both"
                 )
         except InputError as error:
-            raise InputError(f"tasks[{place}].{error}") from error
+            raise InputError(f"tasks[{index}].{error}") from error
 
 
-async def run_agent(state: LoopState, setting: AgentContext) -> LoopState:
-    """Goes on with a trajectory, by the agent its task names, until it is over or cancelled.
+async def run_agent(state: LoopState, context: AgentContext) -> LoopState:
+    """Runs the agent that the state's task names until the trajectory ends or is cancelled.
 
-    A trajectory whose agent returns is over. If it is cancelled, by the setting's token or as a task, its
-    state says so, and going on means running the agent again on what stands there.
+    A trajectory ends when its agent returns. If it is cancelled, by the context's token or as a task, the
+    state says so; running it again calls the agent with the state as it was.
     """
-    function = find_agent(state.agent_name)
+    function = find_agent(state.task.agent_name)
     if state.is_finished:
         return state
-    if getattr(function, "__module__", "") == _BUILTIN_MODULE:
-        return await function(state, setting)
-    return await _run_custom_agent(function, state, setting)
+    if function in BUILTIN_AGENTS.values():
+        return await function(state, context)
+    return await _run_custom_agent(function, state, context)
 
 
-async def _run_custom_agent(function: Agent, state: LoopState, setting: AgentContext) -> LoopState:
-    from branchline.loop.state import LoopPhase, StopReason
-
-    cancel, noted = setting.cancel, RecordingModel(setting.model)
+async def _run_custom_agent(function: Agent, state: LoopState, context: AgentContext) -> LoopState:
+    cancel, model = context.cancel, RecordingModel(context.model)
 
     async def work() -> None:
-        ended: object = await function(state, replace(setting, model=cast("Model", noted)))
-        if ended is not state:
-            # What a cancel leaves and the calls that are noted stand in the one that was given.
-            what = "another LoopState" if isinstance(ended, type(state)) else repr(ended)
+        returned: object = await function(state, replace(context, model=model))
+        if returned is not state:
+            # Calls and cancellations are recorded in the state that was passed in.
+            what = "another LoopState" if isinstance(returned, LoopState) else repr(returned)
             raise InputError(
-                f"agent {state.agent_name!r}: returned {what}, expected the LoopState it was given"
+                f"agent {state.task.agent_name!r}: returned {what}, expected the LoopState it was given"
             )
 
-    state.is_cancel, state.is_with_agent = False, True
+    state.is_cancelled, state.is_agent_running = False, True
     try:
         if cancel is None:
             await work()
         elif cancel.is_set or not await cancel.run_cancellable(work()):
-            state.is_cancel = True
+            state.is_cancelled = True
     except asyncio.CancelledError:
-        state.is_cancel = True
+        state.is_cancelled = True
         raise
     finally:
-        state.calls += [call for call in noted.call_ids if call not in state.calls]
-    if not state.is_cancel:
-        state.is_with_agent = False
-        state.state, state.is_judged = LoopPhase.TERMINATED, True
-        state.reason = state.reason or StopReason.STOP
+        state.call_ids += [call_id for call_id in model.call_ids if call_id not in state.call_ids]
+    if not state.is_cancelled:
+        state.is_agent_running = False
+        state.phase, state.is_scored = LoopPhase.TERMINATED, True
+        state.stop_reason = state.stop_reason or StopReason.STOP
     return state
 
 
 class RecordingModel:
-    """A model that keeps the names of the calls it answered."""
+    """A model that records the ids of the calls it answered."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.call_ids: list[str] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    @property
+    def codec(self) -> Codec | None:
+        return self._model.codec
 
-    async def ask(self, messages: Sequence[Message], **options: Any) -> CallResult:
-        reply = await self._model.ask(messages, **options)
-        self.call_ids.append(reply.call_id)
-        return reply
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: ToolSchemas = (),
+        params: Mapping[str, Any] | None = None,
+        call_name: str = "",
+    ) -> CallResult:
+        result = await self._model.ask(messages, tools=tools, params=params, call_name=call_name)
+        self.call_ids.append(result.call_id)
+        return result
+
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
+    ) -> int:
+        return await self._model.count_tokens(messages, tools=tools, params=params)
+
+    async def samples(self) -> list[Sample]:
+        return await self._model.samples()
 
 
 def _check_agent(name: str, function: Any) -> None:
-    """Whether something can be run as an agent."""
+    """Raises InputError if the function cannot be run as an agent."""
     if not is_async_callable(function):
         raise InputError(f"agent {name!r}: got {function!r}, expected an `async def`")
     try:
-        inspect.signature(function).bind("state", "setting")
+        inspect.signature(function).bind("state", "context")
     except TypeError as error:
         raise InputError(
-            f"agent {name!r}: expected to be called with (state, setting), but {error}"
+            f"agent {name!r}: expected to be called with (state, context), but {error}"
         ) from error
 
 
 def _qualified_name(function: Agent) -> str:
-    """Where it is defined; an object that is called is where its class is."""
+    """The definition's module and name; for a callable object those of its class."""
     definition = function if hasattr(function, "__qualname__") else type(function)
     return f"{definition.__module__}.{definition.__qualname__}"

@@ -1,6 +1,7 @@
-"""What a gateway says over HTTP, read: the events of an answer, what it tells of a session, its refusals.
+"""Decodes a gateway's HTTP responses: stream events, session data and errors.
 
-What has another form was said by somebody else, who stands between, and is an EngineError that shows it.
+A body of another form was not written by a gateway, for example by a proxy; it becomes an EngineError that
+quotes it.
 """
 
 from __future__ import annotations
@@ -32,23 +33,31 @@ from branchline.runtime.call_record import CallResult
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 T = TypeVar("T")
 
+_KIND_BY_STATUS: dict[int, SessionErrorKind] = {
+    401: "no_key",
+    403: "forbidden",
+    404: "unknown",
+    409: "conflict",
+}
+"""For responses without a gateway's error code."""
 
-class OpenedJson(Struct):
-    """A session that was opened."""
+
+class SessionJson(Struct):
+    """The response of `POST /sessions`."""
 
     base_url: str
     api_key: str
     control_key: str
 
 
-class CountedJson(Struct):
-    """A prompt's length."""
+class TokenCountJson(Struct):
+    """The response of `count_tokens`."""
 
     prompt_tokens: int
 
 
 class SamplesJson(Struct):
-    """A session's samples."""
+    """The response of `GET /samples`."""
 
     samples: list[dict[str, Any]]
 
@@ -56,25 +65,25 @@ class SamplesJson(Struct):
         try:
             return [sample_from_json(raw) for raw in self.samples]
         except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise EngineError(f"samples: not what a gateway says: {error!r}") from error
+            raise EngineError(f"samples: not a gateway's response: {error!r}") from error
 
 
 class FunctionJson(Struct):
-    """A call of a function."""
+    """The function of a tool call."""
 
     name: str
     arguments: str
 
 
 class CustomJson(Struct):
-    """A call of a tool that takes a text."""
+    """The call of a custom tool, whose input is a text."""
 
     name: str
     input: str
 
 
 class ToolCallJson(Struct):
-    """A tool call; the gateway tells one when it is whole."""
+    """A tool call; a gateway sends each as a whole."""
 
     index: int
     id: str
@@ -83,11 +92,11 @@ class ToolCallJson(Struct):
 
     def to_tool_call(self) -> ToolCall:
         if self.custom is not None:
-            # As the model put it, and as a session's model in process tells it.
+            # The form that SessionModel returns for a custom tool.
             return ToolCall(self.custom.name, freeform_arguments(self.custom.input), self.id)
         if self.function is None:
             raise EngineError(
-                f"tool call {self.id!r}: not what a gateway says: got neither function nor custom"
+                f"tool call {self.id!r}: not a gateway's response: got neither function nor custom"
             )
         return ToolCall(self.function.name, self.function.arguments, self.id)
 
@@ -108,13 +117,13 @@ class TokenJson(Struct):
 
 
 class LogprobsJson(Struct):
-    """Those of an event's tokens."""
+    """The log-probabilities of an event's tokens."""
 
     content: list[TokenJson] | None = None
 
 
 class ChoiceJson(Struct):
-    """An event's only choice."""
+    """The only choice of an event."""
 
     delta: DeltaJson
     finish_reason: str | None = None
@@ -123,30 +132,25 @@ class ChoiceJson(Struct):
 
 
 class EventJson(Struct):
-    """A piece of an answer."""
+    """One event of a stream: part of an answer, or the error that ended it."""
 
-    id: str
-    choices: list[ChoiceJson]
+    id: str = ""
+    choices: list[ChoiceJson] = []
     prompt_token_ids: list[TokenId] | None = None
-
-
-class FailureJson(Struct):
-    """An event that says why there is no more."""
-
     error: Any = None
     status: Any = None
 
 
-def decode_json(content: bytes, kind: type[T]) -> T:
-    """What a gateway says."""
+def decode_response(content: bytes, kind: type[T]) -> T:
+    """The decoded body. Raises EngineError if it has another form."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise EngineError(f"not what a gateway says: {content[:200]!r}: {error}") from error
+        raise EngineError(f"not a gateway's response: {content[:200]!r}: {error}") from error
 
 
-class ReplyBuilder:
-    """A streamed answer, put together again."""
+class ResultBuilder:
+    """Builds the result of a call from the events of its stream."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -159,13 +163,12 @@ class ReplyBuilder:
         self._call_id = self._finish_reason = ""
 
     def add_event(self, content: bytes) -> None:
-        """An event, as it came."""
-        # A text that merely says so costs a second reading and nothing else.
-        if b'"error"' in content:
-            failure = decode_json(content, FailureJson)
-            if failure.error is not None:
-                raise error_from_response(failure.status if isinstance(failure.status, int) else 500, content)
-        event = decode_json(content, EventJson)
+        """Adds an event. Raises the error that an error event carries."""
+        event = decode_response(content, EventJson)
+        if event.error is not None:
+            raise error_from_response(event.status if isinstance(event.status, int) else 500, content)
+        if not event.id:
+            raise EngineError(f"not a gateway's response: {content[:200]!r}: got no `id`")
         self._call_id = event.id
         if event.prompt_token_ids is not None:
             self._prompt_ids = event.prompt_token_ids
@@ -180,10 +183,11 @@ class ReplyBuilder:
         self._content.append(delta.content or "")
         self._reasoning_content.append(delta.reasoning_content or "")
         self._refusal.append(delta.refusal or "")
-        for called in delta.tool_calls or ():
-            self._tool_calls[called.index] = called.to_tool_call()
+        for call in delta.tool_calls or ():
+            self._tool_calls[call.index] = call.to_tool_call()
 
     def build(self) -> CallResult:
+        """The result. Raises EngineError if the stream ended without a finish reason."""
         if not self._finish_reason:
             raise EngineError("the gateway's stream ended before its answer did")
         message = Message(
@@ -198,39 +202,30 @@ class ReplyBuilder:
         return CallResult(self._call_id, as_ids(self._prompt_ids), [answer])
 
     def _logprobs_array(self) -> Floats | None:
-        """None where the engine gave none."""
+        """None if the engine returned none."""
         if len(self._logprobs) != len(self._ids):
             return None
         return np.array([np.nan if value is None else value for value in self._logprobs], np.float32)
 
 
-# Where whoever refuses is no gateway, and names no kind.
-_KIND_BY_STATUS: dict[int, SessionErrorKind] = {
-    401: "no_key",
-    403: "forbidden",
-    404: "unknown",
-    409: "conflict",
-}
-
-
 def error_from_response(status: int, body: bytes, retry_after: str = "") -> BranchlineError:
-    """The error that a gateway refused by."""
-    code, is_gateways = None, True
+    """The error that a gateway raised before it sent this response."""
+    code, is_gateway = None, True
     try:
         error = msgspec.json.decode(body)["error"]
-        words, code = str(error["message"]), error.get("code")
+        text, code = str(error["message"]), error.get("code")
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError):
-        words, is_gateways = body[:500].decode(errors="replace") or f"status {status}", False
+        text, is_gateway = body[:500].decode(errors="replace") or f"status {status}", False
     kind = code if code in get_args(SessionErrorKind) else _KIND_BY_STATUS.get(status)
     if kind is not None:
-        return SessionError(kind, words)
+        return SessionError(kind, text)
     if code == "context_length_exceeded":
-        return ContextLengthError(words)
+        return ContextLengthError(text)
     if status == 429:
-        return EngineBusyError(words, retry_after)
+        return EngineBusyError(text, retry_after)
     if status < 500:
-        return InputError(words)
-    # One that stops says when it may be there again, one whose journal is broken cannot know.
-    if status == 503 and is_gateways and not retry_after:
-        return JournalError(words)
-    return EngineError(f"status {status}: {words}")
+        return InputError(text)
+    # A stopping gateway sends Retry-After with its 503, one with a broken journal does not.
+    if status == 503 and is_gateway and not retry_after:
+        return JournalError(text)
+    return EngineError(f"status {status}: {text}")

@@ -1,13 +1,17 @@
-"""A session's model behind HTTP: Chat Completions, streamed, with the ids it was sampled as.
+"""The model of a session at a gateway: streamed Chat Completions with token ids.
 
-The conversation is written as any client would write it, with the ids of responses and tool calls sent back
-as they came. A refusal becomes the error it was at the gateway, so that a loop cannot tell where it runs.
+The conversation is sent as any client would send it, with the ids of responses and tool calls as they were
+received. An error response becomes the error that the gateway raised, so that a loop behaves as it does in
+process. A 429 response is retried: Retry-After is honoured, with exponential backoff up to a deadline.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -17,34 +21,35 @@ from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.reader import write_message
 from branchline.core.sample import Sample
-from branchline.engines.client import HttpClient, ServerConfig
-from branchline.engines.client import HttpResponse as HttpReply
+from branchline.engines.client import TOO_MANY_REQUESTS, HttpClient, HttpResponse, ServerConfig
 from branchline.loop.gateway_responses import (
-    CountedJson,
-    OpenedJson,
-    ReplyBuilder,
+    ResultBuilder,
     SamplesJson,
-    decode_json,
+    SessionJson,
+    TokenCountJson,
+    decode_response,
     error_from_response,
 )
 from branchline.loop.model import ToolSchemas
-from branchline.loop.retry import Retry
 from branchline.runtime.call_record import CallResult
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER
 
 _READ_TIMEOUT_S = 24 * 3600.0
-"""An answer may wait in the engine's queue for as long as it takes; whoever asks can be cancelled."""
+"""A request may wait in the engine's queue for as long as that takes; `ask` can be cancelled."""
 _RETRY_TIMEOUT_S = 600.0
+_DEFAULT_DELAY_S = 1.0
+"""The delay if Retry-After is missing or invalid, and the upper bound of the backoff."""
+_MIN_DELAY_S = 0.1
 T = TypeVar("T")
 
 
 class HttpModel:
-    """A session of a gateway elsewhere.
+    """A session of a remote gateway.
 
     async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
-        reply = await model.ask([Message("user", "2+2?")])
+        result = await model.ask([Message("user", "2+2?")])
 
-    Without a control key samples cannot be read. A codec is needed only where results are cut by tokens.
+    Samples need the control key; truncating tool results by tokens needs a codec.
     """
 
     def __init__(
@@ -58,14 +63,13 @@ class HttpModel:
         model: str = "branchline",
         retry_timeout_s: float = _RETRY_TIMEOUT_S,
     ) -> None:
-        """`patience_s`: how long to knock at a gateway that is busy."""
+        """`retry_timeout_s`: for how long a request to a busy gateway is retried."""
         self.codec = codec
         self._url = base_url.rstrip("/")
         self._headers = {"x-branchline-agent": agent} if agent else {}
         self._control_key = control_key
         self._model = model
         self._retry_timeout_s = retry_timeout_s
-        # A client of its own costs next to nothing, and what others ask never stands in the way.
         self._http = _client(self._url, api_key)
 
     @classmethod
@@ -80,14 +84,12 @@ class HttpModel:
     ) -> Self:
         """Opens a session at a gateway; `options` are those of `POST /sessions`: `group`, `sampling`, …
 
-        `patience_s` is for the opening too.
-
         async with await HttpModel.open("http://127.0.0.1:8100", admin_key, group="doors") as model: ...
         """
         http, body = _client(gateway.rstrip("/"), admin_key), msgspec.json.encode(options)
         try:
             session = await _request_json(
-                lambda: http.request("POST", "/sessions", body), OpenedJson, retry_timeout_s
+                lambda: http.request("POST", "/sessions", body), SessionJson, retry_timeout_s
             )
         finally:
             await http.close()
@@ -116,36 +118,36 @@ class HttpModel:
         headers = {**self._headers, CALL_HEADER: call_name} if call_name else dict(self._headers)
         if params and params.get("max_tokens") is not None:
             headers[MAX_TOKENS_HEADER] = str(params["max_tokens"])
-        wanted = {"stream": True, "return_token_ids": True, "logprobs": True}
-        body = self._body(messages, tools, {**(params or {}), **wanted})
-        answer = ReplyBuilder()
+        options = {"stream": True, "return_token_ids": True, "logprobs": True}
+        body = self._body(messages, tools, {**(params or {}), **options})
+        result = ResultBuilder()
         async with aclosing(self._events("/chat/completions", body, headers)) as events:
             async for event in events:
-                answer.add_event(event)
-        return answer.build()
+                result.add_event(event)
+        return result.build()
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
         body, path = self._body(messages, tools, params or {}), "/chat/completions/count_tokens"
-        counted = await _request_json(
+        count = await _request_json(
             lambda: self._http.request("POST", path, body, headers=self._headers),
-            CountedJson,
+            TokenCountJson,
             self._retry_timeout_s,
         )
-        return counted.prompt_tokens
+        return count.prompt_tokens
 
     async def samples(self) -> list[Sample]:
         if not self._control_key:
-            raise InputError("control_key: got none, expected the session's, which opens its samples")
+            raise InputError("control_key: got none, expected the session's: it opens the samples")
         http = _client(self._url.removesuffix("/v1"), self._control_key)
         try:
-            told = await _request_json(
+            response = await _request_json(
                 lambda: http.request("GET", "/samples"), SamplesJson, self._retry_timeout_s
             )
         finally:
             await http.close()
-        return told.to_samples()
+        return response.to_samples()
 
     def _body(self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any]) -> bytes:
         body: dict[str, Any] = {
@@ -159,44 +161,80 @@ class HttpModel:
     async def _events(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream. Leaving it closes the connection, which is what aborts a call."""
-        patience = Retry(self._retry_timeout_s)
+        """The events of a stream. Closing it closes the connection, which cancels the call."""
+        retry = Retry(self._retry_timeout_s)
         while True:
-            reply = self._http.request("POST", path, body, headers=headers)
+            response = self._http.request("POST", path, body, headers=headers)
             try:
-                if await reply.read_status() in (0, 200):
-                    while events := await reply.next_events():
+                if await response.read_status() in (0, 200):
+                    while events := await response.next_events():
                         for event in events:
                             yield event
                     return
-                status, content = await reply.read()
+                status, content = await response.read()
             finally:
-                await reply.close()
-            if not await patience.wait_to_retry(status, reply.retry_after):
-                raise error_from_response(status, content, reply.retry_after)
+                await response.close()
+            if not await retry.wait_to_retry(status, response.retry_after):
+                raise error_from_response(status, content, response.retry_after)
+
+
+class Retry:
+    """The retry policy of one request: 429 responses, until a deadline `timeout_s` from now."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._min_delay_s = _MIN_DELAY_S
+
+    async def wait_to_retry(self, status: int, retry_after: str) -> bool:
+        """Returns True when it is time to retry, False at once if the request must not be retried."""
+        if status != TOO_MANY_REQUESTS:
+            return False
+        delay_s = self.next_delay_s(retry_after)
+        if asyncio.get_running_loop().time() + delay_s > self._deadline:
+            return False
+        await asyncio.sleep(delay_s)
+        return True
+
+    def next_delay_s(self, retry_after: str) -> float:
+        """The longer of Retry-After and the backoff, which doubles with each call."""
+        backoff_s, self._min_delay_s = self._min_delay_s, min(2 * self._min_delay_s, _DEFAULT_DELAY_S)
+        return max(parse_retry_after(retry_after), backoff_s)
+
+
+def parse_retry_after(retry_after: str) -> float:
+    """The seconds of a Retry-After header, which is a number of seconds or a date.
+
+    >>> parse_retry_after("2"), parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT"), parse_retry_after("soon")
+    (2.0, 0.0, 1.0)
+    """
+    try:
+        if retry_after.strip().isdecimal():
+            return float(retry_after)
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return _DEFAULT_DELAY_S
 
 
 def _client(url: str, key: str) -> HttpClient:
-    """A gateway without keys wants none."""
     return HttpClient(ServerConfig(url, api_key=key, read_timeout_s=_READ_TIMEOUT_S), url)
 
 
-async def _request_json(send: Callable[[], HttpReply], kind: type[T], patience_s: float) -> T:
-    """What a request answers that is no stream."""
-    patience = Retry(patience_s)
+async def _request_json(send: Callable[[], HttpResponse], kind: type[T], retry_timeout_s: float) -> T:
+    """The decoded body of a response that is not streamed."""
+    retry = Retry(retry_timeout_s)
     while True:
-        reply = send()
+        response = send()
         try:
-            status, content = await reply.read()
+            status, content = await response.read()
         finally:
-            await reply.close()
+            await response.close()
         if status // 100 == 2:
-            return decode_json(content, kind)
-        if not await patience.wait_to_retry(status, reply.retry_after):
-            raise error_from_response(status, content, reply.retry_after)
+            return decode_response(content, kind)
+        if not await retry.wait_to_retry(status, response.retry_after):
+            raise error_from_response(status, content, response.retry_after)
 
 
 def _message_json(message: Message) -> dict[str, Any]:
-    """A message on the wire; an answer says which response it was, so that equal ones are told apart."""
+    """A message on the wire; the response id distinguishes equal answers."""
     raw = write_message(message)
     return {**raw, "id": message.id} if message.id else raw

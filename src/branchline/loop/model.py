@@ -1,11 +1,11 @@
-"""What a loop asks: a session's model, in process or over HTTP, in the same words and with the same record.
+"""The model of a session as a loop uses it, in process or over HTTP, with the same results and record.
 
-`SessionModel` runs the gateway's own calls on a session, without HTTP between; `remote.HttpModel` asks a
-gateway. Either way a call is a path of the session's tree, and the same conversation gives the same tree.
+`SessionModel` runs calls directly on a session; `http_model.HttpModel` sends them to a gateway. Both make the
+call a path of the session's tree, and the same conversation gives the same tree.
 
-Cancelling whoever waits in `ask` is the client going away: what was sampled until then stays in the tree as
-a cancelled call. Asked again under the same name, the model goes on behind its very ids, and what it had said
-to nobody it says again. The name is chosen before anything is sent, so a cancel can come at any moment.
+Cancelling `ask` cancels the call: the tokens sampled so far stay in the tree as a cancelled call. Asking
+again with the same `call_name` resumes it after exactly these ids, or repeats a complete answer. The
+name is chosen before the request is sent, so a cancellation may come at any time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Model(Protocol):
 
     @property
     def codec(self) -> Codec | None:
-        """Its tokens, where they are known here; results can be cut by tokens then."""
+        """The codec, needed to truncate tool results by tokens; None if it is not known here."""
         ...
 
     async def ask(
@@ -54,31 +54,31 @@ class Model(Protocol):
         params: Mapping[str, Any] | None = None,
         call_name: str = "",
     ) -> CallResult:
-        """The answer to a conversation. `params` are those of Chat Completions; the session's own sampling
-        goes before them, but an answer never has more than the `max_tokens` that are given here.
+        """The answer to a conversation. `params` are fields of Chat Completions; the session's `sampling`
+        overrides them, but an answer never has more than the `max_tokens` given here.
 
-        A call that was asked under this name before is gone on with.
+        An earlier call with this `call_name` is resumed.
         """
         ...
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: ToolSchemas = (), params: Mapping[str, Any] | None = None
     ) -> int:
-        """How many tokens the prompt of a conversation has. Nothing is sampled or recorded."""
+        """The number of tokens in the prompt of a conversation. Nothing is sampled or recorded."""
         ...
 
     async def samples(self) -> list[Sample]:
-        """What the session would be trained on now."""
+        """The session's training samples so far."""
         ...
 
 
 class SessionModel:
     """A session and an engine in this process."""
 
-    def __init__(self, live: ManagedSession, engine: Engine, *, agent: str = "") -> None:
-        self.managed = live
+    def __init__(self, managed: ManagedSession, engine: Engine, *, agent: str = "") -> None:
+        self.managed = managed
         self.engine = engine
-        self.agent = agent or live.options.agent or DEFAULT_AGENT
+        self.agent = agent or managed.options.agent or DEFAULT_AGENT
 
     @property
     def codec(self) -> Codec:
@@ -98,24 +98,28 @@ class SessionModel:
             except SessionError as error:
                 if error.kind != "busy" or not self.managed.running_calls:
                     raise
-            # Calls under way hold what is left to sample; one that is over gives back what it did not use.
-            over = [asyncio.ensure_future(event.wait()) for event in self.managed.running_calls.values()]
+            # Running calls have reserved the remaining tokens; one that ends returns what it did not use.
+            waiters = [asyncio.ensure_future(event.wait()) for event in self.managed.running_calls.values()]
             try:
-                await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for waiter in over:
+                for waiter in waiters:
                     waiter.cancel()
 
     async def _ask(
         self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any], name: str
     ) -> CallResult:
+        managed = self.managed
         call_request = self._call_request(messages, tools, params)
-        record = self._call_record(new_call_id(self.managed, name=name))
-        async with aclosing(run_call(self.managed, self.engine, call_request, record)) as events:
-            # Read to the end: the call counts as delivered when its last event was taken.
+        call_id = new_call_id(managed, name=name)
+        record = CallRecord(
+            managed.id, "loop", call_id, managed.created_at, agent=self.agent, group=managed.options.group
+        )
+        async with aclosing(run_call(managed, self.engine, call_request, record)) as events:
+            # Read to the end: a call is delivered when its last event has been taken.
             async for _ in events:
                 pass
-        assert record.result is not None, "a call ends with its result, or raises"
+        assert record.result is not None, "a call yields its result or raises"
         return record.result
 
     async def count_tokens(
@@ -127,28 +131,13 @@ class SessionModel:
     async def samples(self) -> list[Sample]:
         return (await asyncio.to_thread(self.managed.export)).samples
 
-    def _call_record(self, call_id: str) -> CallRecord:
-        live = self.managed
-        return CallRecord(
-            live.id,
-            "loop",
-            call_id,
-            live.created_at,
-            agent=self.agent,
-            group=live.options.group,
-        )
-
     def _call_request(
-        self,
-        messages: Sequence[Message],
-        tools: ToolSchemas,
-        params: Mapping[str, Any],
+        self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any]
     ) -> CallRequest:
-        wanted = params.get("max_tokens")
-        # A session's own sampling goes before the loop's, but never beyond its limits.
-        most = None if wanted is None else read_int(params, "max_tokens", 1, 1, 2**31)
-        given = merge_sampling(dict(params), self.managed.options)
-        template = given.get("chat_template_kwargs", {})
+        is_limited = params.get("max_tokens") is not None
+        limit = read_int(params, "max_tokens", 1, 1, 2**31) if is_limited else None
+        fields = merge_sampling(dict(params), self.managed.options)
+        template = fields.get("chat_template_kwargs", {})
         if not isinstance(template, Mapping):
             raise MessageError("chat_template_kwargs", template, "an object or null")
         request = Request(
@@ -159,9 +148,9 @@ class SessionModel:
         )
         return CallRequest(
             request,
-            read_sampling_params(given, "max_tokens", max_tokens_limit=most),
-            # A cancelled call keeps what was yielded, so tokens must not be buffered.
+            read_sampling_params(fields, "max_tokens", max_tokens_limit=limit),
+            # A cancelled call keeps only tokens that were yielded, so they must not be buffered.
             stream=True,
-            stop=read_strings(given, "stop"),
-            single_tool_call=not read_bool(given, "parallel_tool_calls", True),
+            stop=read_strings(fields, "stop"),
+            single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
         )

@@ -1,7 +1,8 @@
-"""What a trainer gets of a trajectory: the tokens as the session's tree has them, and the loop's own account.
+"""The output of a trajectory for a trainer: tokens of the session's tree, rewards and metrics of the loop.
 
-The arrays are a sample's. A template that strips thinking makes several samples of one trajectory, each of
-whose tokens counts once: `outputs` has them all, and the flat fields are those of the last.
+The arrays are those of a sample. A template that strips earlier thinking splits a trajectory into several
+samples, in which every sampled token counts once: `outputs` has all of them, the flat fields are those of the
+last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from branchline.loop.state import LoopState
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """Seconds and counts."""
+    """Seconds in the model and in tools, and cancelled generations."""
 
     generate_sequences: float
     tool_calls: float
@@ -31,27 +32,27 @@ class OutputMetrics:
 
 @dataclass(frozen=True)
 class LoopOutput:
-    """One trajectory, for a trainer."""
+    """One trajectory for a trainer."""
 
     prompt_ids: Ids
     response_ids: Ids
     response_mask: NDArray[np.int8]
-    """1 where the model sampled a token, 0 where it was told one."""
+    """1 for sampled tokens, 0 for context."""
     response_logprobs: Floats
     reward_score: float | None
     num_turns: int
     metrics: OutputMetrics
     extra_fields: Mapping[str, Any]
-    """`turn_scores`, `tool_rewards`, `final_rewards`, `faults` in words, `is_cancel`, and the `state` to go
-    on from. Where a fault is that of somebody who judges, there is no `reward_score`."""
+    """`turn_scores`, `tool_rewards`, `final_rewards`, `faults` as texts, `is_cancel`, and the `state` to
+    resume from. `reward_score` is None if a fault says that a reward could not be computed."""
     multi_modal_data: Mapping[MediaKind, tuple[Media, ...]]
-    """Media by kind, in the order they stand in the last sample."""
+    """Media by kind, in the order of the last sample."""
     outputs: tuple[Sample, ...]
 
     @classmethod
     def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
-        """The output of a trajectory, out of its session's samples: those that hold one of its calls."""
-        own = set(state.calls)
+        """The output from those of the session's samples that contain one of the trajectory's calls."""
+        own = set(state.call_ids)
         outputs = tuple(sample for sample in samples if not own.isdisjoint(sample.calls))
         last = outputs[-1] if outputs else None
         return cls(
@@ -69,7 +70,7 @@ class LoopOutput:
                 "tool_rewards": state.tool_rewards,
                 "final_rewards": dict(state.final_rewards),
                 "faults": [str(fault) for fault in state.faults],
-                "is_cancel": state.is_cancel,
+                "is_cancel": state.is_cancelled,
                 "state": state,
             },
             multi_modal_data={} if last is None else _media_by_kind(last, state),
@@ -78,12 +79,12 @@ class LoopOutput:
 
 
 async def build_output(state: LoopState, model: Model) -> LoopOutput:
-    """The output of a trajectory as its session stands now; a cancelled one can be read too."""
+    """The output of a trajectory so far; it may be cancelled or unfinished."""
     return LoopOutput.from_samples(state, await model.samples())
 
 
 def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:
-    """A sample that came over HTTP has digests only; the loop has the bytes."""
+    """The sample's media with their bytes: a sample from HTTP has digests only, the state has the bytes."""
     known = {media.digest: media for message in state.messages for media in message.media}
     found: dict[MediaKind, tuple[Media, ...]] = {}
     for media in sample.media:

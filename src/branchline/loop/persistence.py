@@ -1,111 +1,143 @@
-"""What tools and interactions remember: written down when a trajectory is left, given back when it goes on.
+"""The state of tools and interactions across a cancelled and resumed trajectory.
 
-One that remembers something says how. `save` gives it as values that JSON can hold, at once and without
-waiting; `restore` makes an instance of them, in this process or in another:
+When a trajectory is interrupted, `save` returns an instance as JSON data, which is stored in the LoopState;
+`restore` makes an instance from it when the trajectory continues, in this process or in another:
 
     class Calculator(BaseTool):
         def save(self, instance): return instance.results
         async def restore(self, trajectory, saved, **arguments): return Slate(results=saved, **arguments)
 
-One that does not begins anew, with the arguments of its sample. If it was used before, that is a fault: what
-it says and what it is worth may be other than it would have been.
+If nothing was saved, a new instance is created with the arguments of the sample. If the old one had state
+and was used, this is recorded as a fault, because results and rewards may differ from an uninterrupted run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
-from branchline.loop.faults import Fault
-from branchline.loop.registry import Registrable
-from branchline.loop.serialization import copy_containers, to_plain_data
+import msgspec
+
+from branchline.core.errors import InputError
+from branchline.core.json_fields import replace_surrogates_deep
 from branchline.loop.timeouts import describe_error
-from branchline.loop.tools.base import Tool, ToolResult
 
 log = logging.getLogger("branchline.loop")
 
-_BUILTIN_MODULES = ("branchline.loop.tools.", "branchline.loop.interactions.")
-"""Whoever is made and judged as it says there has nothing in it but the arguments of its sample."""
+FaultOperation = Literal["calc_reward", "release", "finalize", "save", "recreated"]
 
 
-@runtime_checkable
+class Fault(msgspec.Struct, frozen=True):
+    """A failure outside the conversation. It does not end the trajectory; state and output list it.
+
+    >>> str(Fault("search", "calc_reward", "no index"))
+    'search: calc_reward: no index'
+    """
+
+    name: str
+    """The tool or interaction."""
+    operation: FaultOperation
+    """`recreated`: a used instance was replaced by a new one without its state."""
+    error: str
+
+    @property
+    def is_reward_failure(self) -> bool:
+        """Whether a reward is missing because of it."""
+        return self.operation == "calc_reward"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.operation}: {self.error}"
+
+
 class Restorable(Protocol):
-    """A tool or an interaction whose instances outlive a process."""
-
-    def save(self, instance: Any, /) -> Any: ...
-    async def restore(self, trajectory: str, saved: Any, /, **arguments: Any) -> Any: ...
-
-
-class PersistentTool:
-    """A tool, and the one instance of it that a trajectory has."""
-
-    def __init__(self, tool: Tool, saved: Mapping[str, Any]) -> None:
-        self._tool = tool
-        self._saved = saved
-        self._instance: Any = None
-        self._is_created = False
+    """What tools and interactions have in common: a name, and instances that may outlive a process."""
 
     @property
-    def name(self) -> str:
-        return self._tool.name
+    def name(self) -> str: ...
 
     @property
-    def schema(self) -> Mapping[str, Any]:
-        return self._tool.schema
+    def is_stateful(self) -> bool:
+        """Whether a used instance can differ from a new one with the same arguments."""
 
-    async def create(self, trajectory: str, **arguments: Any) -> Any:
-        if self.name in self._saved:
-            assert isinstance(self._tool, Restorable)
-            saved = copy_containers(self._saved[self.name])
-            self._instance = await self._tool.restore(trajectory, saved, **arguments)
-        else:
-            self._instance = await self._tool.create(trajectory, **arguments)
-        self._is_created = True
-        return self._instance
+    def save(self, instance: Any, /) -> Any:
+        """The instance as data that JSON can hold, without waiting; None to save nothing."""
 
-    async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        return await self._tool.execute(instance, arguments)
-
-    async def calc_reward(self, instance: Any) -> float | None:
-        return await self._tool.calc_reward(instance)
-
-    async def release(self, instance: Any) -> None:
-        self._is_created = False
-        await self._tool.release(instance)
-
-    def save_state(self, saved: dict[str, Any]) -> Fault | None:
-        """Puts down what its instance remembers."""
-        return save_state(self._tool, self._instance, saved) if self._is_created else None
+    async def restore(self, trajectory: str, saved: Any, **arguments: Any) -> Any:
+        """An instance from what `save` returned; the arguments are those of the sample."""
 
 
-def save_state(keeper: Registrable, instance: Any, saved: dict[str, Any]) -> Fault | None:
-    """Puts down what an instance remembers, if its keeper says how; a fault if that cannot be had."""
-    if not isinstance(keeper, Restorable):
-        return None
-    name = keeper.name
+def save_state(owner: Restorable, instance: Any, saved: dict[str, Any]) -> Fault | None:
+    """Stores what `save` returns under the owner's name; returns a fault if that fails."""
+    name = owner.name
+    saved.pop(name, None)
     try:
-        saved[name] = to_plain_data(keeper.save(instance), "saved")
+        value = owner.save(instance)
+        if value is not None:
+            saved[name] = to_plain_data(value, "saved")
     except Exception as error:
-        # A trajectory that is left is left; going on, this one begins anew.
-        saved.pop(name, None)
-        log.exception("%s: what it remembers could not be saved", name)
+        # The trajectory can still be resumed; this instance is then created again.
+        log.exception("%s: its state could not be saved", name)
         return Fault(name, "save", describe_error(error))
     return None
 
 
-def lost_state(
-    keeper: Registrable, ways: Sequence[str], saved: Mapping[str, Any], trajectory: str
-) -> Fault | None:
-    """The fault of one that was used before and is made again without what it remembered.
-
-    `ways` are the methods by which instances have something of their own, where a keeper has its own.
-    """
-    name = keeper.name
-    modules = [getattr(getattr(keeper, way, None), "__module__", None) or _BUILTIN_MODULES[0] for way in ways]
-    is_ours = all(module.startswith(_BUILTIN_MODULES) for module in modules)
-    if name in saved or (is_ours and not isinstance(keeper, Restorable)):
+def lost_state(owner: Restorable, saved: Mapping[str, Any], trajectory: str) -> Fault | None:
+    """The fault of an owner whose used instance is created again without its state, if it had any."""
+    if owner.name in saved or not owner.is_stateful:
         return None
-    fault = Fault(name, "made again", "it was used before, and nothing is saved of what it remembered")
+    fault = Fault(owner.name, "recreated", "it was used before and its state was not saved")
     log.warning("%s: %s", trajectory, fault)
     return fault
+
+
+# -- data from foreign code --------------------------------------------------------------------------
+
+
+def to_plain_data(value: Any, name: str) -> Any:
+    """A copy that JSON can hold: numpy and torch numbers, sets, dates and dataclasses become plain values.
+
+    >>> to_plain_data({"seen": {3}, 1: (0.5, None)}, "extras")
+    {'seen': [3], '1': [0.5, None]}
+    """
+    try:
+        data = replace_surrogates_deep(msgspec.to_builtins(value, str_keys=True, enc_hook=encode_hook))
+        # Refuses numbers that do not fit any encoding.
+        msgspec.msgpack.encode(data)
+    except (InputError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InputError(f"{name}: {error}, expected values that JSON can hold") from error
+    return data
+
+
+def encode_hook(value: object) -> object:
+    """msgspec's enc_hook for mappings and for arrays and numbers of numpy and torch."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    to_list = getattr(value, "tolist", None)
+    if to_list is None:
+        raise InputError(f"got a {type(value).__name__}")
+    return to_list()
+
+
+def copy_containers(value: Any) -> Any:
+    """A copy of dicts, lists, tuples and sets at any depth; all other values are shared.
+
+    Samples of one task start with the same arguments, and a trajectory may change its own. A value that is no
+    data, such as a connection, is meant to be shared.
+    """
+    if isinstance(value, Mapping):
+        return {key: copy_containers(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)([copy_containers(item) for item in value])
+    return value
+
+
+def check_finite(value: Any, name: str) -> float | None:
+    """The value as a float, or None. Raises ValueError if it is infinite or NaN."""
+    if value is None:
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: got {value}, expected a finite number")
+    return number

@@ -1,76 +1,70 @@
-"""Things by name: tools and interactions are registered once and chosen per sample.
+"""Tools and interactions by name: registered once, selected per sample.
 
-A name stands for one thing. A name that nobody registered is an InputError that says what there is, raised
-where the sample is read, before anything runs. A thing that could not be used is refused where it is
-registered: a class in place of one of its instances, or a method that has to be waited for and cannot be.
+A name belongs to one item. An unknown name raises an InputError that lists the registered names, when the
+sample is read and before anything runs. An item that cannot work is refused when it is registered: a class
+instead of an instance, or a synchronous method where a coroutine is needed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any, ClassVar, Generic, TypeVar
 
 from branchline.core.errors import InputError
+from branchline.loop.interaction import Interaction, InteractionConfig
+from branchline.loop.persistence import Restorable
+from branchline.loop.tools.arguments import argument_validator
+from branchline.loop.tools.base import Tool, ToolSelection
 
-
-class Registrable(Protocol):
-    """Anything with a name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-N = TypeVar("N", bound=Registrable)
+N = TypeVar("N", bound=Restorable)
 
 
 class Registry(Generic[N]):
-    """A registry."""
+    """Items by name, in the order they were added."""
 
-    kind: ClassVar[str] = "name"
-    """What is registered here, in errors."""
-    async_methods: ClassVar[tuple[str, ...]] = ()
-    """Methods that everything here has, and that are coroutine functions."""
+    kind: ClassVar[str]
+    """What is registered, for error messages."""
+    async_methods: ClassVar[tuple[str, ...]]
 
-    def __init__(self, things: Iterable[N] = ()) -> None:
+    def __init__(self, items: Iterable[N] = ()) -> None:
         self._items: dict[str, N] = {}
-        for thing in things:
-            self.add(thing)
+        for item in items:
+            self.add(item)
 
-    def add(self, thing: N) -> N:
-        """Registers a thing and gives it back, so that it can stand above a definition."""
-        self.check(thing)
-        if thing.name in self._items:
-            raise InputError(f"{self.kind}: got {thing.name!r} twice, expected names that differ")
-        self._items[thing.name] = thing
-        return thing
+    def add(self, item: N) -> N:
+        """Registers an item and returns it, so that it can be used as a decorator."""
+        self.check(item)
+        if item.name in self._items:
+            raise InputError(f"{self.kind}: got {item.name!r} twice, expected distinct names")
+        self._items[item.name] = item
+        return item
 
     @classmethod
-    def check(cls, thing: Any) -> None:
-        """Whether a thing can be used."""
-        if isinstance(thing, type):
+    def check(cls, item: Any) -> None:
+        """Raises InputError if the item cannot be used."""
+        if isinstance(item, type):
             raise InputError(
-                f"{cls.kind}: got the class {thing.__name__}, expected an instance of it: {thing.__name__}()"
+                f"{cls.kind}: got the class {item.__name__}, expected an instance of it: {item.__name__}()"
             )
-        name = getattr(thing, "name", None)
+        name = getattr(item, "name", None)
         if not isinstance(name, str) or not name:
-            raise InputError(
-                f"{cls.kind}: got {thing!r}, whose name is {name!r}, expected one that has a name"
-            )
-        remembers = callable(getattr(thing, "save", None)) and callable(getattr(thing, "restore", None))
-        for method in (*cls.async_methods, "restore") if remembers else cls.async_methods:
-            if not is_async_callable(getattr(thing, method, None)):
-                raise InputError(f"{cls.kind} {name!r}: cannot wait for {method}, expected an `async def`")
-        if remembers and is_async_callable(thing.save):
-            raise InputError(f"{cls.kind} {name!r}: has to wait for save, expected a plain `def`")
+            raise InputError(f"{cls.kind}: got {item!r}, whose name is {name!r}, expected a non-empty name")
+        for method in (*cls.async_methods, "restore"):
+            if not is_async_callable(getattr(item, method, None)):
+                raise InputError(f"{cls.kind} {name!r}: {method} is no coroutine, expected an `async def`")
+        save = getattr(item, "save", None)
+        if not callable(save) or is_async_callable(save):
+            raise InputError(f"{cls.kind} {name!r}: save is no plain method, expected a `def`")
 
-    def get(self, name: str, where: str = "name") -> N:
-        """The thing of this name; `where` says in an error which field of the sample named it."""
+    def get(self, name: str, field: str = "name") -> N:
+        """The item with this name; `field` is the field of the sample that an error message names."""
         try:
             return self._items[name]
         except (KeyError, TypeError):
-            raise InputError(f"{where}: got {name!r}, expected one of {list(self._items)}") from None
+            raise InputError(f"{field}: got {name!r}, expected one of {list(self._items)}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,11 +77,54 @@ class Registry(Generic[N]):
         return len(self._items)
 
 
+class ToolRegistry(Registry[Tool]):
+    """All tools.
+
+    registry = ToolRegistry([calculator])
+    registry.select(["calculator"], {"calculator": {"answer": 42}})
+    """
+
+    kind = "tool"
+    async_methods = ("create", "execute", "calc_reward", "release")
+
+    @classmethod
+    def check(cls, item: Any) -> None:
+        if isinstance(item, FunctionType | MethodType):
+            raise InputError(
+                f"tool: got the function {item.__name__}, expected a tool: put @tool above its definition"
+            )
+        super().check(item)
+        argument_validator(item)
+
+    def select(
+        self, names: Sequence[str] | None = None, arguments: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> ToolSelection:
+        """The tools of a sample; None selects all of them."""
+        if isinstance(names, str):
+            raise InputError(f"tools: got {names!r}, expected a list of names")
+        selected = self.names if names is None else names
+        tools = tuple(self.get(name, f"tools[{index}]") for index, name in enumerate(selected))
+        return ToolSelection(tools, arguments or {})
+
+
+class InteractionRegistry(Registry[Interaction]):
+    """All interactions."""
+
+    kind = "interaction"
+    async_methods = ("start", "respond", "score", "finalize")
+
+    def select(self, name: str, arguments: Mapping[str, Any] | None = None) -> InteractionConfig:
+        """The interaction of a sample."""
+        if arguments is not None and not isinstance(arguments, Mapping):
+            raise InputError(f"interaction_arguments: got {arguments!r}, expected an object")
+        return InteractionConfig(self.get(name, "interaction"), arguments or {})
+
+
 def is_async_callable(function: Any) -> bool:
-    """Whether it is a coroutine function, or something that wraps one or is called like one."""
+    """Whether it is a coroutine function, wraps one, or has an async `__call__`."""
     if not callable(function):
         return False
-    inside = inspect.unwrap(function)
-    while isinstance(inside, functools.partial):
-        inside = inside.func
-    return any(inspect.iscoroutinefunction(one) for one in (function, inside, type(inside).__call__))
+    inner = inspect.unwrap(function)
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return any(inspect.iscoroutinefunction(one) for one in (function, inner, type(inner).__call__))

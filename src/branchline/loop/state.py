@@ -1,8 +1,8 @@
-"""Everything that is known of one trajectory, as one value that can be written down and gone on from.
+"""Everything about one trajectory as one value that can be stored and resumed.
 
-A loop changes its state in one step at a time, and only after whatever the step waited for is there. So a
-state that was left at any moment, by a cancel or by an error, is one that `AgentLoop.run` goes on from, in
-this process or in another: nothing is said twice, and no finished tool call runs again.
+A loop changes its state one step at a time, after everything the step waits for has arrived. So a state that
+was interrupted at any point, by a cancellation or an error, can be passed to `AgentLoop.run` again, in this
+process or in another: no message is repeated and no finished tool call runs again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import msgspec
 
 from branchline.core.errors import InputError
 from branchline.core.message import Message, ToolCall
-from branchline.loop.faults import Fault
-
-# Named here too: whoever has a state has its task and its limits.
-from branchline.loop.limits import LoopLimits as LoopLimits
-from branchline.loop.serialization import encode_hook
-from branchline.loop.task import Task as Task
+from branchline.loop.persistence import Fault, encode_hook
+from branchline.loop.task import Task
+from branchline.loop.tools.base import ToolResult
 
 STATE_FORMAT = 2
-"""Of written states; one that is not known is refused."""
+"""The format of encoded states; `decode` refuses any other."""
 StateEncoding = Literal["msgpack", "json"]
 
 
 class LoopPhase(StrEnum):
-    """Where a loop stands; `machine.py` says what happens there."""
+    """The next step of a loop; `agent_loop.py` defines the steps."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -38,42 +35,28 @@ class LoopPhase(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a trajectory is over."""
+    """Why a trajectory ended."""
 
     STOP = "stop"
-    """The model answered and called no tool, and nobody was there to say more."""
+    """The model answered without a tool call, and the task has no interaction."""
     LENGTH = "length"
-    """The same, but its answer was cut."""
+    """The same, but the answer was cut at its maximum length."""
     INTERACTION = "interaction"
-    """Whoever it talked to ended it."""
+    """The interaction ended the conversation."""
     ASSISTANT_TURNS = "max_assistant_turns"
     USER_TURNS = "max_user_turns"
     RESPONSE_LENGTH = "response_length"
     MODEL_LENGTH = "model_length"
-    """The loop's own limit, the gateway's, or what the model can hold."""
+    """The loop's limit, the gateway's, or the model's context length."""
     SESSION_CALLS = "session_calls"
-    """Its session may make no more calls."""
+    """The session has no calls left."""
     SESSION_TOKENS = "session_tokens"
-    """Its session may sample no more tokens."""
+    """The session has no tokens left."""
     WALL_CLOCK = "wall_clock"
 
 
-class ToolRecord(msgspec.Struct, frozen=True):
-    """What became of one tool call."""
-
-    tool: str
-    turn: int
-    """The assistant turn that made it, from 1."""
-    message: Message
-    """What the model is shown, cut to size."""
-    reward: float | None = None
-    extras: dict[str, Any] = {}
-    seconds: float = 0.0
-    error: str | None = None
-
-
 class TurnRecord(msgspec.Struct, frozen=True):
-    """What an interaction said to one assistant turn."""
+    """An interaction's response to one assistant turn."""
 
     turn: int
     content: str
@@ -83,85 +66,80 @@ class TurnRecord(msgspec.Struct, frozen=True):
 
 
 class LoopMetrics(msgspec.Struct):
-    """Where the time went."""
+    """Seconds spent, and cancelled generations."""
 
     generate_s: float = 0.0
     tool_s: float = 0.0
     interact_s: float = 0.0
     num_preempted: int = 0
-    """How often an answer was cut off while it was waited for."""
+    """How often a generation was cancelled."""
 
 
 class LoopState(msgspec.Struct, kw_only=True):
-    """One trajectory. Its loop is the only one that writes here."""
+    """One trajectory. Only its loop or its agent writes to it."""
 
     trajectory: str
     task: Task
-    state: LoopPhase = LoopPhase.PENDING
+    phase: LoopPhase = LoopPhase.PENDING
     messages: list[Message]
     """The conversation so far."""
     assistant_turns: int = 0
     user_turns: int = 0
-    pending: list[ToolCall] = []
-    """Calls of the last answer whose results the model was not told yet."""
-    outcomes: dict[int, ToolRecord] = {}
-    """Those of them that are over, by place."""
-    response: TurnRecord | None = None
-    """What the interaction said and the model was not told yet."""
-    tool_records: list[ToolRecord] = []
+    pending_calls: list[ToolCall] = []
+    """Tool calls of the last answer whose results are not in `messages` yet."""
+    pending_results: dict[int, ToolResult] = {}
+    """Results of the pending calls that have finished, by index."""
+    pending_response: TurnRecord | None = None
+    """The interaction's response that is not in `messages` yet."""
+    tool_results: list[ToolResult] = []
     turn_records: list[TurnRecord] = []
     final_rewards: dict[str, float] = {}
-    """What tools said at the end, by name."""
+    """What each tool's `calc_reward` returned, by name."""
     score: float | None = None
-    """What the interaction said of the whole."""
+    """What the interaction's `score` returned."""
     tool_states: dict[str, Any] = {}
-    """What tools remember, by name, where they say so; written when a trajectory is left."""
-    partner_states: dict[str, Any] = {}
-    """The same of its interaction."""
+    """What each tool's `save` returned, by name; written when a run ends before the trajectory does."""
+    interaction_states: dict[str, Any] = {}
+    """The same for the interaction."""
     faults: list[Fault] = []
-    """What failed beside the conversation: judging, putting away, remembering."""
+    """Failures outside the conversation: scoring, releasing, saving."""
     metrics: LoopMetrics = msgspec.field(default_factory=LoopMetrics)
-    call: str = ""
-    """The name of the call that is asked now; asked again under it, it goes on from where it was left."""
-    calls: list[str] = []
-    """Calls that were answered in full."""
-    first_tokens: int = 0
-    """How long the first prompt is, where a limit has it counted."""
+    call_name: str = ""
+    """The name of the call that is running; the same name resumes it."""
+    call_ids: list[str] = []
+    """Calls that were answered completely."""
+    first_prompt_tokens: int = 0
+    """The length of the first prompt, if a limit needs it."""
     tokens: int = 0
-    """How long the conversation is: the last call, or the next prompt where a limit has it counted."""
-    is_cancel: bool = False
-    is_judged: bool = False
-    """Whether the final rewards are there."""
-    is_with_agent: bool = False
-    """Whether an agent of one's own has begun with it and has not returned: where a loop inside that agent
-    ends, the trajectory goes on."""
-    reason: StopReason | None = None
-    """Why it is over; while the interaction looks at a last answer, why that is the last."""
-    detail: str = ""
-    """The figures behind a reason."""
-    spent_s: float = 0.0
+    """The length of the last call, or of the next prompt if a limit needs it."""
+    is_cancelled: bool = False
+    is_scored: bool = False
+    """Whether the final rewards have been computed."""
+    is_agent_running: bool = False
+    """Whether a custom agent has started and not returned; the end of a loop inside it is not the end."""
+    stop_reason: StopReason | None = None
+    """Why the trajectory ended; while the interaction scores a last answer, why that is the last."""
+    stop_detail: str = ""
+    """The figures of the limit that ended it."""
+    elapsed_s: float = 0.0
     format: int = STATE_FORMAT
 
     @classmethod
     def begin(cls, task: Task, trajectory: str = "") -> LoopState:
-        """A trajectory that has not begun. Without a name it is called like its task, and like no other."""
+        """The state of a new trajectory. The default name is unique and starts with the task's id."""
         if not trajectory:
             trajectory = (f"{task.id}-" if task.id else "") + secrets.token_hex(8)
         return cls(trajectory=trajectory, task=task, messages=list(task.messages))
 
     @property
-    def agent_name(self) -> str:
-        return self.task.agent_name
-
-    @property
     def is_finished(self) -> bool:
-        """Whether nothing more happens to it: its loop has ended, and its agent, if it has one, returned."""
-        return self.is_loop_finished and not self.is_with_agent
+        """Whether the loop has ended and its custom agent, if it has one, has returned."""
+        return self.is_loop_finished and not self.is_agent_running
 
     @property
     def is_loop_finished(self) -> bool:
-        """Whether a loop has nothing to do with it any more."""
-        return self.state is LoopPhase.TERMINATED and self.is_judged
+        """Whether a loop has nothing left to do."""
+        return self.phase is LoopPhase.TERMINATED and self.is_scored
 
     @property
     def turn_scores(self) -> list[float]:
@@ -169,13 +147,13 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @property
     def tool_rewards(self) -> list[float]:
-        return [record.reward for record in self.tool_records if record.reward is not None]
+        return [result.reward for result in self.tool_results if result.reward is not None]
 
     @property
     def reward_score(self) -> float | None:
-        """What the interaction says of the whole, else what the tools say at the end, together.
+        """The interaction's score, else the sum of the final tool rewards, else None.
 
-        None if somebody who judges failed to: what the others say is not the reward.
+        None if a reward could not be computed: the remaining ones are not the reward.
         """
         if any(fault.is_reward_failure for fault in self.faults):
             return None
@@ -185,24 +163,24 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @property
     def num_turns(self) -> int:
-        """Of both sides, the prompt counted as one."""
+        """Turns of both sides; the prompt counts as one."""
         return self.assistant_turns + self.user_turns + 1
 
     def add_fault(self, fault: Fault | None) -> None:
-        """Keeps a fault, each once however often it comes back."""
+        """Adds a fault unless an equal one is listed."""
         if fault is not None and fault not in self.faults:
             self.faults.append(fault)
 
     def flush_partial(self) -> None:
-        """Counts what is over though the model is not told of it any more: results, and a turn's score."""
-        self.tool_records += [record for _, record in sorted(self.outcomes.items())]
-        self.pending, self.outcomes = [], {}
-        if self.response is not None:
-            self.turn_records.append(self.response)
-            self.response = None
+        """Keeps finished results and a scored response of a step that is abandoned; `messages` stays."""
+        self.tool_results += [result for _, result in sorted(self.pending_results.items())]
+        self.pending_calls, self.pending_results = [], {}
+        if self.pending_response is not None:
+            self.turn_records.append(self.pending_response)
+            self.pending_response = None
 
     def encode(self, encoding: StateEncoding = "msgpack") -> bytes:
-        """The state as bytes. InputError if its task holds something that is no data."""
+        """The state as bytes. Raises InputError if its task holds a value that JSON cannot hold."""
         encoder = _msgpack_encoder if encoding == "msgpack" else _json_encoder
         try:
             return encoder.encode(self)
@@ -211,7 +189,7 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> LoopState:
-        """A state from either encoding."""
+        """A state from either encoding. Raises InputError for other data and other formats."""
         decoder = _json_decoder if data[:1] == b"{" else _msgpack_decoder
         try:
             state = decoder.decode(data)

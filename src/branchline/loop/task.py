@@ -1,13 +1,15 @@
-"""One line of a data set, read: a prompt, and what the agent has to work on it with.
+"""One row of a dataset: a prompt, what the agent may use, and the limits of its loop.
 
-Data sets come as JSON, and as tables, in which a column that a row says nothing about is null and a list is
-an array. Either way a task is the same value.
+Rows come from JSON or from tables, in which an absent field is null and a list is an array. Both give equal
+tasks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -15,36 +17,88 @@ from branchline.core.errors import InputError
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
 from branchline.core.reader import read_messages
-from branchline.loop.limits import LoopLimits, is_optional
 from branchline.runtime.sampling import SAMPLING_FIELDS
+
+TruncateSide = Literal["left", "right", "middle"]
+TruncateUnit = Literal["tokens", "characters"]
 
 _MESSAGE_FIELDS = ("messages", "prompt")
 _SAMPLING_FIELDS = (*SAMPLING_FIELDS, "stop", "parallel_tool_calls", "response_format")
+_MAY_BE_ZERO = ("tool_response_length", "max_user_turns")
+
+
+class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a loop stops, and how long its parts may take; None is no limit.
+
+    If no limit here bounds an answer, the session's `max_tokens` does, else the gateway's
+    `default_max_tokens`, else the room that the prompt leaves in the model's context, or 4096 tokens if the
+    engine does not report its context length. A session's `max_tokens` never exceeds a limit given here.
+    """
+
+    max_assistant_turns: int | None = None
+    """Answers of the model. The last answer that a limit allows is still passed to the interaction to be
+    scored, if it called no tool; the interaction's reply is not shown to the model and counts as no turn."""
+    max_user_turns: int | None = None
+    """Replies to the model: the results of one turn's tool calls are one, a user message is one."""
+    max_parallel_calls: int = 8
+    """Tool calls that run at the same time; further calls wait."""
+    tool_response_length: int | None = None
+    """The length of each tool result; a longer one is truncated."""
+    tool_response_unit: TruncateUnit = "tokens"
+    tool_response_side: TruncateSide = "middle"
+    tool_timeout_s: float | None = 60.0
+    """One tool call, or one `calc_reward`; waiting for other calls does not count."""
+    tool_create_timeout_s: float | None = 120.0
+    """One `create` of a tool."""
+    tool_release_timeout_s: float | None = 30.0
+    """One `release` of a tool, or one `finalize` of an interaction."""
+    interaction_timeout_s: float | None = 600.0
+    """One `start`, `respond` or `score` of an interaction; exceeding it is an error."""
+    response_length: int | None = None
+    """All tokens after the first prompt: sampled answers, tool results and user messages."""
+    model_length: int | None = None
+    """A prompt and its answer together."""
+    max_new_tokens: int | None = None
+    """One answer."""
+    wall_clock_s: float | None = None
+    """All runs of a trajectory together; the step that exceeds it is abandoned. Creating, scoring and
+    releasing have limits of their own and do not count."""
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints().items():
+            value = getattr(self, name)
+            if not _is_valid(name, value, hint):
+                raise InputError(f"limits.{name}: got {value!r}, expected {_expected(name, hint)}")
+
+    @property
+    def needs_token_counts(self) -> bool:
+        """Whether a prompt's tokens have to be counted before it is sent."""
+        return self.response_length is not None or self.model_length is not None
 
 
 class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a data set: a prompt, and what the agent has to work on it with."""
+    """A prompt, and what the agent may use to work on it."""
 
     messages: tuple[Message, ...]
     agent_name: str = ""
-    """Who works on it; none is `single_turn`."""
+    """The registered agent that works on it; empty is `single_turn`."""
     id: str = ""
     tools: tuple[str, ...] | None = None
-    """Names; None is all there are."""
+    """Names of registered tools; None is all of them."""
     tool_arguments: dict[str, dict[str, Any]] = {}
-    """What each tool's instance is created with."""
+    """The arguments of each tool's `create`."""
     interaction: str = ""
-    """A name; none is nobody."""
+    """The name of a registered interaction; empty is none."""
     interaction_arguments: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
-    """As Chat Completions calls it: `temperature`, `top_p`, `seed`, `stop`, … How long an answer may be is
-    a limit, and what the model is told of tools is their business."""
+    """Fields of Chat Completions: `temperature`, `top_p`, `seed`, `stop`, … The length of an answer is a
+    limit, and tools are given by `tools`."""
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
     limits: LoopLimits | None = None
-    """Its own, in place of everybody's."""
+    """Replaces the limits that all tasks share."""
     extra: dict[str, Any] = {}
-    """Whatever else the line says, for those who judge."""
+    """All other fields of the row, for example what a reward needs."""
 
     def __post_init__(self) -> None:
         for name in self.sampling:
@@ -52,60 +106,94 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise InputError(f"sampling: got {name!r}, expected any of {', '.join(_SAMPLING_FIELDS)}")
 
     @classmethod
-    def read(cls, raw: object) -> Task:
-        """From a line of a data set: messages as Chat Completions writes them, under `messages` or `prompt`.
+    def read(cls, row: object) -> Task:
+        """A task from a row whose messages are Chat Completions messages under `messages` or `prompt`.
 
-        A prompt that is only a text is a user's; null is not said; arrays are lists.
+        A prompt that is a string becomes a user message. Null fields are absent; arrays are lists.
 
         >>> task = Task.read({"prompt": "2+2?", "answer": 4})
-        >>> task.messages[0].text, task.extra
+        >>> task.messages[0].content, task.extra
         ('2+2?', {'answer': 4})
         """
-        if not isinstance(raw, Mapping):
-            raise InputError(f"task: got {raw!r}, expected an object")
-        where = next((name for name in _MESSAGE_FIELDS if raw.get(name) is not None), _MESSAGE_FIELDS[0])
-        said = _arrays_to_lists(raw.get(where))
-        given = replace_surrogates_deep(
-            _arrays_to_lists({name: value for name, value in raw.items() if name != where})
-        )
-        known = _drop_nulls({name: given.pop(name) for name in cls.__struct_fields__ if name in given})
+        if not isinstance(row, Mapping):
+            raise InputError(f"task: got {row!r}, expected an object")
+        field = next((name for name in _MESSAGE_FIELDS if row.get(name) is not None), _MESSAGE_FIELDS[0])
+        prompt = _to_lists(row.get(field))
+        values = replace_surrogates_deep(_to_lists({k: value for k, value in row.items() if k != field}))
+        known = _drop_nulls({name: values.pop(name) for name in cls.__struct_fields__ if name in values})
         try:
-            # Types and names of everything else; messages have their own reader.
             task = msgspec.convert({**known, "messages": ()}, cls)
         except msgspec.ValidationError as error:
             raise InputError(f"task: {error}") from error
-        if isinstance(said, str) and said:
-            said = [{"role": "user", "content": said}]
-        messages = read_messages(said, where)
-        return msgspec.structs.replace(task, messages=messages, extra={**task.extra, **given})
+        if isinstance(prompt, str) and prompt:
+            prompt = [{"role": "user", "content": prompt}]
+        messages = read_messages(prompt, field)
+        return msgspec.structs.replace(task, messages=messages, extra={**task.extra, **values})
 
 
-def _arrays_to_lists(value: Any) -> Any:
-    """Arrays and their numbers as Python's own, at any depth."""
+def is_optional(name: str) -> bool:
+    """Whether a limit can be None; for one that cannot, a null in a table means its default.
+
+    >>> is_optional("wall_clock_s"), is_optional("max_parallel_calls")
+    (True, False)
+    """
+    return name not in _hints() or type(None) in get_args(_hints()[name])
+
+
+@cache
+def _hints() -> dict[str, object]:
+    """The types of all limits; they can be read only after the class is defined."""
+    return get_type_hints(LoopLimits)
+
+
+def _is_valid(name: str, value: object, hint: object) -> bool:
     try:
-        return _arrays_to_lists_nested(value)
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    if not isinstance(value, int | float):
+        return True
+    return math.isfinite(value) and (value > 0 if name.endswith("_s") else value >= _minimum(name))
+
+
+def _minimum(name: str) -> int:
+    return 0 if name in _MAY_BE_ZERO else 1
+
+
+def _expected(name: str, hint: object) -> str:
+    choices = get_args(hint)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return f"one of {', '.join(choices)}"
+    kind = "a number of more than 0" if name.endswith("_s") else f"a whole number of {_minimum(name)} or more"
+    return f"{kind}, or null for no limit" if choices else kind
+
+
+def _to_lists(value: Any) -> Any:
+    """A copy in which arrays and their numbers are Python lists and numbers, at any depth."""
+    try:
+        return _to_lists_nested(value)
     except RecursionError:
-        raise InputError("task: got a value, expected one that is not nested so deep") from None
+        raise InputError("task: got a value that is nested too deeply") from None
 
 
-def _arrays_to_lists_nested(value: Any) -> Any:
+def _to_lists_nested(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _arrays_to_lists_nested(item) for name, item in value.items()}
-    as_list = getattr(value, "tolist", None)
-    if as_list is not None:
-        value = as_list()
-    return [_arrays_to_lists_nested(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _to_lists_nested(item) for name, item in value.items()}
+    to_list = getattr(value, "tolist", None)
+    if to_list is not None:
+        value = to_list()
+    return [_to_lists_nested(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _drop_nulls(known: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a line says something in. Tables fill with null what other lines say."""
-    said = {name: value for name, value in known.items() if value is not None}
+    """The fields without nulls: a table stores null for every field that another row has."""
+    fields = {name: value for name, value in known.items() if value is not None}
     for name in ("tool_arguments", "sampling"):
-        if isinstance(said.get(name), dict):
-            said[name] = {key: value for key, value in said[name].items() if value is not None}
-    if isinstance(said.get("limits"), dict):
-        limits = said["limits"].items()
-        said["limits"] = {name: value for name, value in limits if value is not None or is_optional(name)}
-    if isinstance(said.get("id"), int) and not isinstance(said["id"], bool):
-        said["id"] = str(said["id"])
-    return said
+        if isinstance(fields.get(name), dict):
+            fields[name] = {key: value for key, value in fields[name].items() if value is not None}
+    if isinstance(fields.get("limits"), dict):
+        limits = fields["limits"].items()
+        fields["limits"] = {name: value for name, value in limits if value is not None or is_optional(name)}
+    if isinstance(fields.get("id"), int) and not isinstance(fields["id"], bool):
+        fields["id"] = str(fields["id"])
+    return fields

@@ -1,7 +1,8 @@
-"""Waiting for code that is not ours: with a limit, and never longer than was said.
+"""Waiting for foreign code with a limit, and cancelling many loops at once.
 
-A tool may hang, swallow its cancellation, or sit in a thread that nobody can stop. Whoever waits here has an
-answer after the limit and the time to wind down; what still runs then is left behind and not heard any more.
+A tool may hang, ignore its cancellation, or block in a thread that cannot be stopped. A caller here gets its
+result or an error after at most the limit plus the grace period. Work that still runs then is abandoned: it
+finishes by itself and its result is dropped.
 """
 
 from __future__ import annotations
@@ -16,34 +17,67 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 10.0
-"""What cancelled work has to put its things away, where nobody says otherwise."""
+"""How long cancelled work may take to clean up before it is abandoned."""
 
-# The event loop itself keeps no hold of its tasks.
+# The event loop holds only weak references to tasks.
 _abandoned_tasks: set[asyncio.Task[Any]] = set()
 
 
-async def with_timeout(work: Coroutine[Any, Any, T], limit_s: float | None, cancel_grace_s: float) -> T:
-    """What the work gives, or TimeoutError; if the caller is cancelled, so is the work.
+class CancelToken:
+    """Cancels every loop that runs with it, for example before a weight update. It cannot be reset.
 
-    Cancelled work has `wind_down_s` to put its things away before nobody waits for it any more.
+    A token belongs to one event loop, as its loops do.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def cancel(self) -> None:
+        self.is_set = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def run_cancellable(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Runs the work; returns False if this token cancelled it. Any other cancellation is raised."""
+        caller = asyncio.current_task()
+        assert caller is not None, "loops run in tasks"
+        cancelling = caller.cancelling()
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not self.is_set or caller.cancelling() > cancelling:
+                raise
+            return False
+        finally:
+            self._tasks.discard(task)
+        return True
+
+
+async def with_timeout(work: Coroutine[Any, Any, T], limit_s: float | None) -> T:
+    """Returns the result of the work or raises TimeoutError; cancelling the caller cancels the work.
+
+    Cancelled work has CANCEL_GRACE_S to clean up before it is abandoned.
     """
     task = asyncio.create_task(_contain_system_exit(work))
     try:
         done, _ = await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
-        await _cancel_and_wait(task, cancel_grace_s)
+        await _cancel_and_wait(task)
         raise
     if not done:
-        await _cancel_and_wait(task, cancel_grace_s)
+        await _cancel_and_wait(task)
         raise TimeoutError(f"timed out after {limit_s:g} s")
     if task.cancelled():
-        # Nobody here cancelled it, so this must not look like the caller's own cancellation.
+        # The work cancelled itself; this must not look like a cancellation of the caller.
         raise RuntimeError("cancelled itself")
     return task.result()
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, T]) -> T:
-    """Sees bounded work to its end; a cancellation that comes meanwhile is raised afterwards."""
+    """Runs bounded work to its end; a cancellation that arrives meanwhile is raised afterwards."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -56,17 +90,17 @@ async def finish_despite_cancel(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def run_in_thread(function: Callable[..., T], /, *args: Any, **named: Any) -> T:
-    """A function's result from a thread of its own.
+async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Returns a function's result from a daemon thread of its own.
 
-    A thread cannot be cancelled. Whoever stops waiting leaves it running, and what it returns is dropped;
-    it keeps neither the event loop nor the interpreter from ending, as a pool's threads would.
+    A thread cannot be cancelled. If the caller stops waiting, the thread continues and its result is dropped;
+    unlike a pool's thread it delays neither the end of the event loop nor the end of the interpreter.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def tell(result: T | None, error: Exception | None) -> None:
+    def resolve(result: T | None, error: Exception | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -78,19 +112,19 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **named: Any)
         result: T | None = None
         problem: Exception | None = None
         try:
-            result = context.run(function, *args, **named)
+            result = context.run(function, *args, **kwargs)
         except BaseException as error:
             problem = _future_exception(error)
-        # The loop may have been closed while the thread was busy.
+        # The event loop may have been closed in the meantime.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, result, problem)
+            loop.call_soon_threadsafe(resolve, result, problem)
 
     threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True).start()
     return await future
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in words, for a model or a report."""
+    """An error as text for a model or a report."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(describe_error(inner) for inner in error.exceptions)
     if isinstance(error, KeyError):
@@ -100,7 +134,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _future_exception(error: BaseException) -> Exception:
-    """An error that a future takes: it refuses StopIteration, and SystemExit would end the event loop."""
+    """An exception that a future accepts: no StopIteration, and no SystemExit, which ends the event loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
@@ -113,19 +147,15 @@ async def _contain_system_exit(work: Coroutine[Any, Any, T]) -> T:
         raise _future_exception(error) from error
 
 
-async def _cancel_and_wait(task: asyncio.Task[Any], cancel_grace_s: float) -> None:
+async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
     task.cancel()
     _abandoned_tasks.add(task)
     task.add_done_callback(_discard_abandoned)
-    await finish_despite_cancel(_wait(task, cancel_grace_s))
-
-
-async def _wait(task: asyncio.Task[Any], limit_s: float) -> None:
-    await asyncio.wait({task}, timeout=limit_s)
+    await finish_despite_cancel(asyncio.wait({task}, timeout=CANCEL_GRACE_S))
 
 
 def _discard_abandoned(task: asyncio.Task[Any]) -> None:
     _abandoned_tasks.discard(task)
     if not task.cancelled():
-        # An exception that nobody looks at is reported by the event loop; nobody is left to look at this one.
+        # Retrieves the exception, which the event loop would report otherwise.
         task.exception()

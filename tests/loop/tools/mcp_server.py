@@ -1,6 +1,6 @@
-"""An MCP server for tests, made with the SDK's own; run as a program it serves over stdio.
+"""An MCP server for tests, built with the SDK; as a program it serves over stdio.
 
-What tests need to know of its insides it tells the port named in `NOTES`, a line at a time.
+It sends events to the port in EVENT_PORT, one line each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ server = MCPServer("tests", log_level="CRITICAL")
 
 
 def send_event(line: str) -> None:
-    with socket.create_connection(("127.0.0.1", int(os.environ["NOTES"]))) as notes:
-        notes.sendall(f"{line}\n".encode())
+    with socket.create_connection(("127.0.0.1", int(os.environ["EVENT_PORT"]))) as connection:
+        connection.sendall(f"{line}\n".encode())
 
 
 @server.tool()
@@ -32,7 +32,7 @@ def add(a: int, b: int) -> str:
 
 @server.tool(structured_output=False)
 def picture() -> list[object]:
-    """A picture and what it shows."""
+    """An image and a text."""
     return ["one pixel", Image(data=PIXEL, format="png")]
 
 
@@ -44,7 +44,7 @@ def point(x: int) -> dict[str, int]:
 
 @server.tool()
 def refuse() -> CallToolResult:
-    """Says that it failed."""
+    """Returns an error."""
     return CallToolResult(content=[TextContent(text="not today")], is_error=True)
 
 
@@ -57,13 +57,13 @@ def page() -> list[EmbeddedResource]:
 @server.tool()
 def crash() -> str:
     """Raises."""
-    raise RuntimeError("the server is confused")
+    raise RuntimeError("the server has a bug")
 
 
 @server.tool()
 async def wait() -> str:
-    """Never answers; tells that it began, in which process, and that it was cancelled."""
-    send_event(f"began {os.getpid()}")
+    """Never returns; sends an event with its process id, and one when it is cancelled."""
+    send_event(f"started {os.getpid()}")
     try:
         await anyio.sleep_forever()
     finally:
@@ -72,8 +72,8 @@ async def wait() -> str:
 
 
 @server.tool()
-def leave() -> str:
-    """Ends the process without a word."""
+def exit() -> str:
+    """Ends the process."""
     os._exit(3)
 
 

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import InputError
-from branchline.loop.tools.arguments import argument_validator, parse_arguments
-from tests.loop.tools.fake_tools import RecordingTool
+from branchline.loop.tools.arguments import argument_problems, argument_validator, parse_arguments
+from tests.loop.fake_tools import RecordingTool
 
 
 def problems(parameters: Any, arguments: Any) -> str:
-    return argument_validator(RecordingTool(parameters=parameters)).problems(arguments)
+    return argument_problems(argument_validator(RecordingTool(parameters=parameters)), arguments)
 
 
-def test_arguments_are_read_as_json_means_them() -> None:
+def test_integral_floats_become_integers() -> None:
     assert parse_arguments('{"a": 2.0, "b": 2.5, "c": [1e2], "d": true, "e": null}') == {
         "a": 2,
         "b": 2.5,
@@ -26,7 +26,7 @@ def test_arguments_are_read_as_json_means_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("{", "Expecting property name"),
         ('{"a": NaN}', "NaN is not JSON"),
@@ -37,12 +37,12 @@ def test_arguments_are_read_as_json_means_them() -> None:
         ('{"a":' + "[" * 100_000, "nested too deep"),
     ],
 )
-def test_what_is_no_json_object_is_refused_in_words(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_a_text_that_is_no_json_object_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_arguments(text)
 
 
-def test_half_a_surrogate_pair_does_not_reach_a_tool() -> None:
+def test_surrogates_are_replaced() -> None:
     assert parse_arguments('{"a": ["\\ud83d"]}') == {"a": ["\ufffd"]}
 
 
@@ -52,7 +52,7 @@ def test_arguments_that_fit_have_no_problems() -> None:
     assert problems({}, {"anything": 1}) == ""
 
 
-def test_a_problem_names_where_it_stands() -> None:
+def test_a_problem_names_its_path() -> None:
     schema = {"type": "object", "properties": {"rows": {"items": {"properties": {"n": {"type": "integer"}}}}}}
     assert problems(schema, {"rows": [{"n": 1}, {"n": "x"}]}) == (
         "arguments.rows[1].n: 'x' is not of type 'integer'"
@@ -60,21 +60,21 @@ def test_a_problem_names_where_it_stands() -> None:
     assert problems({"required": ["n"]}, {}) == "arguments: 'n' is a required property"
 
 
-def test_only_the_first_problems_are_shown_and_none_at_length() -> None:
+def test_long_and_many_problems_are_shortened() -> None:
     schema = {"properties": {name: {"type": "integer"} for name in "abcd"}}
-    told = problems(schema, dict.fromkeys("abcd", "x"))
-    assert told.count("is not of type") == 3
-    assert told.endswith("; and more")
+    text = problems(schema, dict.fromkeys("abcd", "x"))
+    assert text.count("is not of type") == 3
+    assert text.endswith("; and more")
     assert not problems(schema, dict.fromkeys("abc", "x")).endswith("more")
     assert len(problems(schema, {"a": "x" * 10_000})) < 250
 
 
-def test_references_inside_a_schema_are_followed() -> None:
+def test_local_references_are_resolved() -> None:
     schema = {"properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"required": ["x"]}}}
     assert problems(schema, {"p": {}}) == "arguments.p: 'x' is a required property"
 
 
-def test_a_schema_cannot_make_us_fetch_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_references_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetched(*_: Any, **__: Any) -> Any:
         pytest.fail("fetched")
 
@@ -83,16 +83,18 @@ def test_a_schema_cannot_make_us_fetch_anything(monkeypatch: pytest.MonkeyPatch)
         problems({"$ref": "http://127.0.0.1/s.json"}, {})
 
 
-def test_a_schema_that_is_none_is_refused_with_the_tools_name() -> None:
-    with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema, but 'wizard'"):
+def test_an_invalid_schema_is_refused_with_the_tools_name() -> None:
+    with pytest.raises(
+        InputError, match="parameters of tool 'recorder': expected a JSON schema, but 'wizard'"
+    ):
         argument_validator(RecordingTool(parameters={"type": "wizard"}))
-    with pytest.raises(InputError, match="parameters of tool 'diary': expected a JSON schema"):
+    with pytest.raises(InputError, match="parameters of tool 'recorder': expected a JSON schema"):
         argument_validator(RecordingTool(parameters={"default": object()}))
 
 
 @pytest.mark.parametrize("schema", [{}, {"function": "x"}, {"function": {"name": "other"}}])
-def test_a_tool_is_called_what_its_schema_calls_it(schema: Any) -> None:
+def test_the_schema_must_have_the_tools_name(schema: Any) -> None:
     tool = RecordingTool()
     tool.schema = schema
-    with pytest.raises(InputError, match=r"schema of tool 'diary': got .*, expected"):
+    with pytest.raises(InputError, match=r"schema of tool 'recorder': got .*, expected"):
         argument_validator(tool)

@@ -4,22 +4,26 @@ import asyncio
 import contextvars
 import datetime
 import functools
+import inspect
+import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NewType, Optional
 
+import msgspec
 import pytest
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Interval, Len, MultipleOf
 from msgspec import Meta
 from pydantic import Field
+from typing_extensions import Doc
 
 from branchline.core.errors import InputError, ToolError
 from branchline.loop.tools.base import ToolResult
-from branchline.loop.tools.functions import FunctionTool, tool
-from tests.loop.clock_runner import move_clock, run
-from tests.loop.tools.fake_tools import call, tool_session
+from branchline.loop.tools.functions import FunctionTool, read_docstring, to_msgspec_type, tool, with_null
+from tests.loop.fake_tools import call, run_calls, tool_session
+from tests.loop.harness import move_clock, run
 from tests.loop.tools.mcp_server import PIXEL
 
 
@@ -65,15 +69,14 @@ def parameters(tool: FunctionTool) -> Any:
 
 
 async def answer(tool: FunctionTool, arguments: str = "", **per_sample: Any) -> str:
-    async with tool_session(tool, arguments={tool.name: per_sample}) as workshop:
-        (outcome,) = await workshop.run([call(tool.name, arguments)])
-    return outcome.message.content
+    async with tool_session(tool, arguments={tool.name: per_sample}) as session:
+        return (await session.run_one(call(tool.name, arguments))).content
 
 
 # -- the schema --------------------------------------------------------------------------------------
 
 
-def test_the_schema_says_what_annotations_and_docstring_say() -> None:
+def test_the_schema_comes_from_annotations_and_docstring() -> None:
     assert book.name == "book"
     function = book.schema["function"]
     assert function["description"] == "Books a room.\n\nOnly for tests: nothing is booked."
@@ -116,7 +119,7 @@ def test_name_and_description_can_be_given() -> None:
     }
 
 
-def test_a_name_may_stand_alone_as_with_agents() -> None:
+def test_the_name_can_be_the_only_argument() -> None:
     @tool("search")
     def look(query: str) -> str:
         return query
@@ -125,7 +128,7 @@ def test_a_name_may_stand_alone_as_with_agents() -> None:
     assert tool(look.function, name="find").name == "find"
 
 
-def test_what_a_partial_holds_is_settled_and_not_shown() -> None:
+def test_arguments_of_a_partial_are_not_in_the_schema() -> None:
     def move(what: str, by: int, slowly: bool = False) -> str:
         """Moves.
 
@@ -146,20 +149,20 @@ def test_what_a_partial_holds_is_settled_and_not_shown() -> None:
     run(test)
 
 
-def test_bound_methods_and_objects_that_can_be_called_are_functions_too() -> None:
+def test_bound_methods_and_callable_objects_can_be_tools() -> None:
     async def test() -> None:
         shelf = Shelf("ants", "bees")
         assert await answer(tool(shelf.find), '{"word": "b"}') == '["bees"]'
         take = tool(shelf, name="take")
         assert take.schema["function"]["description"] == "Takes a book."
-        assert parameters(take)["properties"]["place"]["description"] == "From the left."
-        assert await answer(take, '{"place": 0}') == "ants"
+        assert parameters(take)["properties"]["index"]["description"] == "From the left."
+        assert await answer(take, '{"index": 0}') == "ants"
         assert await answer(tool(staticmethod(shelf.find)), '{"word": "a"}') == '["ants"]'
 
     run(test)
 
 
-def test_what_is_said_beside_a_type_is_told_to_the_model_and_kept_to() -> None:
+def test_metadata_of_annotations_is_in_the_schema_and_enforced() -> None:
     @tool
     def pick(
         query: Annotated[str, "What to look for."],
@@ -187,7 +190,7 @@ def test_what_is_said_beside_a_type_is_told_to_the_model_and_kept_to() -> None:
     run(test)
 
 
-def test_a_default_of_none_can_be_sent_back() -> None:
+def test_a_default_of_none_allows_null() -> None:
     @tool
     def look(limit: Annotated[int, "How many."] = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
         return str(limit)
@@ -196,7 +199,7 @@ def test_a_default_of_none_can_be_sent_back() -> None:
         (field,) = parameters(look)["properties"].values()
         assert field["anyOf"] == [{"type": "integer"}, {"type": "null"}]
         assert (field["default"], field["description"]) == (None, "How many.")
-        assert [await answer(look, given) for given in ('{"limit": null}', "{}", '{"limit": 3}')] == [
+        assert [await answer(look, arguments) for arguments in ('{"limit": null}', "{}", '{"limit": 3}')] == [
             "None",
             "None",
             "3",
@@ -208,7 +211,7 @@ def test_a_default_of_none_can_be_sent_back() -> None:
 NOT_JSON = object()
 
 
-def test_a_default_that_json_cannot_spell_is_left_out() -> None:
+def test_a_default_that_json_cannot_express_is_left_out() -> None:
     @tool
     def look(deep: float = float("inf"), way: Any = NOT_JSON) -> str:
         return "x"
@@ -216,7 +219,7 @@ def test_a_default_that_json_cannot_spell_is_left_out() -> None:
     assert parameters(look)["properties"] == {"deep": {"type": "number"}, "way": {}}
 
 
-def test_a_tool_is_still_the_function_it_was() -> None:
+def test_a_tool_can_be_called_as_the_function() -> None:
     assert book(1, Place("Rome"), datetime.date(2030, 1, 1))["city"] == "Rome"
 
 
@@ -265,21 +268,21 @@ class Shelf:
         """Finds books."""
         return [book for book in self.books if word in book]
 
-    async def __call__(self, place: int) -> str:
+    async def __call__(self, index: int) -> str:
         """Takes a book.
 
         Args:
-            place: From the left.
+            index: From the left.
         """
-        return self.books[place]
+        return self.books[index]
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "message"),
     [
         (numbers, "tool 'numbers': got a generator, expected a function that returns its result"),
         (later, "tool 'later': got a generator"),
-        (Shelf.find, r"tool 'find': got a method .*, expected a bound one: tool\(thing.find\)"),
+        (Shelf.find, r"tool 'find': got an unbound method, expected a bound one: tool\(instance.find\)"),
         (Shelf("a"), r"tool: got .*__call__.*, expected a name with it"),
         (lambda: 1, "tool: got .*<lambda>.*, expected a name with it"),
         (functools.partial(lambda: 1), "tool: got .*<lambda>.*, expected a name with it"),
@@ -287,31 +290,34 @@ class Shelf:
         (3, "tool: got 3, expected a function"),
         (classmethod(no_annotation), "tool: got <classmethod.*, expected a function"),
         (no_annotation, "tool 'no_annotation': parameter 'a' has no annotation"),
-        (many, r"tool 'many': got parameter .*\*words.*, expected one with a name of its own"),
+        (many, r"tool 'many': got parameter .*\*words.*, expected one that can be passed by name"),
         (anything, r"tool 'anything': got parameter .*\*\*named"),
         (unknown_type, "annotations of tool 'unknown_type': .*NoSuchThing"),
         (no_json, "annotations of tool 'no_json': expected types that JSON can carry"),
         (misspelt, r"docstring of tool 'misspelt': describes 'gusets', expected one of \['guests'\]"),
     ],
 )
-def test_a_function_a_model_could_not_call_is_refused_where_it_is_made(function: Any, why: str) -> None:
-    with pytest.raises(InputError, match=why):
+def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         tool(function)
 
 
 # -- calls -------------------------------------------------------------------------------------------
 
 
-def test_arguments_arrive_as_what_the_annotations_say() -> None:
+def test_arguments_are_converted_to_the_annotated_types() -> None:
     async def test() -> None:
-        given = '{"guests": 2.0, "where": {"city": "Rome"}, "when": "2030-05-01", "colour": "blue"}'
-        assert await answer(book, given) == '{"guests":2,"city":"Rome","year":2030,"colour":"blue","tags":[]}'
+        arguments = '{"guests": 2.0, "where": {"city": "Rome"}, "when": "2030-05-01", "colour": "blue"}'
+        assert (
+            await answer(book, arguments)
+            == '{"guests":2,"city":"Rome","year":2030,"colour":"blue","tags":[]}'
+        )
 
     run(test)
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("arguments", "message"),
     [
         (
             '{"guests": "two", "where": {"city": "Rome"}, "when": "2030-05-01"}',
@@ -326,82 +332,81 @@ def test_arguments_arrive_as_what_the_annotations_say() -> None:
         ('{"gusets": 2}', "'gusets' was unexpected"),
     ],
 )
-def test_arguments_that_do_not_fit_are_told_to_the_model(given: str, why: str) -> None:
+def test_arguments_that_do_not_fit_are_an_error_for_the_model(arguments: str, message: str) -> None:
     async def test() -> None:
-        text = await answer(book, given)
+        text = await answer(book, arguments)
         assert text.startswith("Error executing tool 'book': ")
-        assert why in text
+        assert message in text
 
     run(test)
 
 
-def test_coroutine_functions_run_on_the_loop_and_plain_ones_in_a_thread() -> None:
+def test_coroutine_functions_run_on_the_event_loop_and_plain_ones_in_a_thread() -> None:
     variable = contextvars.ContextVar("variable", default="unset")
     threads: list[threading.Thread] = []
 
     @tool
-    async def here() -> str:
+    async def async_tool() -> str:
         threads.append(threading.current_thread())
         return variable.get()
 
     @tool
-    def there() -> str:
+    def sync_tool() -> str:
         threads.append(threading.current_thread())
         return variable.get()
 
     @tool
     def wrapped() -> Awaitable[str]:
-        return here()  # type: ignore[no-any-return]
+        return async_tool()  # type: ignore[no-any-return]
 
     async def test() -> None:
         variable.set("set")
-        assert await answer(here) == "set"
-        assert await answer(there) == "set"
+        assert await answer(async_tool) == "set"
+        assert await answer(sync_tool) == "set"
         assert await answer(wrapped) == "set"
-        mine = threading.current_thread()
-        assert [thread is mine for thread in threads] == [True, False, True]
+        event_loop_thread = threading.current_thread()
+        assert [thread is event_loop_thread for thread in threads] == [True, False, True]
 
     run(test)
 
 
-def test_what_a_function_returns_becomes_a_result() -> None:
+def test_return_values_become_results() -> None:
     @tool
     def paint() -> list[Any]:
         return ["a pixel", PIXEL]
 
     @tool
-    def judge() -> ToolResult:
+    def grade() -> ToolResult:
         return ToolResult("good", reward=1.0, extras={"why": "so"})
 
     async def test() -> None:
-        async with tool_session(paint, judge) as workshop:
-            painted, judged = await workshop.run([call("paint"), call("judge")])
-        assert painted.message.content == "a pixel"
-        assert painted.message.media[0].payload == PIXEL
-        assert (judged.reward, judged.extras) == (1.0, {"why": "so"})
+        async with tool_session(paint, grade) as session:
+            painted, graded = await run_calls(session, call("paint"), call("grade"))
+        assert painted.content == "a pixel"
+        assert painted.media[0].payload == PIXEL
+        assert (graded.reward, graded.extras) == (1.0, {"why": "so"})
 
     run(test)
 
 
-def test_a_thread_that_takes_too_long_is_answered_though_it_cannot_be_stopped() -> None:
+def test_a_thread_that_exceeds_the_limit_is_an_error_and_continues() -> None:
     go = threading.Event()
 
     async def test() -> None:
-        loop, began, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        loop, started, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
         @tool
         def stuck() -> str:
-            loop.call_soon_threadsafe(began.set)
+            loop.call_soon_threadsafe(started.set)
             assert go.wait(20)
             loop.call_soon_threadsafe(ended.set)
             return "too late"
 
-        async with tool_session(stuck, timeout_s=5) as workshop:
-            running = asyncio.create_task(workshop.run([call("stuck")]))
-            await began.wait()
+        async with tool_session(stuck, tool_timeout_s=5) as session:
+            running = asyncio.create_task(session.run_one(call("stuck")))
+            await started.wait()
             move_clock(5)
-            (outcome,) = await running
-            assert outcome.error == "Error executing tool 'stuck': timed out after 5 s"
+            assert (await running).error == "Error executing tool 'stuck': timed out after 5 s"
             assert not ended.is_set()
         go.set()
         await ended.wait()
@@ -423,21 +428,21 @@ def guess(number: int, secret: int, factor: int = 1) -> str:
     return "yes" if number == secret * factor else "no"
 
 
-def test_parameters_of_the_sample_are_not_shown_to_the_model() -> None:
+def test_per_sample_parameters_are_not_in_the_schema() -> None:
     assert list(parameters(guess)["properties"]) == ["number"]
 
 
-def test_parameters_of_the_sample_come_from_its_arguments() -> None:
+def test_per_sample_parameters_come_from_tool_arguments() -> None:
     async def test() -> None:
         assert await answer(guess, '{"number": 7}', secret=7) == "yes"
         assert await answer(guess, '{"number": 7}', secret=7, factor=2) == "no"
-        told = await answer(guess, '{"number": 7, "secret": 7}', secret=8)
-        assert "'secret' was unexpected" in told, "the model cannot overrule the sample"
+        text = await answer(guess, '{"number": 7, "secret": 7}', secret=8)
+        assert "'secret' was unexpected" in text, "the model cannot set it"
 
     run(test)
 
 
-def test_arguments_the_function_does_not_take_are_refused_before_it_runs() -> None:
+def test_missing_and_unknown_tool_arguments_are_refused() -> None:
     async def test() -> None:
         with pytest.raises(ToolError, match="tool 'guess': create: tool_arguments: 'secret' is missing"):
             await answer(guess)
@@ -447,22 +452,22 @@ def test_arguments_the_function_does_not_take_are_refused_before_it_runs() -> No
     run(test)
 
 
-def test_what_a_sample_gives_arrives_as_what_the_annotation_says_or_not_at_all() -> None:
+def test_tool_arguments_are_converted_to_the_annotated_types() -> None:
     @tool(per_sample=("answer", "since", "limit"))
-    def judge(answer: int, since: datetime.date, limit: int = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
+    def grade(answer: int, since: datetime.date, limit: int = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
         return f"{answer + 1} {since.year} {limit}"
 
     async def test() -> None:
-        assert await answer(judge, "{}", answer=5, since="2030-01-01", limit=None) == "6 2030 None"
+        assert await answer(grade, "{}", answer=5, since="2030-01-01", limit=None) == "6 2030 None"
         with pytest.raises(
             ToolError, match="create: tool_arguments: answer: got '5': Expected `int`, got `str`"
         ):
-            await answer(judge, "{}", answer="5", since="2030-01-01")
+            await answer(grade, "{}", answer="5", since="2030-01-01")
 
     run(test)
 
 
-def test_per_sample_names_parameters_that_are_there() -> None:
+def test_unknown_per_sample_parameters_are_refused() -> None:
     with pytest.raises(InputError, match="per_sample of tool 'follow': got 'trajectory', expected another"):
 
         @tool(per_sample=["trajectory"])
@@ -474,3 +479,135 @@ def test_per_sample_names_parameters_that_are_there() -> None:
         @tool(per_sample=["b"])
         def plain(a: int) -> str:
             return "x"
+
+
+Number = NewType("Number", int)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema"),
+    [
+        (Annotated[str, "a word"], {"type": "string", "description": "a word"}),
+        (Annotated[str, Doc("a word")], {"type": "string", "description": "a word"}),
+        (
+            Annotated[int, Field(ge=3, description="a number")],
+            {"type": "integer", "minimum": 3, "description": "a number"},
+        ),
+        (Annotated[int, Ge(1), Meta(le=5)], {"type": "integer", "minimum": 1, "maximum": 5}),
+        (Annotated[float, MultipleOf(0.5)], {"type": "number", "multipleOf": 0.5}),
+        (
+            dict[str, Annotated[int, Interval(gt=0, lt=9)]],
+            {
+                "type": "object",
+                "additionalProperties": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 9},
+            },
+        ),
+        (
+            Annotated[list[int], Len(1, 2)],
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+        ),
+        (
+            Mapping[str, Annotated[str, Field(pattern="^a", max_length=4)]],
+            {"type": "object", "additionalProperties": {"type": "string", "pattern": "^a", "maxLength": 4}},
+        ),
+        (Annotated[str, re.compile("b$")], {"type": "string", "pattern": "b$"}),
+        (
+            Annotated[Optional[int], Field(gt=2)],  # noqa: UP045
+            {"anyOf": [{"type": "integer", "exclusiveMinimum": 2}, {"type": "null"}]},
+        ),
+        (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
+        (Literal["a"], {"enum": ["a"]}),
+        (Number, {"type": "integer"}),
+        (Annotated[Any, 1], {}),
+    ],
+)
+def test_metadata_becomes_msgspec_metadata(kind: Any, schema: Any) -> None:
+    assert msgspec.json.schema(to_msgspec_type(kind)) == schema
+
+
+def test_a_constraint_that_does_not_fit_its_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="Can only set `ge` on a numeric type"):
+        msgspec.json.schema(to_msgspec_type(Annotated[str, Ge(3)]))
+
+
+def test_null_is_added_inside_the_metadata() -> None:
+    assert with_null(int) == Optional[int]  # noqa: UP045
+    assert with_null(Any) is Any
+    assert with_null(int | None) == int | None
+    schema = msgspec.json.schema(to_msgspec_type(with_null(Annotated[int, Ge(1), "a number"])))
+    assert schema == {
+        "description": "a number",
+        "anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}],
+    }
+
+
+QUERY = {"query": "What to look for.", "limit": "How many, at most."}
+
+
+def read(doc: str) -> tuple[str, dict[str, str]]:
+    return read_docstring(inspect.cleandoc(doc))
+
+
+GOOGLE = """Finds pages.
+
+    Of the whole web.
+
+    Args:
+        query (str): What to look for.
+        limit: How many,
+            at most.
+
+    Returns:
+        url: Where it is.
+    """
+SPHINX = """Finds pages.
+
+    Of the whole web.
+
+    :param str query: What to look for.
+    :param limit: How many,
+        at most.
+    :type limit: int
+    :returns: Where
+        it is.
+    :raises ValueError: never
+    """
+NUMPY = """Finds pages.
+
+    Of the whole web.
+
+    Parameters
+    ----------
+    query : str
+        What to look for.
+    limit
+        How many,
+        at most.
+
+    Returns
+    -------
+    url : str
+        Where it is.
+    """
+
+
+@pytest.mark.parametrize("doc", [GOOGLE, SPHINX, NUMPY], ids=["google", "sphinx", "numpy"])
+def test_all_docstring_styles_are_equivalent(doc: str) -> None:
+    assert read(doc) == ("Finds pages.\n\nOf the whole web.", QUERY)
+
+
+def test_numpy_parameters_can_share_a_description() -> None:
+    doc = """Adds.
+
+    Parameters
+    ----------
+    a, b : int
+        A number.
+    """
+    assert read(doc) == ("Adds.", {"a": "A number.", "b": "A number."})
+    assert read("") == ("", {})
+
+
+def test_a_sentence_after_numpy_parameters_is_no_parameter() -> None:
+    doc = NUMPY.partition("    Returns")[0] + "    It is slow at night.\n"
+    assert read(doc)[1] == QUERY

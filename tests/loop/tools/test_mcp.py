@@ -1,4 +1,4 @@
-"""A real MCP server, the SDK's own, over stdio and over HTTP."""
+"""The SDK's own MCP server over stdio and HTTP, and the connection without a server."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from mcp import types
 
 from branchline.core.errors import ToolError
 from branchline.core.message import Message
+from branchline.loop.registry import ToolRegistry
 from branchline.loop.tools.mcp import McpTool, McpTools, connect_tools
-from branchline.loop.tools.registry import ToolRegistry
-from branchline.loop.tools.tool_session import ToolOutcome
-from tests.loop.clock_runner import move_clock, run
+from tests.loop.fake_tools import call, run_calls, tool_session
+from tests.loop.harness import move_clock, pass_control, run
 from tests.loop.tools import mcp_server
-from tests.loop.tools.fake_tools import call, tool_session
 
 SERVER = str(Path(mcp_server.__file__))
 
 
 class ServerEvents:
-    """Hears what the server tells of its insides."""
+    """Receives the events that the server sends."""
 
     def __init__(self) -> None:
         self.lines: asyncio.Queue[str] = asyncio.Queue()
@@ -49,89 +48,84 @@ class ServerEvents:
 
 
 def stdio(
-    notes: ServerEvents | None = None, **options: Any
+    events: ServerEvents | None = None, **options: Any
 ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
-    env = {} if notes is None else {"NOTES": str(notes.port)}
+    env = {} if events is None else {"EVENT_PORT": str(events.port)}
     return McpTools.stdio(sys.executable, SERVER, env=env, **options)
-
-
-def by_tool_name(outcomes: list[ToolOutcome]) -> dict[str, ToolOutcome]:
-    return {outcome.call.name: outcome for outcome in outcomes}
 
 
 def test_tools_of_a_server_over_stdio() -> None:
     async def test() -> None:
         async with stdio() as tools:
             registry = ToolRegistry(tools)
-            assert registry.names == ("add", "picture", "point", "refuse", "page", "crash", "wait", "leave")
+            assert registry.names == ("add", "picture", "point", "refuse", "page", "crash", "wait", "exit")
             function = registry.get("add").schema["function"]
             assert function["description"] == "Adds two numbers."
             assert function["parameters"]["required"] == ["a", "b"]
             selection = registry.select(["add", "picture", "point", "refuse", "page", "crash"])
-            async with tool_session(*selection.tools) as workshop:
-                outcomes = await workshop.run(
-                    [
-                        call("add", '{"a": 2, "b": 3}', "c1"),
-                        call("picture"),
-                        call("point", '{"x": 4}'),
-                        call("refuse"),
-                        call("page"),
-                        call("crash"),
-                    ]
+            async with tool_session(*selection.tools) as session:
+                results = await run_calls(
+                    session,
+                    call("add", '{"a": 2, "b": 3}', "c1"),
+                    call("picture"),
+                    call("point", '{"x": 4}'),
+                    call("refuse"),
+                    call("page"),
+                    call("crash"),
                 )
-                (wrong,) = await workshop.run([call("add", '{"a": 2, "b": "three"}')])
-        by_name = by_tool_name(outcomes)
+                wrong = await session.run_one(call("add", '{"a": 2, "b": "three"}'))
+        by_name = {result.tool: result for result in results}
         assert by_name["add"].message == Message("tool", "2 + 3 = 5", tool_call_id="c1", name="add")
-        assert by_name["picture"].message.content == "one pixel"
-        (pixel,) = by_name["picture"].message.media
+        assert by_name["picture"].content == "one pixel"
+        (pixel,) = by_name["picture"].media
         assert (pixel.kind, pixel.mime, pixel.payload) == ("image", "image/png", mcp_server.PIXEL)
         assert by_name["point"].extras == {"structured": {"x": 4}}
-        assert (by_name["refuse"].message.content, by_name["refuse"].error) == ("not today", "not today")
-        assert by_name["page"].message.content == "a page"
+        assert (by_name["refuse"].content, by_name["refuse"].error) == ("not today", "not today")
+        assert by_name["page"].content == "a page"
         assert by_name["crash"].error is not None
-        assert "crash" in by_name["crash"].message.content
+        assert "crash" in by_name["crash"].content
         assert wrong.error == "Error executing tool 'add': arguments.b: 'three' is not of type 'integer'"
 
     run(test)
 
 
-def test_a_cancelled_call_is_cancelled_on_the_server_and_the_connection_goes_on() -> None:
+def test_a_cancelled_call_is_cancelled_on_the_server_and_the_connection_stays_open() -> None:
     async def test() -> None:
         async with (
-            ServerEvents() as notes,
-            stdio(notes, prefix="my_") as tools,
-            tool_session(*tools) as workshop,
+            ServerEvents() as events,
+            stdio(events, prefix="my_") as tools,
+            tool_session(*tools) as session,
         ):
-            waiting = asyncio.create_task(workshop.run([call("my_wait")]))
-            assert (await notes.lines.get()).startswith("began")
+            waiting = asyncio.create_task(session.run_one(call("my_wait")))
+            assert (await events.lines.get()).startswith("started")
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert await notes.lines.get() == "cancelled"
-            (outcome,) = await workshop.run([call("my_add", '{"a": 1, "b": 1}')])
-            assert outcome.message.content == "1 + 1 = 2"
+            assert await events.lines.get() == "cancelled"
+            result = await session.run_one(call("my_add", '{"a": 1, "b": 1}'))
+            assert result.content == "1 + 1 = 2"
 
     run(test)
 
 
-def test_a_server_that_dies_is_told_to_the_model() -> None:
+def test_a_server_that_exits_is_an_error_for_the_model() -> None:
     async def test() -> None:
         async with stdio() as tools:
-            async with tool_session(*tools) as workshop:
-                for name in ("leave", "add"):
-                    (outcome,) = await workshop.run([call(name, '{"a": 1, "b": 1}' if name == "add" else "")])
-                    assert outcome.error == f"Error executing tool '{name}': Connection closed"
+            async with tool_session(*tools) as session:
+                for name in ("exit", "add"):
+                    result = await session.run_one(call(name, '{"a": 1, "b": 1}' if name == "add" else ""))
+                    assert result.error == f"Error executing tool '{name}': Connection closed"
             with pytest.raises(ToolError, match=r"tool 'add': create: .*got \['x'\], expected none"):
                 await tool_session(*tools, arguments={"add": {"x": 1}}).__aenter__()
 
     run(test)
 
 
-def test_no_trajectory_begins_on_a_server_that_is_gone() -> None:
+def test_no_trajectory_starts_with_a_server_that_has_exited() -> None:
     async def test() -> None:
         async with stdio() as tools:
-            async with tool_session(*tools) as workshop:
-                await workshop.run([call("leave")])
+            async with tool_session(*tools) as session:
+                await session.run_one(call("exit"))
             with pytest.raises(
                 ToolError, match=r"tool '\w+': create: tool .*server\.py': list: Connection closed"
             ):
@@ -142,22 +136,22 @@ def test_no_trajectory_begins_on_a_server_that_is_gone() -> None:
     run(test)
 
 
-def test_leaving_the_block_by_a_cancellation_ends_the_server_too() -> None:
-    async def trajectory(notes: ServerEvents) -> None:
-        async with stdio(notes) as tools, tool_session(*tools) as workshop:
-            await workshop.run([call("wait")])
+def test_a_cancelled_block_ends_the_server() -> None:
+    async def trajectory(events: ServerEvents) -> None:
+        async with stdio(events) as tools, tool_session(*tools) as session:
+            await session.run_one(call("wait"))
 
     async def test() -> None:
-        async with ServerEvents() as notes:
-            task = asyncio.create_task(trajectory(notes))
-            _, pid = (await notes.lines.get()).split()
+        async with ServerEvents() as events:
+            task = asyncio.create_task(trajectory(events))
+            _, pid = (await events.lines.get()).split()
             os.kill(int(pid), 0)
             task.cancel()
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await notes.lines.get() == "cancelled"
+            assert await events.lines.get() == "cancelled"
             with pytest.raises(ProcessLookupError):
                 os.kill(int(pid), 0)
 
@@ -167,7 +161,7 @@ def test_leaving_the_block_by_a_cancellation_ends_the_server_too() -> None:
 UNRESPONSIVE_SERVER = "import sys; sys.stderr.close(); sys.stdin.read()"
 
 
-def test_a_server_that_cannot_be_started_is_an_error_that_names_it() -> None:
+def test_a_failed_connection_is_an_error_with_the_servers_name() -> None:
     async def refused(*command: str, **options: Any) -> str:
         with pytest.raises(ToolError) as error:
             async with McpTools.stdio(*command, **options):
@@ -182,9 +176,9 @@ def test_a_server_that_cannot_be_started_is_an_error_that_names_it() -> None:
         assert (await refused(sys.executable, "-c", "pass")).endswith("-c pass': connect: Connection closed")
         silent = await refused(sys.executable, "-c", UNRESPONSIVE_SERVER, start_timeout_s=0.2)
         assert silent.endswith("connect: timed out after 0.2 s")
-        with socket.socket() as deaf:
-            deaf.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{deaf.getsockname()[1]}/mcp"
+        with socket.socket() as unanswered:
+            unanswered.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{unanswered.getsockname()[1]}/mcp"
             with pytest.raises(ToolError, match="connect: All connection attempts failed"):
                 async with McpTools.http(url):
                     raise AssertionError("nothing may run")
@@ -192,15 +186,14 @@ def test_a_server_that_cannot_be_started_is_an_error_that_names_it() -> None:
     run(test)
 
 
-def test_cancelled_while_connecting_leaves_nothing_behind() -> None:
+def test_a_cancellation_while_connecting_leaves_nothing_running() -> None:
     async def test() -> None:
         async def trajectory() -> None:
             async with McpTools.stdio(sys.executable, "-c", UNRESPONSIVE_SERVER):
                 raise AssertionError("nothing may run")
 
         task = asyncio.create_task(trajectory())
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await pass_control(20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -212,15 +205,15 @@ def test_cancelled_while_connecting_leaves_nothing_behind() -> None:
 
 
 class FakeClient:
-    """A client in place of the SDK's: it enters and leaves when it may, and lists a tool a page."""
+    """Replaces the SDK's client: enters and exits when its events are set, and lists one tool per page."""
 
     def __init__(self) -> None:
-        self.enter, self.leave = asyncio.Event(), asyncio.Event()
+        self.enter, self.exit = asyncio.Event(), asyncio.Event()
         self.events: list[str] = []
-        self.leaving = asyncio.Event()
+        self.exiting = asyncio.Event()
         self.lists = 0
         self.silent = asyncio.Event()
-        """Set when it was asked for its tools and will not answer."""
+        """Set when a request for its tools will not be answered."""
         self.is_silent = False
         self.missing = self.failure = ""
 
@@ -231,9 +224,9 @@ class FakeClient:
         try:
             yield self
         finally:
-            self.leaving.set()
-            await self.leave.wait()
-            self.events.append("left")
+            self.exiting.set()
+            await self.exit.wait()
+            self.events.append("exited")
 
     async def list_tools(self, cursor: str | None, cache_mode: str) -> types.ListToolsResult:
         assert cache_mode == "bypass"
@@ -253,33 +246,32 @@ class FakeClient:
 
 def test_all_pages_of_tools_are_read_and_an_open_connection_has_no_deadline() -> None:
     async def test() -> None:
-        gates = FakeClient()
-        gates.enter.set()
-        gates.leave.set()
-        async with connect_tools(gates.connect(), "server", "", 5) as tools, tool_session(*tools) as workshop:
+        client = FakeClient()
+        client.enter.set()
+        client.exit.set()
+        async with connect_tools(client.connect(), "server", "", 5) as tools, tool_session(*tools) as session:
             assert [tool.name for tool in tools] == ["first", "second"]
             move_clock(6)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            (outcome,) = await workshop.run([call("second")])
-            assert outcome.message.content == '{"called":"second"}'
-        assert gates.events == ["entering", "left"]
+            await pass_control()
+            result = await session.run_one(call("second"))
+            assert result.content == '{"called":"second"}'
+        assert client.events == ["entering", "exited"]
 
     run(test)
 
 
-def test_a_trajectory_asks_the_server_once_what_it_has() -> None:
+def test_a_trajectory_lists_the_tools_once() -> None:
     async def test() -> None:
-        gates = FakeClient()
-        gates.enter.set()
-        gates.leave.set()
-        async with connect_tools(gates.connect(), "server", "", 5) as tools:
-            assert gates.lists == 1
+        client = FakeClient()
+        client.enter.set()
+        client.exit.set()
+        async with connect_tools(client.connect(), "server", "", 5) as tools:
+            assert client.lists == 1
             for trajectory in range(3):
                 async with tool_session(*tools):
-                    assert gates.lists == 2 + trajectory, "one answer for both tools"
-            gates.missing = "second"
-            with pytest.raises(ToolError, match=r"'second': create: .*'second' is not there any more"):
+                    assert client.lists == 2 + trajectory, "one request for both tools"
+            client.missing = "second"
+            with pytest.raises(ToolError, match=r"'second': create: .*'second' does not exist any more"):
                 await tool_session(*tools).__aenter__()
             async with tool_session(tools[0]):
                 pass
@@ -287,109 +279,109 @@ def test_a_trajectory_asks_the_server_once_what_it_has() -> None:
     run(test)
 
 
-def test_a_server_that_does_not_answer_is_given_up_after_a_while() -> None:
+def test_listing_tools_has_a_timeout() -> None:
     async def test() -> None:
-        gates = FakeClient()
-        gates.enter.set()
-        gates.leave.set()
-        async with connect_tools(gates.connect(), "server", "", 5) as tools:
-            gates.is_silent = True
+        client = FakeClient()
+        client.enter.set()
+        client.exit.set()
+        async with connect_tools(client.connect(), "server", "", 5) as tools:
+            client.is_silent = True
             creating = asyncio.create_task(tool_session(*tools).__aenter__())
-            await gates.silent.wait()
+            await client.silent.wait()
             move_clock(6)
             with pytest.raises(ToolError, match="create: tool 'server': list: no answer within 5 s"):
                 await creating
-            gates.silent.clear()
+            client.silent.clear()
             creating = asyncio.create_task(tool_session(*tools).__aenter__())
-            await gates.silent.wait()
+            await client.silent.wait()
             creating.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await creating
-        assert gates.events == ["entering", "left"], "and nobody is left who waits for it"
+        assert client.events == ["entering", "exited"]
 
     run(test)
 
 
-def test_the_model_is_not_told_where_a_server_lives() -> None:
+def test_the_servers_address_is_not_shown_to_the_model() -> None:
     async def test() -> None:
         address = "http://user:hidden@127.0.0.1:9/mcp"
-        gates = FakeClient()
-        gates.enter.set()
-        gates.leave.set()
+        client = FakeClient()
+        client.enter.set()
+        client.exit.set()
         async with (
-            connect_tools(gates.connect(), address, "my_", 5) as tools,
-            tool_session(*tools) as workshop,
+            connect_tools(client.connect(), address, "my_", 5) as tools,
+            tool_session(*tools) as session,
         ):
-            gates.failure = f"404 for url '{address}'"
-            (failed,) = await workshop.run([call("my_first")])
+            client.failure = f"404 for url '{address}'"
+            failed = await session.run_one(call("my_first"))
             assert failed.error == "Error executing tool 'my_first': 404 for url 'its server'"
-            gates.failure = "no luck"
-            (failed,) = await workshop.run([call("my_first")])
-            assert failed.error == "Error executing tool 'my_first': no luck"
+            client.failure = "broken"
+            failed = await session.run_one(call("my_first"))
+            assert failed.error == "Error executing tool 'my_first': broken"
         with pytest.raises(ConnectionError, match="its server is not connected"):
             await tools[0].execute(None, {})
 
     run(test)
 
 
-def test_a_connection_is_ended_in_order_however_often_its_user_is_cancelled() -> None:
+def test_a_connection_is_closed_cleanly_however_often_its_user_is_cancelled() -> None:
     async def test() -> None:
-        gates = FakeClient()
-        gates.enter.set()
+        client = FakeClient()
+        client.enter.set()
         inside = asyncio.Event()
 
         async def user() -> None:
-            async with connect_tools(gates.connect(), "server", "", 5):
+            async with connect_tools(client.connect(), "server", "", 5):
                 inside.set()
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(user())
         await inside.wait()
         task.cancel()
-        await gates.leaving.wait()
+        await client.exiting.wait()
         for _ in range(2):
             task.cancel()
             await asyncio.sleep(0)
         assert not task.done()
-        gates.leave.set()
+        client.exit.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert gates.events == ["entering", "left"]
+        assert client.events == ["entering", "exited"]
 
     run(test)
 
 
-def test_a_connection_that_does_not_end_is_cut_short() -> None:
+def test_a_connection_that_does_not_close_is_cancelled() -> None:
     async def test() -> None:
-        gates = FakeClient()
-        gates.enter.set()
+        client = FakeClient()
+        client.enter.set()
 
         async def user() -> None:
-            async with connect_tools(gates.connect(), "server", "", 5):
+            async with connect_tools(client.connect(), "server", "", 5):
                 pass
 
         task = asyncio.create_task(user())
-        await gates.leaving.wait()
+        await client.exiting.wait()
         await asyncio.sleep(0)
         move_clock(60)
         await task
-        assert gates.events == ["entering"]
+        assert client.events == ["entering"]
 
     run(test)
 
 
-def test_a_connection_that_is_not_there_yet_is_given_up_at_once() -> None:
+def test_a_connection_attempt_is_cancelled_at_once() -> None:
     async def test() -> None:
-        gates = FakeClient()
+        client = FakeClient()
         loop = asyncio.get_running_loop()
-        task = asyncio.create_task(connect_tools(gates.connect(), "server", "", 500).__aenter__())
-        while not gates.events:
+        task = asyncio.create_task(connect_tools(client.connect(), "server", "", 500).__aenter__())
+        while not client.events:
             await asyncio.sleep(0)
-        began = loop.time()
+        started = loop.time()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert loop.time() - began < 10
+        assert loop.time() - started < 10
 
     run(test)
 
@@ -398,7 +390,7 @@ def test_a_connection_that_is_not_there_yet_is_given_up_at_once() -> None:
 
 
 class Headers:
-    """Notes what requests carry."""
+    """Records a header of the requests."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -411,31 +403,31 @@ class Headers:
 
 
 @asynccontextmanager
-async def served() -> AsyncGenerator[tuple[str, Headers], None]:
+async def serve_http() -> AsyncGenerator[tuple[str, Headers], None]:
     app = Headers(mcp_server.server.streamable_http_app())
     config = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
-    listening = uvicorn.Server(config)
-    listening.config.load()
+    http_server = uvicorn.Server(config)
+    http_server.config.load()
     sockets = [config.bind_socket()]
-    task = asyncio.create_task(listening.serve(sockets))
+    task = asyncio.create_task(http_server.serve(sockets))
     try:
         yield f"http://127.0.0.1:{sockets[0].getsockname()[1]}/mcp", app
     finally:
-        listening.should_exit = True
+        http_server.should_exit = True
         await task
         sockets[0].close()
 
 
 def test_tools_of_a_server_over_http() -> None:
     async def test() -> None:
-        async with served() as (url, app):
+        async with serve_http() as (url, app):
             async with (
                 McpTools.http(url, headers={"x-token": "abc"}) as tools,
-                tool_session(*tools) as workshop,
+                tool_session(*tools) as session,
             ):
-                sum_, picture = await workshop.run([call("add", '{"a": 2, "b": 3}'), call("picture")])
-            assert sum_.message.content == "2 + 3 = 5"
-            assert picture.message.media[0].payload == mcp_server.PIXEL
+                total, picture = await run_calls(session, call("add", '{"a": 2, "b": 3}'), call("picture"))
+            assert total.content == "2 + 3 = 5"
+            assert picture.media[0].payload == mcp_server.PIXEL
             assert app.tokens == {"abc"}
 
     run(test)

@@ -1,7 +1,7 @@
-"""A call's arguments: read as JSON, and held against the tool's schema before the tool sees them.
+"""The arguments of a tool call: parsed from JSON and validated against the tool's schema.
 
-The reading is strict, because the model is told what is wrong and can say it better. Numbers mean what they
-mean to JSON: `2.0` arrives as `2`, so that a tool that wants a whole number gets one.
+Parsing is strict, because the model is shown the error and can correct it. As in JSON Schema, `2.0` is the
+integer `2`, so that a tool that expects an integer gets one.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from jsonschema.exceptions import SchemaError, ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, validator_for
-from referencing import Registry
-
 from branchline.core.arguments import canonical_json
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, requires_extra
 from branchline.core.json_fields import replace_surrogates_deep
 from branchline.loop.tools.base import Tool
+
+with requires_extra("loop"):
+    from jsonschema.exceptions import SchemaError, ValidationError
+    from jsonschema.protocols import Validator
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from referencing import Registry
 
 _MAX_SHOWN_PROBLEMS = 3
 _MAX_SHOWN_CHARACTERS = 200
@@ -29,7 +30,7 @@ _CACHED_SCHEMAS = 512
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; ValueError says in words for the model what is wrong with them.
+    """The arguments of a call. Raises ValueError with a text for the model.
 
     >>> parse_arguments('{"a": 2.0}'), parse_arguments("")
     ({'a': 2}, {})
@@ -42,13 +43,13 @@ def parse_arguments(text: str) -> dict[str, Any]:
         raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {type(value).__name__}")
-    # Escapes can spell half a surrogate pair, which no file and no server would take.
-    clean: dict[str, Any] = replace_surrogates_deep(value)
-    return clean
+    # A \u escape can be half a surrogate pair, which UTF-8 cannot encode.
+    cleaned: dict[str, Any] = replace_surrogates_deep(value)
+    return cleaned
 
 
-def argument_validator(tool: Tool) -> ArgumentValidator:
-    """What a tool's arguments are held against; InputError if its schema is none."""
+def argument_validator(tool: Tool) -> Validator:
+    """The validator of a tool's arguments. Raises InputError if its schema is invalid."""
     schema: object = getattr(tool, "schema", None)
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping) or function.get("name") != tool.name:
@@ -65,29 +66,23 @@ def argument_validator(tool: Tool) -> ArgumentValidator:
         ) from error
 
 
-class ArgumentValidator:
-    """A schema, ready to be used on many calls."""
-
-    def __init__(self, validator: Validator) -> None:
-        self._validator = validator
-
-    def problems(self, arguments: Mapping[str, Any]) -> str:
-        """What does not fit, in words for the model; empty if all does."""
-        errors = self._validator.iter_errors(arguments)
-        problems = [_describe_violation(error) for error in islice(errors, _MAX_SHOWN_PROBLEMS)]
-        if problems and next(errors, None) is not None:
-            problems.append("and more")
-        return "; ".join(problems)
+def argument_problems(validator: Validator, arguments: Mapping[str, Any]) -> str:
+    """What does not fit the schema, as a text for the model; empty if everything fits."""
+    errors = validator.iter_errors(arguments)
+    problems = [_describe_violation(error) for error in islice(errors, _MAX_SHOWN_PROBLEMS)]
+    if problems and next(errors, None) is not None:
+        problems.append("and more")
+    return "; ".join(problems)
 
 
 @lru_cache(_CACHED_SCHEMAS)
-def _cached_validator(schema_json: bytes) -> ArgumentValidator:
-    """Making a validator takes a hundred times as long as using it, and every trajectory asks for it."""
+def _cached_validator(schema_json: bytes) -> Validator:
+    """Building a validator takes a hundred times as long as using it, and every trajectory needs one."""
     schema = json.loads(schema_json)
     kind = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
-    # With a registry of its own a schema cannot make us fetch what it refers to.
-    return ArgumentValidator(kind(schema, registry=Registry()))
+    # An empty registry prevents `$ref` from fetching a URL.
+    return kind(schema, registry=Registry())
 
 
 def _describe_violation(error: ValidationError) -> str:

@@ -3,10 +3,10 @@
     async with McpTools.stdio("uvx", "mcp-server-time") as tools:
         registry = ToolRegistry(tools)
 
-One connection serves all trajectories: a server that keeps state is opened once per trajectory by whoever
-needs that. The connection lives in a task of its own that nobody cancels, because the SDK's orderly end of a
-server process does not survive a cancellation from outside; leaving the block ends it, whatever happens.
-Every trajectory begins by asking the server what it has: none begins on one that is gone.
+One connection serves all trajectories; for a server that keeps state, open one connection per trajectory. The
+connection runs in a task that is never cancelled from outside, because the SDK does not shut a server process
+down cleanly then; leaving the block ends it. `create` lists the server's tools, so that no trajectory starts
+with a server that is gone.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
-import httpx2
 import msgspec
-from mcp import Client, StdioServerParameters, stdio_client, types
-from mcp.client.streamable_http import streamable_http_client
 
-from branchline.core.errors import InputError, ToolError
+from branchline.core.errors import InputError, ToolError, requires_extra
 from branchline.core.message import Media
 from branchline.loop.timeouts import describe_error, finish_despite_cancel
-from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.results import media_from_bytes
+from branchline.loop.tools.base import BaseTool, ToolResult, function_schema, media_from_bytes
+
+with requires_extra("mcp"):
+    import anyio
+    import httpx2
+    from mcp import Client, StdioServerParameters, stdio_client, types
+    from mcp.client.streamable_http import streamable_http_client
 
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 15.0
-"""An orderly end takes the SDK less; after that it is cut short."""
+"""Longer than the SDK needs to shut down; then the connection is cancelled."""
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 30.0, 300.0
 _MAX_EVENT_BYTES = 64 * 1024 * 1024
-"""Pictures arrive as one event."""
+"""An image arrives as one event."""
 _MAX_PAGES = 100
 
 
 class McpTools:
-    """The ways to reach a server; each is an async context that gives its tools."""
+    """Ways to connect to a server; each is an async context manager that returns its tools."""
 
     @staticmethod
     def stdio(
@@ -53,9 +54,9 @@ class McpTools:
         prefix: str = "",
         start_timeout_s: float = _START_TIMEOUT_S,
     ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
-        """A server started as a process; `env` is added to the little it inherits, its stderr is ours.
+        """A server started as a process; `env` extends the SDK's small environment, stderr is inherited.
 
-        `prefix` goes before the names of the tools, where two servers use the same.
+        `prefix` is added to tool names, for two servers whose names collide.
         """
         server = StdioServerParameters(command=command, args=list(args), env=dict(env or {}), cwd=cwd)
         streams = stdio_client(server, errlog=sys.__stderr__ or sys.stderr)
@@ -69,7 +70,7 @@ class McpTools:
         prefix: str = "",
         start_timeout_s: float = _START_TIMEOUT_S,
     ) -> AbstractAsyncContextManager[tuple[McpTool, ...]]:
-        """A server that is already there, over streamable HTTP."""
+        """A running server, over streamable HTTP."""
         return connect_tools(_http_client(url, dict(headers or {})), url, prefix, start_timeout_s)
 
 
@@ -82,9 +83,13 @@ class McpTool(BaseTool):
         self._connection = connection
         self._remote_name = tool.name
 
+    @property
+    def is_stateful(self) -> bool:
+        return False
+
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         if arguments:
-            raise InputError(f"tool_arguments: got {sorted(arguments)}, expected none: the server takes none")
+            raise InputError(f"tool_arguments: got {sorted(arguments)}, expected none for an MCP tool")
         await self._connection.require_tool(self._remote_name)
         return None
 
@@ -95,25 +100,27 @@ class McpTool(BaseTool):
         try:
             return _to_tool_result(await client.call_tool(self._remote_name, dict(arguments)))
         except Exception as error:
-            # Where a server lives, and with which keys, is not the model's business.
-            words, server = describe_error(error), self._connection.server
-            if server not in words:
+            # The model must not see the server's address, which may contain keys.
+            text, server = describe_error(error), self._connection.server
+            if server not in text:
                 raise
-            raise ConnectionError(words.replace(server, "its server")) from error
+            raise ConnectionError(text.replace(server, "its server")) from error
 
 
 # -- the connection ----------------------------------------------------------------------------------
 
 
 class _McpConnection:
-    """A client and the task it lives in."""
+    """A client and the task it runs in."""
 
-    def __init__(self, opening: AbstractAsyncContextManager[Client], server: str, limit_s: float) -> None:
+    def __init__(
+        self, client_context: AbstractAsyncContextManager[Client], server: str, timeout_s: float
+    ) -> None:
         self.server = server
         self.client: Client | None = None
-        """None before it is open, and once it is over."""
-        self._client_context = opening
-        self._timeout_s = limit_s
+        """None before the connection is open and after it has ended."""
+        self._client_context = client_context
+        self._timeout_s = timeout_s
         self._scope = anyio.CancelScope()
         self._opened = asyncio.Event()
         self._closing = asyncio.Event()
@@ -123,23 +130,23 @@ class _McpConnection:
         self._listing: asyncio.Task[list[types.Tool] | str] | None = None
 
     async def open(self) -> None:
-        """Returns when the tools are known."""
+        """Returns when the tools are known. Raises ToolError if the connection failed."""
         await self._opened.wait()
         if self.client is None:
             raise ToolError(self.server, "connect", self._error)
 
     async def require_tool(self, name: str) -> None:
-        """Returns if the server answers and has this tool; those who ask at once share one answer."""
+        """Raises ToolError unless the server has this tool; concurrent callers share one request."""
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list_tools())
         found = await asyncio.shield(self._listing)
         if isinstance(found, str):
             raise ToolError(self.server, "list", found)
         if name not in [tool.name for tool in found]:
-            raise ToolError(self.server, "list", f"{name!r} is not there any more")
+            raise ToolError(self.server, "list", f"{name!r} does not exist any more")
 
     async def _list_tools(self) -> list[types.Tool] | str:
-        """What the server has now, or why that cannot be said."""
+        """The server's tools, or the text of an error."""
         if self.client is None:
             return self._error
         try:
@@ -185,10 +192,10 @@ class _McpConnection:
 
 @asynccontextmanager
 async def connect_tools(
-    opening: AbstractAsyncContextManager[Client], server: str, prefix: str, timeout_s: float
+    client_context: AbstractAsyncContextManager[Client], server: str, prefix: str, timeout_s: float
 ) -> AsyncGenerator[tuple[McpTool, ...], None]:
-    """The tools of whatever a client of the SDK can reach."""
-    connection = _McpConnection(opening, server, timeout_s)
+    """The tools of the server that an SDK client is connected to."""
+    connection = _McpConnection(client_context, server, timeout_s)
     try:
         await connection.open()
         yield tuple(McpTool(connection, tool, prefix) for tool in connection.tools)
@@ -216,7 +223,7 @@ async def _list_all_tools(client: Client) -> list[types.Tool]:
     tools: list[types.Tool] = []
     cursor: str | None = None
     for _ in range(_MAX_PAGES):
-        # Not from the SDK's memory: it is asked for to see whether the server is there.
+        # Without the SDK's cache: the request also checks that the server is there.
         page = await client.list_tools(cursor=cursor, cache_mode="bypass")
         tools += page.tools
         cursor = page.next_cursor

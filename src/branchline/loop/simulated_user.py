@@ -1,8 +1,8 @@
-"""A user played by another model: it knows who it is and what it wants, and says when it is done.
+"""A user simulated by another model, with a persona and a goal.
 
-The other model is any `complete(messages) -> text`. It sees the conversation from the user's chair: what the
-assistant said arrives as a user's words, what the user said as its own; tool calls, tool results, reasoning
-and system prompts are not for its eyes.
+The other model is any `complete(messages) -> text`. It gets the conversation with the roles swapped: answers
+of the assistant are user messages, messages of the user are its own answers. It sees no tool calls, tool
+results, reasoning or system prompts.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from branchline.core.errors import InputError
 from branchline.core.message import Message, Role
-from branchline.loop.interactions.base import BaseInteraction, InteractionResponse
+from branchline.loop.interaction import BaseInteraction, InteractionResponse
 
 Complete = Callable[[Sequence[Message]], Awaitable[str]]
 
 STOP_MARKER = "[[DONE]]"
 EMPTY_TURN = "(The assistant says nothing.)"
-"""Stands for an answer without words: a model behind its own words would go on with them."""
+"""Replaces an answer without text: after its own message a model would continue that message."""
 GREETING = "Hello, how can I help you?"
-"""Opens the conversation for the one who plays the user: most chat templates want a user to speak first."""
+"""The first message for the simulating model: most chat templates require a user message first."""
 
 PROMPT_TEMPLATE = """\
 You play a person who talks to an assistant. Write only what this person says next, in the first person.
@@ -34,7 +34,7 @@ When you have what you want, or see that you will not get it, write {stop} and n
 
 @dataclass(frozen=True)
 class SimulatedUserState:
-    """What one simulated user plays."""
+    """One trajectory's simulated user."""
 
     system_prompt: str
 
@@ -50,7 +50,7 @@ class SimulatedUser(BaseInteraction):
         complete: Complete,
         *,
         name: str = "simulated_user",
-        persona: str = "Somebody like anybody.",
+        persona: str = "An ordinary person.",
         goal: str = "",
         prompt_template: str = PROMPT_TEMPLATE,
         stop: str = STOP_MARKER,
@@ -75,7 +75,7 @@ class SimulatedUser(BaseInteraction):
         opens: bool | None = None,
         **arguments: Any,
     ) -> tuple[SimulatedUserState, str | None]:
-        """A user with a persona and a goal; one that `opens` speaks first."""
+        """The state, and the user's first message if it `opens` the conversation."""
         if arguments:
             raise InputError(
                 f"arguments of {self.name!r}: got {sorted(arguments)}, expected persona, goal, opens"
@@ -83,40 +83,30 @@ class SimulatedUser(BaseInteraction):
         goal = self._goal if goal is None else goal
         if not goal:
             raise InputError(f"goal of {self.name!r}: got none, expected what the user wants")
-        persona = self._persona if persona is None else persona
-        part = SimulatedUserState(
-            _render_prompt(self._prompt_template, {"persona": persona, "goal": goal, "stop": self._stop})
-        )
+        values = {"persona": self._persona if persona is None else persona, "goal": goal, "stop": self._stop}
+        state = SimulatedUserState(_render_prompt(self._prompt_template, values))
         if not (self._opens if opens is None else opens):
-            return part, None
-        said = await self._next_message(part, ())
-        return part, said.content or None
+            return state, None
+        return state, (await self.respond(state, ())).content or None
 
     async def respond(self, state: SimulatedUserState, messages: Sequence[Message]) -> InteractionResponse:
-        return await self._next_message(state, messages)
+        text = await self._complete(swap_roles(state.system_prompt, messages))
+        content, marker, _ = text.partition(self._stop)
+        content = content.strip()
+        if not marker and content:
+            return InteractionResponse(False, content)
+        ended_by: Literal["marker", "silence"] = "marker" if marker else "silence"
+        return InteractionResponse(True, content, extras={"ended_by": ended_by})
 
     def save(self, state: SimulatedUserState) -> str:
         return state.system_prompt
 
     async def restore(self, trajectory: str, saved: str, **arguments: Any) -> SimulatedUserState:
-        """Goes on as who it was; the first words were said already."""
         return SimulatedUserState(saved)
 
-    async def _next_message(
-        self, part: SimulatedUserState, messages: Sequence[Message]
-    ) -> InteractionResponse:
-        text = await self._complete(swap_roles(part.system_prompt, messages))
-        said, marker, _ = text.partition(self._stop)
-        said = said.strip()
-        # Somebody who says nothing has left.
-        ended_by: Literal["marker", "silence"] | None = "marker" if marker else None if said else "silence"
-        return InteractionResponse(
-            ended_by is not None, said, extras={"ended_by": ended_by} if ended_by else {}
-        )
 
-
-def swap_roles(briefing: str, messages: Sequence[Message]) -> tuple[Message, ...]:
-    """A conversation as the user sees it, turned round for a model that plays the user."""
+def swap_roles(system_prompt: str, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The conversation as the user sees it, for a model whose answers are the user's messages."""
     turns: list[tuple[Role, str]] = []
     for message in messages:
         text = message.content.strip()
@@ -124,7 +114,7 @@ def swap_roles(briefing: str, messages: Sequence[Message]) -> tuple[Message, ...
             continue
         role: Role = "assistant" if message.role == "user" else "user"
         if turns and turns[-1][0] == role:
-            # Tool calls stood between: to the user it is one speech.
+            # The user does not see the tool calls between them, so they are one message.
             turns[-1] = (role, f"{turns[-1][1]}\n\n{text}")
         else:
             turns.append((role, text))
@@ -132,9 +122,9 @@ def swap_roles(briefing: str, messages: Sequence[Message]) -> tuple[Message, ...
         turns.append(("user", EMPTY_TURN))
     if not turns or turns[0][0] == "assistant":
         turns.insert(0, ("user", GREETING))
-    return (Message("system", briefing), *(Message(role, text) for role, text in turns))
+    return (Message("system", system_prompt), *(Message(role, text) for role, text in turns))
 
 
-def _render_prompt(briefing: str, words: Mapping[str, str]) -> str:
-    """A briefing with its blanks filled in; all other braces are its own."""
-    return re.sub(r"\{(persona|goal|stop)\}", lambda blank: words[blank[1]], briefing)
+def _render_prompt(template: str, values: Mapping[str, str]) -> str:
+    """The template with its three placeholders replaced; other braces stay."""
+    return re.sub(r"\{(persona|goal|stop)\}", lambda placeholder: values[placeholder[1]], template)

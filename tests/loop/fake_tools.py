@@ -1,4 +1,4 @@
-"""Tools for tests that keep a diary of their lives."""
+"""A tool for tests that records every call of its methods."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from branchline.core.message import ToolCall
-from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.loop.tools.tool_session import ToolLimits, ToolSession
+from branchline.loop.task import LoopLimits
+from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, function_schema
+from branchline.loop.tools.tool_session import ToolSession
 
 TEXT_ARGUMENT = {"type": "object", "properties": {"text": {"type": "string"}}}
 
 
 class RecordingTool(BaseTool):
-    """Notes everything that is done to it; `fails` names what raises, `hangs` what never ends."""
+    """Records its method calls; `fails` names methods that raise, `hangs` methods that never return."""
 
     def __init__(
         self,
-        name: str = "diary",
+        name: str = "recorder",
         *,
         fails: Sequence[str] = (),
         hangs: Sequence[str] = (),
@@ -46,31 +47,37 @@ class RecordingTool(BaseTool):
     async def release(self, instance: Any) -> None:
         await self._record("release")
 
-    async def wait_for(self, doing: str) -> None:
-        """Returns once this has begun."""
-        await self.reached.setdefault(doing, asyncio.Event()).wait()
+    async def wait_for(self, method: str) -> None:
+        """Returns when the method has been called."""
+        await self.reached.setdefault(method, asyncio.Event()).wait()
 
-    async def _record(self, doing: str) -> None:
-        self.events.append(doing)
-        self.reached.setdefault(doing, asyncio.Event()).set()
-        if doing in self._fails:
-            raise RuntimeError(f"{doing} is broken")
-        if doing in self._hangs:
+    async def _record(self, method: str) -> None:
+        self.events.append(method)
+        self.reached.setdefault(method, asyncio.Event()).set()
+        if method in self._fails:
+            raise RuntimeError(f"{method} is broken")
+        if method in self._hangs:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                self.events.append(f"{doing} cancelled")
+                self.events.append(f"{method} cancelled")
                 raise
 
 
 def tool_session(*tools: Any, arguments: Any = None, **limits: Any) -> ToolSession:
-    return ToolSession(tools, "t1", arguments, ToolLimits(**limits))
+    return ToolSession(ToolSelection(tools, arguments or {}), "t1", LoopLimits(**limits))
 
 
-def call(name: str = "diary", arguments: str = "", call_id: str = "") -> ToolCall:
+def call(name: str = "recorder", arguments: str = "", call_id: str = "") -> ToolCall:
     return ToolCall(name, arguments, call_id)
 
 
-async def result_contents(workshop: ToolSession, *calls: ToolCall) -> list[str]:
-    """What the model is shown."""
-    return [outcome.message.content for outcome in await workshop.run(calls)]
+async def run_calls(session: ToolSession, *calls: ToolCall) -> list[ToolResult]:
+    """The results of calls that run at the same time."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(session.run_one(one)) for one in calls]
+    return [task.result() for task in tasks]
+
+
+async def result_contents(session: ToolSession, *calls: ToolCall) -> list[str]:
+    return [result.content for result in await run_calls(session, *calls)]

@@ -9,19 +9,13 @@ import pytest
 from branchline.core.errors import InputError
 from branchline.core.message import Message, ToolCall
 from branchline.loop.agents import AgentContext, run_agent
-from branchline.loop.cancel import CancelToken
-from branchline.loop.interactions.base import InteractionResponse
-from branchline.loop.interactions.registry import InteractionRegistry
-from branchline.loop.interactions.simulated_user import (
-    EMPTY_TURN,
-    GREETING,
-    STOP_MARKER,
-    SimulatedUser,
-    swap_roles,
-)
-from branchline.loop.state import LoopState, Task
-from tests.loop.clock_runner import run
-from tests.loop.harness import LoopScript, ScriptedTurn, loop_harness
+from branchline.loop.interaction import InteractionResponse
+from branchline.loop.registry import InteractionRegistry
+from branchline.loop.simulated_user import EMPTY_TURN, GREETING, STOP_MARKER, SimulatedUser, swap_roles
+from branchline.loop.state import LoopState
+from branchline.loop.task import Task
+from branchline.loop.timeouts import CancelToken
+from tests.loop.harness import LoopScript, ScriptedTurn, loop_harness, run
 
 CONVERSATION = (
     Message("system", "You sell trains."),
@@ -33,7 +27,7 @@ CONVERSATION = (
 
 
 class ScriptedCompletion:
-    """Says its lines in turn, and notes what it was shown."""
+    """Returns its lines in order and records the messages it got."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = list(lines)
@@ -48,7 +42,7 @@ def roles_and_contents(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in messages]
 
 
-def test_the_user_sees_the_conversation_from_the_other_chair() -> None:
+def test_roles_are_swapped() -> None:
     assert roles_and_contents(swap_roles("You are Ann.", CONVERSATION)) == [
         ("system", "You are Ann."),
         ("user", GREETING),
@@ -57,24 +51,24 @@ def test_the_user_sees_the_conversation_from_the_other_chair() -> None:
     ]
 
 
-def test_speeches_around_a_tool_call_are_one_to_the_user() -> None:
+def test_answers_around_a_tool_call_are_one_message() -> None:
     calling = Message("assistant", "Let me look.", tool_calls=(ToolCall("trains", "{}"),))
-    talk = (*CONVERSATION[:2], calling, Message("tool", "none"), Message("assistant", "There are none."))
-    assert roles_and_contents(swap_roles("", talk))[-1] == ("user", "Let me look.\n\nThere are none.")
+    messages = (*CONVERSATION[:2], calling, Message("tool", "none"), Message("assistant", "There are none."))
+    assert roles_and_contents(swap_roles("", messages))[-1] == ("user", "Let me look.\n\nThere are none.")
 
 
-def test_an_assistant_that_speaks_first_needs_no_greeting() -> None:
-    talk = (Message("assistant", "Hi."), Message("assistant", "Well?"), Message("user", "Yes."))
-    assert roles_and_contents(swap_roles("B", talk)) == [
+def test_a_conversation_opened_by_the_assistant_needs_no_greeting() -> None:
+    messages = (Message("assistant", "Hi."), Message("assistant", "Well?"), Message("user", "Yes."))
+    assert roles_and_contents(swap_roles("B", messages)) == [
         ("system", "B"),
         ("user", "Hi.\n\nWell?"),
         ("assistant", "Yes."),
     ]
 
 
-def test_an_answer_without_words_is_told_as_silence() -> None:
-    talk = (*CONVERSATION[:2], Message("assistant", " ", reasoning_content="hm"))
-    assert roles_and_contents(swap_roles("B", talk)) == [
+def test_an_answer_without_text_is_replaced() -> None:
+    messages = (*CONVERSATION[:2], Message("assistant", " ", reasoning_content="hm"))
+    assert roles_and_contents(swap_roles("B", messages)) == [
         ("system", "B"),
         ("user", GREETING),
         ("assistant", "A train, please."),
@@ -82,11 +76,11 @@ def test_an_answer_without_words_is_told_as_silence() -> None:
     ]
 
 
-def test_a_briefing_may_have_braces_of_its_own() -> None:
+def test_other_braces_of_a_prompt_template_stay() -> None:
     async def test() -> None:
-        briefing = 'Answer as {"persona": "{persona}"}, {goal}, {} and {stop}.'
+        template = 'Answer as {"persona": "{persona}"}, {goal}, {} and {stop}.'
         user = SimulatedUser(
-            ScriptedCompletion(), goal="a {stop}", persona="P", prompt_template=briefing, stop="<end>"
+            ScriptedCompletion(), goal="a {stop}", persona="P", prompt_template=template, stop="<end>"
         )
         state, _ = await user.start("t1")
         assert state.system_prompt == 'Answer as {"persona": "P"}, a {stop}, {} and <end>.'
@@ -94,30 +88,30 @@ def test_a_briefing_may_have_braces_of_its_own() -> None:
     run(test)
 
 
-def test_a_user_that_opens_is_asked_once_however_often_its_trajectory_is_left() -> None:
+def test_the_first_message_is_generated_once_however_often_the_trajectory_is_cancelled() -> None:
     async def test() -> None:
-        actor = ScriptedCompletion("A train, please.", STOP_MARKER)
+        complete = ScriptedCompletion("A train, please.", STOP_MARKER)
         async with loop_harness(LoopScript((ScriptedTurn("one two three", cancel_points=(1, 1, 1)),))) as s:
             task = Task((Message("system", "x"),), agent_name="tool", interaction="simulated_user")
             state = LoopState.begin(task)
             for _ in range(3):
                 cancel = CancelToken()
-                user = SimulatedUser(actor, goal="A train.", opens=True)
-                setting = AgentContext(s.model, interactions=InteractionRegistry([user]), cancel=cancel)
+                user = SimulatedUser(complete, goal="A train.", opens=True)
+                context = AgentContext(s.model, interactions=InteractionRegistry([user]), cancel=cancel)
                 s.engine.at_cancel_point.clear()
-                running = asyncio.create_task(run_agent(state, setting))
+                running = asyncio.create_task(run_agent(state, context))
                 await s.engine.at_cancel_point.wait()
                 cancel.cancel()
                 state = LoopState.decode((await running).encode())
-                assert len(actor.seen) == 1
-            setting = AgentContext(s.model, interactions=InteractionRegistry([user]))
-            state = await run_agent(state, setting)
+                assert len(complete.seen) == 1
+            context = AgentContext(s.model, interactions=InteractionRegistry([user]))
+            state = await run_agent(state, context)
             assert [message.content for message in state.messages] == [
                 "x",
                 "A train, please.",
                 "one two three",
             ]
-            assert [seen[0] for seen in actor.seen] == [actor.seen[0][0]] * 2, "the same briefing"
+            assert [seen[0] for seen in complete.seen] == [complete.seen[0][0]] * 2, "the same system prompt"
 
     run(test)
 
@@ -137,19 +131,19 @@ def test_persona_and_goal_come_from_the_sample_or_from_the_interaction() -> None
     run(test)
 
 
-def test_a_reply_goes_on_until_the_marker() -> None:
+def test_a_response_ends_at_the_marker() -> None:
     async def test() -> None:
-        actor = ScriptedCompletion(" To Bergen. ", f"Thanks.\n{STOP_MARKER}", STOP_MARKER, "  ")
-        user = SimulatedUser(actor, goal="A train.")
+        complete = ScriptedCompletion(" To Bergen. ", f"Thanks.\n{STOP_MARKER}", STOP_MARKER, "  ")
+        user = SimulatedUser(complete, goal="A train.")
         state, _ = await user.start("t1")
-        replies = [await user.respond(state, CONVERSATION) for _ in range(4)]
-        assert replies == [
+        responses = [await user.respond(state, CONVERSATION) for _ in range(4)]
+        assert responses == [
             InteractionResponse(False, "To Bergen."),
             InteractionResponse(True, "Thanks.", extras={"ended_by": "marker"}),
             InteractionResponse(True, "", extras={"ended_by": "marker"}),
             InteractionResponse(True, "", extras={"ended_by": "silence"}),
         ]
-        assert actor.seen == [swap_roles(state.system_prompt, CONVERSATION)] * 4
+        assert complete.seen == [swap_roles(state.system_prompt, CONVERSATION)] * 4
         assert await user.score(state) is None
         await user.finalize(state)
 
@@ -157,20 +151,20 @@ def test_a_reply_goes_on_until_the_marker() -> None:
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_a_user_that_opens_speaks_before_anybody_else(per_sample: bool) -> None:
+def test_a_user_that_opens_sends_the_first_message(per_sample: bool) -> None:
     async def test() -> None:
-        actor = ScriptedCompletion("A train, please.")
-        user = SimulatedUser(actor, goal="A train.", opens=not per_sample, name="ann", stop="<end>")
+        complete = ScriptedCompletion("A train, please.")
+        user = SimulatedUser(complete, goal="A train.", opens=not per_sample, name="ann", stop="<end>")
         arguments: dict[str, Any] = {"opens": True} if per_sample else {}
         state, first = await user.start("t1", **arguments)
         assert first == "A train, please."
-        assert roles_and_contents(actor.seen[0])[1:] == [("user", GREETING)]
+        assert roles_and_contents(complete.seen[0])[1:] == [("user", GREETING)]
         assert "<end>" in state.system_prompt
 
     run(test)
 
 
-def test_what_cannot_be_played_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     async def test() -> None:
         with pytest.raises(InputError, match="goal of 'simulated_user': got none, expected what"):
             await SimulatedUser(ScriptedCompletion()).start("t1")
