@@ -18,7 +18,8 @@ settings.register_profile(
 settings.load_profile("branchline")
 
 # The embedded engine needs torch.
-collect_ignore_glob = [] if find_spec("torch") else ["src/branchline/engines/hf/*", "tests/engines/tiny.py"]
+_NEEDS_TORCH = ["src/branchline/engines/hf/*", "tests/engines/tiny_model.py", "tests/engines/hf/*"]
+collect_ignore_glob = [] if find_spec("torch") else _NEEDS_TORCH
 
 # Tests connect to loopback only. With a folder that has no certificates, each HTTP client skips reading the
 # system's certificates, which takes longer than most tests.

@@ -1,10 +1,9 @@
-"""The embedded engine against what transformers itself gives: one prompt at a time, no cache, no batch."""
+"""The embedded engine, compared with transformers: one prompt at a time, no cache, no batch."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,36 +27,36 @@ from tests.engines.tiny_model import (
     transformers,
 )
 
-# What is sampled
+# Sampling
 
 
-def test_fifty_prompts_that_join_at_different_times_each_get_what_plain_generate_gives() -> None:
+def test_prompts_that_join_at_different_times_get_the_ids_of_generate() -> None:
     prompts = [prompt(n, 1 + (n * 37) % 300) for n in range(50)]
     sizes = [5 + n % 17 for n in range(50)]
 
     async def body() -> None:
-        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=0, max_batch=16)) as engine:
-            may_start = [asyncio.Event() for _ in prompts]
-            for event in may_start[:3]:
+        async with running_engine(tiny_model(), hf.HfConfig(max_batch=16)) as engine:
+            can_start = [asyncio.Event() for _ in prompts]
+            for event in can_start[:3]:
                 event.set()
 
-            async def one(n: int) -> list[int]:
-                await may_start[n].wait()
+            async def generate(n: int) -> list[int]:
+                await can_start[n].wait()
                 ids: list[int] = []
                 async for chunk in engine.generate(prompts[n], greedy(sizes[n])):
                     ids += chunk.ids.tolist()
                     if len(ids) > n % 4 and n + 3 < len(prompts):
-                        may_start[n + 3].set()
+                        can_start[n + 3].set()
                 return ids
 
-            outputs = await asyncio.gather(*(one(n) for n in range(50)))
+            outputs = await asyncio.gather(*(generate(n) for n in range(50)))
         model = tiny_model()
         assert outputs == [reference_ids(model, ids, size) for ids, size in zip(prompts, sizes, strict=True)]
 
     run(body())
 
 
-def test_raw_logprobs_are_those_of_a_full_forward() -> None:
+def test_raw_logprobs_are_those_of_a_full_forward_pass() -> None:
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
             prompts = [prompt(n, 20 + 40 * n) for n in range(8)]
@@ -87,22 +86,22 @@ def test_processed_logprobs_are_those_of_the_distribution_sampled_from() -> None
     )
 
     async def body() -> None:
-        async with running_engine(tiny_model(), hf.HfConfig(logprobs="processed")) as engine:
+        async with running_engine(tiny_model(), hf.HfConfig(logprob_kind="processed")) as engine:
             assert engine.logprob_kind == "processed"
             output = await collect(engine, prompt(1, 30), params)
-            certain = await collect(engine, prompt(1, 30), greedy(5))
+            greedy_output = await collect(engine, prompt(1, 30), greedy(5))
         ids = [*prompt(1, 30).tolist(), *output.ids]
         for n, logprob in enumerate(output.logprobs):
             with torch.inference_mode():
                 logits = tiny_model()(torch.tensor([ids[: 30 + n]])).logits[:, -1]
             scores = processors(torch.tensor([ids[: 30 + n]]), logits).log_softmax(-1)
             assert logprob == pytest.approx(scores[0, ids[30 + n]].item(), abs=1e-4)
-        assert certain.logprobs == [0] * 5
+        assert greedy_output.logprobs == [0] * 5
 
     run(body())
 
 
-def test_a_seed_gives_the_same_ids_whatever_else_is_in_the_batch() -> None:
+def test_seed_gives_the_same_ids_in_any_batch() -> None:
     params = SamplingParams(max_tokens=24, seed=5)
 
     async def body() -> None:
@@ -110,56 +109,41 @@ def test_a_seed_gives_the_same_ids_whatever_else_is_in_the_batch() -> None:
             alone = await collect(engine, prompt(1, 50), params)
         async with running_engine(tiny_model(), hf.HfConfig(prefill_tokens=16)) as engine:
             others = [collect(engine, prompt(n, 20 * n), SamplingParams(max_tokens=40)) for n in range(2, 9)]
-            crowded, *_ = await asyncio.gather(collect(engine, prompt(1, 50), params), *others)
+            batched, *_ = await asyncio.gather(collect(engine, prompt(1, 50), params), *others)
             other_seed = await collect(engine, prompt(1, 50), SamplingParams(max_tokens=24, seed=6))
             unseeded = [await collect(engine, prompt(1, 50), SamplingParams(max_tokens=24)) for _ in range(2)]
-        assert crowded.ids == alone.ids
+        assert batched.ids == alone.ids
         assert other_seed.ids != alone.ids
         assert unseeded[0].ids != unseeded[1].ids
 
     run(body())
 
 
-def test_a_seeded_generation_goes_on_elsewhere_as_if_it_had_never_moved() -> None:
+def test_seeded_generation_continues_on_another_engine_with_the_same_ids() -> None:
     params = SamplingParams(max_tokens=20, seed=9, top_p=0.9)
 
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
-            whole = await collect(engine, prompt(1, 30), params)
+            full = await collect(engine, prompt(1, 30), params)
         async with running_engine(tiny_model()) as engine:
-            moved = as_ids([*prompt(1, 30).tolist(), *whole.ids[:8]])
+            moved = as_ids([*prompt(1, 30).tolist(), *full.ids[:8]])
             rest = await collect(engine, moved, params.for_continuation(8))
-        assert rest.ids == whole.ids[8:]
+        assert rest.ids == full.ids[8:]
 
     run(body())
 
 
-# How it ends
+# Finish reasons and refusals
 
 
-def test_a_stop_id_ends_a_generation_and_is_its_last_id() -> None:
+def test_stop_id_ends_a_generation_and_is_its_last_id() -> None:
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
-            whole = await collect(engine, prompt(1, 30), greedy(12))
-            assert (whole.finish_reason, len(whole.ids)) == ("length", 12)
-            stop = whole.ids[6]
+            full = await collect(engine, prompt(1, 30), greedy(12))
+            assert (full.finish_reason, len(full.ids)) == ("length", 12)
+            stop = full.ids[6]
             stopped = await collect(engine, prompt(1, 30), greedy(12, stop_ids=(stop, VOCAB + 7)))
-        assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
-        assert stopped.finish_reason == "stop"
-
-    run(body())
-
-
-def test_a_stop_text_ends_a_generation_at_the_id_that_completes_it() -> None:
-    def decode(ids: Sequence[int]) -> str:
-        return "".join(f"<{token}>" for token in ids)
-
-    async def body() -> None:
-        async with running_engine(tiny_model(), decode=decode) as engine:
-            whole = await collect(engine, prompt(1, 30), greedy(12))
-            text = f"{whole.ids[4]}><{whole.ids[5]}"
-            stopped = await collect(engine, prompt(1, 30), greedy(12, stop=("never", text)))
-        assert stopped.ids == whole.ids[:6]
+        assert stopped.ids == full.ids[: full.ids.index(stop) + 1]
         assert stopped.finish_reason == "stop"
 
     run(body())
@@ -182,13 +166,10 @@ def test_a_stop_text_ends_a_generation_at_the_id_that_completes_it() -> None:
         ([1], SamplingParams(repetition_penalty=0), "repetition_penalty: got 0"),
         ([1], SamplingParams(presence_penalty=float("inf")), "presence_penalty: got inf"),
         ([1], SamplingParams(frequency_penalty=float("nan")), "frequency_penalty: got nan"),
-        ([1], SamplingParams(stop=("x",)), "stop: got \\('x',\\), expected none"),
         ([1], SamplingParams(grammar={"type": "json_object"}), "grammar"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_words(
-    ids: list[int], params: SamplingParams, message: str
-) -> None:
+def test_invalid_request_is_refused(ids: list[int], params: SamplingParams, message: str) -> None:
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
             assert engine.max_context == 2048
@@ -198,22 +179,13 @@ def test_what_cannot_be_done_is_refused_in_words(
     run(body())
 
 
-def test_a_stop_text_that_every_output_contains_is_refused() -> None:
-    async def body() -> None:
-        async with running_engine(tiny_model(), decode=str) as engine:
-            with pytest.raises(EngineInputError, match=r"stop: got \('x', ''\), expected texts"):
-                await collect(engine, prompt(1, 30), greedy(5, stop=("x", "")))
-
-    run(body())
-
-
 @pytest.mark.parametrize("field", ["max_batch", "prefill_tokens"])
-def test_an_engine_that_would_never_compute_is_refused(field: str) -> None:
+def test_limit_that_prevents_all_computation_is_refused(field: str) -> None:
     with pytest.raises(EngineInputError, match=f"{field}: got 0, expected 1 or more"):
         hf.HfConfig(**{field: 0})
 
 
-def test_a_context_may_be_filled_to_the_last_id() -> None:
+def test_context_may_be_filled_completely() -> None:
     async def body() -> None:
         async with running_engine(tiny_model(max_position_embeddings=64)) as engine:
             output = await collect(engine, prompt(1, 60), greedy(4))
@@ -222,10 +194,10 @@ def test_a_context_may_be_filled_to_the_last_id() -> None:
     run(body())
 
 
-# What is computed
+# Prefix reuse and batching
 
 
-def test_turn_ten_computes_only_what_is_new() -> None:
+def test_later_turns_compute_only_new_ids() -> None:
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
             ids, model = prompt(0, 200).tolist(), tiny_model()
@@ -245,7 +217,7 @@ def test_turn_ten_computes_only_what_is_new() -> None:
     run(body())
 
 
-def test_a_branch_computes_only_what_differs() -> None:
+def test_branch_computes_only_the_ids_that_differ() -> None:
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
             trunk = prompt(0, 100).tolist()
@@ -259,7 +231,7 @@ def test_a_branch_computes_only_what_differs() -> None:
     run(body())
 
 
-def test_a_group_with_one_prompt_computes_it_once() -> None:
+def test_group_with_one_prompt_computes_it_once() -> None:
     async def body() -> None:
         async with running_engine(tiny_model(), hf.HfConfig(prefill_tokens=64)) as engine:
             params = [SamplingParams(max_tokens=8, seed=n) for n in range(8)]
@@ -271,7 +243,7 @@ def test_a_group_with_one_prompt_computes_it_once() -> None:
     run(body())
 
 
-def test_eight_sessions_take_the_steps_of_one() -> None:
+def test_sessions_are_decoded_in_the_same_steps() -> None:
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
             await engine.pause()
@@ -285,7 +257,7 @@ def test_eight_sessions_take_the_steps_of_one() -> None:
     run(body())
 
 
-def test_the_cache_keeps_within_its_bytes_and_lets_go_of_what_was_used_least_recently() -> None:
+def test_prefix_cache_stays_within_its_bytes_and_evicts_the_least_recently_used() -> None:
     token_bytes = 3 * 2 * 2 * 16 * 4
 
     async def body() -> None:
@@ -311,7 +283,7 @@ def test_the_cache_keeps_within_its_bytes_and_lets_go_of_what_was_used_least_rec
     run(body())
 
 
-def test_a_batch_beyond_its_bytes_lets_the_youngest_wait_and_loses_nothing() -> None:
+def test_batch_beyond_its_bytes_preempts_requests_and_loses_no_token() -> None:
     token_bytes = 3 * 2 * 2 * 16 * 4
     prompts = [prompt(n, 235 + n) for n in range(6)]
 
@@ -319,41 +291,41 @@ def test_a_batch_beyond_its_bytes_lets_the_youngest_wait_and_loses_nothing() -> 
         config = hf.HfConfig(batch_bytes=3 * 256 * token_bytes, cache_bytes=0)
         async with running_engine(tiny_model(), config) as engine:
             outputs = await asyncio.gather(*(collect(engine, ids, greedy(40)) for ids in prompts))
-            assert engine.stats.held > 0
+            assert engine.stats.preemptions > 0
         model = tiny_model()
         assert [output.ids for output in outputs] == [reference_ids(model, ids, 40) for ids in prompts]
 
     run(body())
 
 
-# Streams
+# Streaming
 
 
-def test_ids_stream_as_they_are_sampled_or_together_as_the_interval_says() -> None:
+def test_tokens_are_coalesced_by_flush_s() -> None:
     async def body() -> None:
-        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=0)) as engine:
-            single = await collect(engine, prompt(1, 30), greedy(20))
-        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=3600)) as engine:
-            await collect(engine, prompt(1, 30), greedy(1))
-            together = await collect(engine, prompt(1, 30), greedy(20))
-        assert (single.chunks, together.chunks) == (20, 2), "the first id leaves at once, the rest at the end"
-        assert single.ids == together.ids
-        assert single.logprobs == pytest.approx(together.logprobs, abs=1e-4)
+        async with running_engine(tiny_model()) as engine:
+            single, coalesced = await asyncio.gather(
+                collect(engine, prompt(1, 30), greedy(20)),
+                collect(engine, prompt(1, 30), greedy(20, flush_s=3600)),
+            )
+        assert (single.chunks, coalesced.chunks) == (20, 2), "the first token at once, the rest at the end"
+        assert single.ids == coalesced.ids
+        assert single.logprobs == pytest.approx(coalesced.logprobs, abs=1e-4)
 
     run(body())
 
 
-def test_the_model_never_runs_in_the_event_loop() -> None:
+def test_model_runs_only_in_the_computing_thread() -> None:
     model, threads = tiny_model(), set()
     forward = model.forward
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def tracked_forward(*args: Any, **kwargs: Any) -> Any:
         threads.add(threading.current_thread())
         return forward(*args, **kwargs)
 
     async def body() -> None:
         async with running_engine(model) as engine:
-            model.forward = watched
+            model.forward = tracked_forward
             await asyncio.gather(*(collect(engine, prompt(n, 30), greedy(5)) for n in range(3)))
         assert len(threads) == 1
         assert threading.current_thread() not in threads
@@ -361,11 +333,11 @@ def test_the_model_never_runs_in_the_event_loop() -> None:
     run(body())
 
 
-def test_closing_a_stream_frees_its_slot() -> None:
+def test_closing_a_generation_frees_its_row() -> None:
     async def body() -> None:
-        async with running_engine(tiny_model(), hf.HfConfig(max_batch=1, stream_interval_s=0)) as engine:
-            abandoned = engine.generate(prompt(1, 30), greedy(1500))
-            await anext(abandoned)
+        async with running_engine(tiny_model(), hf.HfConfig(max_batch=1)) as engine:
+            closed = engine.generate(prompt(1, 30), greedy(1500))
+            await anext(closed)
             waiting = asyncio.create_task(collect(engine, prompt(2, 30), greedy(5)))
             never_started = engine.generate(prompt(3, 30), greedy(5))
             queued = asyncio.create_task(anext(never_started))
@@ -374,7 +346,7 @@ def test_closing_a_stream_frees_its_slot() -> None:
             assert (engine.stats.running, engine.stats.waiting) == (1, 2)
             queued.cancel()
             await asyncio.gather(queued, return_exceptions=True)
-            await abandoned.aclose()
+            await closed.aclose()
             await engine.resume()
             output = await waiting
             assert (engine.stats.running, engine.stats.waiting) == (0, 0)
@@ -384,14 +356,14 @@ def test_closing_a_stream_frees_its_slot() -> None:
     run(body())
 
 
-def test_a_stream_closed_with_ids_under_way_leaves_the_others_alone() -> None:
+def test_generation_cancelled_with_pending_tokens_does_not_affect_others() -> None:
     async def body() -> None:
-        async with running_engine(tiny_model(), hf.HfConfig(stream_interval_s=3600)) as engine:
-            staying = asyncio.create_task(collect(engine, prompt(1, 30), greedy(300)))
-            leaving = asyncio.create_task(collect(engine, prompt(2, 30), greedy(1500)))
+        async with running_engine(tiny_model()) as engine:
+            kept = asyncio.create_task(collect(engine, prompt(1, 30), greedy(300, flush_s=3600)))
+            cancelled = asyncio.create_task(collect(engine, prompt(2, 30), greedy(1500, flush_s=3600)))
             await collect(engine, prompt(3, 30), greedy(3))
-            leaving.cancel()
-            output = await staying
+            cancelled.cancel()
+            output = await kept
         assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 300)
 
     run(body())

@@ -1,4 +1,4 @@
-"""What goes wrong in the embedded engine ends what it must, in words, and nothing else."""
+"""Failures of the embedded engine end the affected generations with an error, and no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.engines.tiny_model import (
 )
 
 
-def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
+def test_failing_model_ends_running_generations_and_the_engine_continues() -> None:
     model = tiny_model()
     forward = model.forward
 
@@ -53,49 +53,48 @@ def test_a_model_that_fails_ends_what_runs_and_the_engine_goes_on() -> None:
     run(body())
 
 
-def test_a_model_that_fails_half_way_spares_those_that_wait_and_what_was_sampled() -> None:
+def test_failing_step_keeps_waiting_requests_and_sampled_tokens() -> None:
     model = tiny_model()
-    forward, left = model.forward, 12
+    forward, remaining = model.forward, 12
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if not left:
+        nonlocal remaining
+        remaining -= 1
+        if not remaining:
             raise RuntimeError("out of memory")
         return forward(*args, **kwargs)
 
     async def body() -> None:
-        async with running_engine(model, hf.HfConfig(max_batch=3, stream_interval_s=3600)) as engine:
+        async with running_engine(model, hf.HfConfig(max_batch=3)) as engine:
             model.forward = failing
-            got: list[list[int]] = [[] for _ in range(5)]
+            received: list[list[int]] = [[] for _ in range(5)]
 
-            async def one(n: int) -> None:
-                async for chunk in engine.generate(prompt(n, 20 + n), greedy(15)):
-                    got[n] += chunk.ids.tolist()
+            async def generate(n: int) -> None:
+                async for chunk in engine.generate(prompt(n, 20 + n), greedy(15, flush_s=3600)):
+                    received[n] += chunk.ids.tolist()
 
             await engine.pause()
-            tasks = [asyncio.create_task(one(n)) for n in range(5)]
+            tasks = [asyncio.create_task(generate(n)) for n in range(5)]
             await asyncio.sleep(0)
             await engine.resume()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         for n, outcome in enumerate(outcomes):
             assert isinstance(outcome, EngineError) == (n < 3), outcome
-            # Eleven steps had been sampled when the twelfth failed, and none of them is lost.
-            assert got[n] == reference_ids(tiny_model(), prompt(n, 20 + n), 11 if n < 3 else 15)
+            # Eleven steps were sampled before the twelfth failed.
+            assert received[n] == reference_ids(tiny_model(), prompt(n, 20 + n), 11 if n < 3 else 15)
 
     run(body())
 
 
-def test_a_failure_between_two_rows_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_while_a_row_moves_ends_both_of_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any) -> None:
         raise RuntimeError("no copy")
 
     async def body() -> None:
         async with running_engine(tiny_model()) as engine:
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    BatchKvCache, "write", failing
-                )  # when the first ends, the last moves into its row
+                # When the first job ends, the last one moves into its row.
+                patch.setattr(BatchKvCache, "write_row", failing)
                 outcomes = await asyncio.gather(
                     *(collect(engine, prompt(n, 30), greedy(5 + 10 * n)) for n in range(3)),
                     return_exceptions=True,
@@ -107,7 +106,7 @@ def test_a_failure_between_two_rows_leaves_nobody_waiting(monkeypatch: pytest.Mo
     run(body())
 
 
-def test_a_failure_to_make_room_ends_the_one_that_needed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_reserve_memory_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any) -> bool:
         raise MemoryError("no room")
 
@@ -122,19 +121,19 @@ def test_a_failure_to_make_room_ends_the_one_that_needed_it(monkeypatch: pytest.
     run(body())
 
 
-def test_a_computing_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+def test_death_of_the_computing_thread_ends_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_: Any) -> None:
         raise ValueError("a defect")
 
     async def body() -> None:
         model, died = tiny_model(), []
-        monkeypatch.setattr(threading, "excepthook", lambda told: died.append(told.exc_type))
+        monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_type))
         async with running_engine(model) as engine:
             gate = ForwardGate(model, 1)
-            monkeypatch.setattr(engine, "_deliver", broken)
+            monkeypatch.setattr(engine, "_flush", broken)
             added = asyncio.create_task(collect(engine, prompt(1, 30), greedy(5)))
             late = asyncio.create_task(collect(engine, prompt(2, 30), greedy(5)))
-            # The first is in the model when the second is asked for, which nobody will take up any more.
+            # The first is in the model when the second is submitted, and the thread dies before its task.
             await asyncio.to_thread(gate.is_reached.wait)
             gate.is_open.set()
             for outcome in await asyncio.gather(added, late, return_exceptions=True):
@@ -147,24 +146,24 @@ def test_a_computing_thread_that_dies_leaves_nobody_waiting(monkeypatch: pytest.
     run(body())
 
 
-def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
+def test_logits_that_are_not_finite_end_only_their_own_generation() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[VOCAB - 1] = float("nan")
-    poison = as_ids([*prompt(0, 40).tolist(), VOCAB - 1])
+    poisoned = as_ids([*prompt(0, 40).tolist(), VOCAB - 1])
 
     async def body() -> None:
         async with running_engine(model) as engine:
             good, bad, drawn = await asyncio.gather(
                 collect(engine, prompt(1, 30), greedy(20)),
-                collect(engine, poison, greedy(20)),
-                collect(engine, poison, SamplingParams(max_tokens=20, top_p=0.5)),
+                collect(engine, poisoned, greedy(20)),
+                collect(engine, poisoned, SamplingParams(max_tokens=20, top_p=0.5)),
                 return_exceptions=True,
             )
             assert isinstance(bad, EngineError)
             assert isinstance(drawn, EngineError)
             assert "NaN" in str(bad)
-            # Whoever gets the row next, longer or shorter, sees nothing of it.
+            # The next request in the row, longer or shorter, is not affected.
             later = [collect(engine, prompt(n, 20 * n), greedy(20)) for n in range(2, 6)]
             outputs = [good, *await asyncio.gather(*later)]
         sizes = [30, 40, 60, 80, 100]
@@ -175,9 +174,9 @@ def test_logits_that_are_no_numbers_end_their_own_generation_only() -> None:
     run(body())
 
 
-def test_closing_ends_open_generations_and_refuses_new_ones() -> None:
+def test_close_ends_open_generations_and_refuses_new_ones() -> None:
     async def body() -> None:
-        engine = hf.HfEngine(tiny_model(), hf.HfConfig(max_batch=3, stream_interval_s=0))
+        engine = hf.HfEngine(tiny_model(), hf.HfConfig(max_batch=3))
         streams = [engine.generate(prompt(n, 30), greedy(1500)) for n in range(3)]
         for stream in streams:
             await anext(stream)

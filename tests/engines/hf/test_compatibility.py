@@ -1,4 +1,4 @@
-"""Which models the embedded engine takes: those give what plain `generate` gives, others are refused."""
+"""Models that the embedded engine supports give the ids of plain `generate`; others are refused."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tests.engines.tiny_model import (
         ("Gemma3Text", {"sliding_window": 24, "sliding_window_pattern": 2}),
         ("GPT2", {"n_positions": 2048}),
     ],
-    ids=["llama", "one head a group", "eager", "sliding", "mixed", "gemma3", "learned positions"],
+    ids=["llama", "one head per group", "eager", "sliding", "mixed", "gemma3", "learned positions"],
 )
-def test_other_attention_gives_what_plain_generate_gives(kind: str, changes: dict[str, Any]) -> None:
+def test_other_attention_gives_the_ids_of_generate(kind: str, changes: dict[str, Any]) -> None:
     prompts = [prompt(n, 10 + 31 * n) for n in range(6)]
 
     async def body() -> None:
@@ -52,7 +52,7 @@ def test_other_attention_gives_what_plain_generate_gives(kind: str, changes: dic
     run(body())
 
 
-def test_a_model_folder_is_loaded(tmp_path: Path) -> None:
+def test_model_folder_is_loaded(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "little")
 
     async def body() -> None:
@@ -78,16 +78,14 @@ def test_a_model_folder_is_loaded(tmp_path: Path) -> None:
     ],
     ids=["linear", "chunked", "local", "recurrent", "alibi"],
 )
-def test_a_model_that_cannot_be_batched_this_way_is_refused_before_it_serves(
-    kind: str, changes: dict[str, Any], message: str
-) -> None:
+def test_model_that_cannot_be_batched_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
     model = tiny_model(kind=kind, attn_implementation=None, **changes)
     with pytest.raises(EngineInputError, match=message):
         hf.HfEngine(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_counts_positions_by_itself_is_refused_before_it_serves(dtype: str) -> None:
+def test_model_that_ignores_position_ids_is_refused(dtype: str) -> None:
     model = tiny_model(dtype=dtype)
     forward = model.forward
     model.forward = lambda *args, position_ids=None, **rest: forward(*args, **rest)
@@ -96,24 +94,24 @@ def test_a_model_that_counts_positions_by_itself_is_refused_before_it_serves(dty
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_serves_within_its_rounding(dtype: str) -> None:
+def test_half_precision_is_exact_up_to_rounding(dtype: str) -> None:
     prompts = [prompt(n, 20 + 40 * n) for n in range(4)]
 
     async def body() -> None:
         async with running_engine(tiny_model(dtype=dtype), hf.HfConfig(prefill_tokens=48)) as engine:
-            await engine.swap(tiny_model(seed=1).state_dict(), version=1)  # float32, rounded on the way in
+            await engine.update_weights(tiny_model(seed=1).state_dict(), version=1)  # Rounded from float32.
             outputs = await asyncio.gather(*(collect(engine, ids, greedy(20)) for ids in prompts))
         model = tiny_model(seed=1, dtype=dtype)
         for ids, output in zip(prompts, outputs, strict=True):
             expected = full_logprobs(model, [*ids.tolist(), *output.ids], len(ids))
             picked = expected.gather(-1, torch.tensor(output.ids)[:, None])[:, 0]
             assert np.allclose(output.logprobs, picked, atol=0.3)
-            assert np.allclose(expected.max(-1).values, picked, atol=0.3), "the best, or as good as the best"
+            assert np.allclose(expected.max(-1).values, picked, atol=0.3), "the best id, up to rounding"
 
     run(body())
 
 
-def test_a_model_without_fused_attention_is_loaded_with_its_own(tmp_path: Path) -> None:
+def test_model_without_sdpa_is_loaded_with_its_own_attention(tmp_path: Path) -> None:
     tiny_model(kind="Gemma2", attn_implementation=None, sliding_window=24).save_pretrained(tmp_path)
     ids = prompt(1, 60)
 
@@ -128,7 +126,7 @@ def test_a_model_without_fused_attention_is_loaded_with_its_own(tmp_path: Path) 
     run(body())
 
 
-def test_attention_that_takes_no_mask_is_refused() -> None:
+def test_attention_without_a_mask_is_refused() -> None:
     model = tiny_model()
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(EngineInputError, match="got 'flash_attention_2'"):
