@@ -1,23 +1,22 @@
-"""A log replayed under both policies says how often each forks, what it costs, and what to do about it."""
+"""Replaying a log under both history policies, and the verdict that follows from it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from branchline.chat.audit.findings import USE_VERBATIM, Finding, fine, note, unsafe
-from branchline.chat.audit.template_audit import TemplateAudit, audit_codec
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
+from branchline.doctor.findings import USE_VERBATIM, Finding, fine, note, unsafe
+from branchline.doctor.replay_report import RefusedCall, ReplayReport, assess_safety, replay_log
+from branchline.doctor.template_audit import TemplateAudit, audit_codec
 from branchline.timelines.log import LoggedCall, read_call
-from branchline.timelines.replay_report import RefusedCall, ReplayReport, assess_safety, replay_log
 from tests.chat.families import load_codec
+from tests.chat.harness import HELLO_MERGES, save_byte_level
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -32,20 +31,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> GenericCodec:
-    """Letters and their bytes, `hello` in one token or five; the template strips thinking."""
+    """A tokenizer with `hello` as one token or five, and a template that strips reasoning."""
     path = tmp_path_factory.mktemp("toy")
-    vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("l", "o"), ("l", "lo"), ("e", "llo"), ("h", "ello")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|start|>"), AddedToken("<|end|>")])
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return GenericCodec.open(path)
+    return GenericCodec.open(
+        save_byte_level(path, merges=HELLO_MERGES, chat_template=TEMPLATE, eos_token="<|end|>")
+    )
 
 
 def raw_message(role: str, text: str, **more: Any) -> dict[str, Any]:
@@ -55,38 +45,38 @@ def raw_message(role: str, text: str, **more: Any) -> dict[str, Any]:
 def conversation(
     replies: Sequence[dict[str, Any]], session: str = "s", *, ids: Sequence[list[int] | None] = ()
 ) -> list[LoggedCall]:
-    """A talk as a log has it: every call shows all that was said before."""
+    """Returns the log of a conversation: every call contains all earlier messages."""
     shown = [raw_message("user", "begin")]
     calls: list[LoggedCall] = []
-    for place, reply in enumerate(replies):
+    for index, reply in enumerate(replies):
         choice: dict[str, Any] = {"message": reply, "finish_reason": "stop"}
-        if place < len(ids) and ids[place] is not None:
-            choice["token_ids"] = ids[place]
+        if index < len(ids) and ids[index] is not None:
+            choice["token_ids"] = ids[index]
         line = {"session": session, "request": {"messages": shown}, "response": {"choices": [choice]}}
         calls.append(read_call(line, len(calls) + 1))
-        shown = [*shown, reply, raw_message("user", f"go on {place}")]
+        shown = [*shown, reply, raw_message("user", f"go on {index}")]
     return calls
 
 
-PLAIN_REPLIES = [raw_message("assistant", f"answer {place}") for place in range(4)]
+PLAIN_REPLIES = [raw_message("assistant", f"answer {index}") for index in range(4)]
 REASONING_REPLIES = [
-    raw_message("assistant", f"answer {place}", reasoning_content="hm") for place in range(4)
+    raw_message("assistant", f"answer {index}", reasoning_content="hm") for index in range(4)
 ]
 
 
 # Replaying
 
 
-def test_a_talk_without_thinking_is_one_timeline_under_both_policies(codec: GenericCodec) -> None:
+def test_a_conversation_without_reasoning_is_one_timeline_under_both_policies(codec: GenericCodec) -> None:
     for history in ("template", "verbatim"):
-        told = replay_log(conversation(PLAIN_REPLIES), codec, history)
-        assert (told.calls, told.continuing_calls, told.forked_calls, told.timelines) == (4, 3, 0, 1)
-        assert not told.causes
-        assert told.tokens_computed_again == 0
-        assert told.fork_rate == 0
+        report = replay_log(conversation(PLAIN_REPLIES), codec, history)
+        assert (report.calls, report.continuing_calls, report.forked_calls, report.timelines) == (4, 3, 0, 1)
+        assert not report.causes
+        assert report.tokens_computed_again == 0
+        assert report.fork_rate == 0
 
 
-def test_thinking_forks_at_every_user_message_under_template_and_never_under_verbatim(
+def test_reasoning_forks_at_every_user_message_under_template_and_never_under_verbatim(
     codec: GenericCodec,
 ) -> None:
     template = replay_log(conversation(REASONING_REPLIES), codec, "template")
@@ -97,46 +87,46 @@ def test_thinking_forks_at_every_user_message_under_template_and_never_under_ver
     assert template.exceeds_max_fork_rate
     assert (verbatim.forked_calls, verbatim.timelines, verbatim.tokens_computed_again) == (0, 1, 0)
     assert verbatim.encoded_tokens < template.encoded_tokens
-    # What was thought stays in the context there.
+    # Under verbatim the reasoning stays in the context.
     assert verbatim.prompt_tokens > template.prompt_tokens
 
 
-def test_sessions_stay_apart(codec: GenericCodec) -> None:
+def test_sessions_are_replayed_separately(codec: GenericCodec) -> None:
     calls = [*conversation(PLAIN_REPLIES, "one"), *conversation(PLAIN_REPLIES, "two")]
-    told = replay_log(calls, codec, "template")
-    assert (told.calls, told.continuing_calls, told.timelines) == (8, 6, 2)
+    report = replay_log(calls, codec, "template")
+    assert (report.calls, report.continuing_calls, report.timelines) == (8, 6, 2)
 
 
 def test_the_order_of_the_log_does_not_matter(codec: GenericCodec) -> None:
     calls = conversation(REASONING_REPLIES)
     for seed in range(5):
         mixed = Random(seed).sample(calls, len(calls))
-        told = replay_log(mixed, codec, "template")
-        assert (told.continuing_calls, told.forked_calls, told.timelines) == (3, 3, 4)
+        report = replay_log(mixed, codec, "template")
+        assert (report.continuing_calls, report.forked_calls, report.timelines) == (3, 3, 4)
 
 
-def test_logged_ids_are_kept_whatever_their_spelling(codec: GenericCodec) -> None:
+def test_logged_ids_are_kept(codec: GenericCodec) -> None:
     end = codec.tokenizer.added_tokens["<|end|>"]
-    spelled = [*(codec.tokenizer.encode(letter)[0] for letter in "hello"), end]
+    sampled = [*(codec.tokenizer.encode(char)[0] for char in "hello"), end]
     replies = [raw_message("assistant", "hello"), raw_message("assistant", "bye")]
-    calls = conversation(replies, ids=[[int(token) for token in spelled]])
+    calls = conversation(replies, ids=[[int(token) for token in sampled]])
     ours = replay_log(calls, codec, "template")
     whole = replay_log(conversation(replies), codec, "template")
     assert ours.prompt_tokens == whole.prompt_tokens + 4
     assert ours.forked_calls == 0
 
 
-def test_a_prompt_that_was_encoded_again_is_drift_in_ids_alone(codec: GenericCodec) -> None:
+def test_a_prompt_that_was_encoded_again_is_drift_with_the_same_text(codec: GenericCodec) -> None:
     end = codec.tokenizer.added_tokens["<|end|>"]
-    spelled = [*(int(codec.tokenizer.encode(letter)[0]) for letter in "hello"), end]
+    sampled = [*(int(codec.tokenizer.encode(char)[0]) for char in "hello"), end]
     first, second = conversation(
-        [raw_message("assistant", "hello"), raw_message("assistant", "bye")], ids=[spelled]
+        [raw_message("assistant", "hello"), raw_message("assistant", "bye")], ids=[sampled]
     )
-    prompt = codec.tokenizer.encode_prompt(second.request.messages)
+    prompt = codec.encode_prompt(second.request.messages)
     logged = [first, LoggedCall(second.request, second.outputs, prompt, "s", line=2)]
-    told = replay_log(logged, codec, "template")
-    (drift,) = told.drifts
-    assert told.compared_prompts == 1
+    report = replay_log(logged, codec, "template")
+    (drift,) = report.drifts
+    assert report.compared_prompts == 1
     assert (drift.line, drift.same_text) == (2, True)
     assert "|hello|" in drift.logged
     assert "|h|e|l|l|o|" in drift.ours
@@ -145,22 +135,22 @@ def test_a_prompt_that_was_encoded_again_is_drift_in_ids_alone(codec: GenericCod
     )
 
 
-def test_another_text_is_drift_too(codec: GenericCodec) -> None:
+def test_a_prompt_with_another_text_is_drift(codec: GenericCodec) -> None:
     (call,) = conversation(PLAIN_REPLIES[:1])
     other = LoggedCall(call.request, call.outputs, as_ids(codec.tokenizer.encode("USER: begin")), line=7)
     (drift,) = replay_log([other], codec, "template").drifts
     assert (drift.line, drift.same_text, drift.logged[:4]) == (7, False, "USER")
 
 
-def test_a_refused_call_is_named_in_the_templates_words_and_the_rest_goes_on(codec: GenericCodec) -> None:
+def test_a_refused_call_is_reported_and_the_other_calls_are_replayed(codec: GenericCodec) -> None:
     bad = {
         "request": {"messages": [raw_message("user", "u"), raw_message("tool", "t", tool_call_id="x")]},
         "response": {"choices": [{"message": raw_message("assistant", "never")}]},
     }
-    told = replay_log([read_call(bad, 9), *conversation(PLAIN_REPLIES)], codec, "template")
-    (refusal,) = told.refusals
-    assert (refusal.line, refusal.words) == (9, "No tools here!")
-    assert told.calls == 4
+    report = replay_log([read_call(bad, 9), *conversation(PLAIN_REPLIES)], codec, "template")
+    (refusal,) = report.refusals
+    assert (refusal.line, refusal.message) == (9, "No tools here!")
+    assert report.calls == 4
 
 
 # The verdict
@@ -173,10 +163,10 @@ def audit_with(*findings: Finding) -> TemplateAudit:
 STRIPS_THINKING = note("thinking", "It does.", {}, "leaves earlier thinking out")
 DROPS_TEXT = unsafe("text_beside_call", "leaves out the text beside a tool call", {}, USE_VERBATIM)
 BREAKS_CALL_END = unsafe("call_end", "loses the end of a single tool call", {}, USE_VERBATIM)
-UNREADABLE_CALLS = unsafe("parses_calls", "writes calls nobody reads", {}, "use the renderers codec")
+UNREADABLE_CALLS = unsafe("parses_calls", "writes calls that no parser reads", {}, "use the renderers codec")
 
 
-def test_stripping_thinking_alone_is_safe_and_gets_advice() -> None:
+def test_stripping_reasoning_is_safe_and_gets_advice() -> None:
     verdict = assess_safety(audit_with(STRIPS_THINKING), "template")
     assert verdict.safe
     assert verdict.advice == (
@@ -186,7 +176,7 @@ def test_stripping_thinking_alone_is_safe_and_gets_advice() -> None:
     )
 
 
-def test_what_is_lost_is_unsafe_under_template_and_kept_under_verbatim() -> None:
+def test_dropped_text_is_unsafe_under_template_and_safe_under_verbatim() -> None:
     verdict = assess_safety(audit_with(DROPS_TEXT), "template")
     assert not verdict.safe
     assert verdict.advice.startswith(
@@ -195,7 +185,7 @@ def test_what_is_lost_is_unsafe_under_template_and_kept_under_verbatim() -> None
     assert assess_safety(audit_with(DROPS_TEXT), "verbatim").safe
 
 
-def test_a_template_that_breaks_its_calls_is_pointed_to_the_renderers_codec() -> None:
+def test_the_renderers_codec_is_advised_for_a_template_that_breaks_its_calls() -> None:
     advice = assess_safety(audit_with(BREAKS_CALL_END), "template").advice
     assert (
         "loses the end of a single tool call: use the renderers codec or serve with history=verbatim"
@@ -203,11 +193,11 @@ def test_a_template_that_breaks_its_calls_is_pointed_to_the_renderers_codec() ->
     )
 
 
-def test_what_verbatim_does_not_cure_stays_unsafe() -> None:
+def test_findings_that_verbatim_does_not_solve_stay_unsafe() -> None:
     for history in ("template", "verbatim"):
         verdict = assess_safety(audit_with(DROPS_TEXT, UNREADABLE_CALLS), history)
         assert not verdict.safe
-        assert "writes calls nobody reads: use the renderers codec" in verdict.advice
+        assert "writes calls that no parser reads: use the renderers codec" in verdict.advice
 
 
 def test_a_log_that_forks_more_than_a_quarter_is_unsafe_under_that_policy() -> None:
@@ -223,9 +213,9 @@ def test_a_log_that_forks_more_than_a_quarter_is_unsafe_under_that_policy() -> N
 
 
 def test_refused_calls_are_unsafe_and_quoted(codec: GenericCodec) -> None:
-    told = ReplayReport("template", calls=3)
-    told.refusals = [RefusedCall(4, "No!")]
-    verdict = assess_safety(audit_with(), "template", [told])
+    report = ReplayReport("template", calls=3)
+    report.refusals = [RefusedCall(4, "No!")]
+    verdict = assess_safety(audit_with(), "template", [report])
     assert not verdict.safe
     assert "refuses 1 of 4 calls (line 4: No!)" in verdict.advice
 

@@ -1,4 +1,4 @@
-"""Ids to messages: stop ids, unknown ids, what is said when, and what it costs."""
+"""OutputParser: stop ids, unknown ids, when deltas are emitted, and cost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from tests.chat.parsing.samples import FORMATS, byte_parser, call, glm, harmony, hermes
 
-from branchline.chat.parsing import MessageDelta, OutputParser, ParseProblem, create_text_parser
+from branchline.chat.parsing.base import MessageDelta, OutputParser, ParseProblem
+from branchline.chat.parsing.registry import create_text_parser
+from tests.chat.parsing.samples import FORMATS, byte_parser, call, glm, harmony, hermes
 
 STOP, OTHER = 256, 257
 
@@ -32,12 +33,12 @@ def test_ids_may_be_an_array() -> None:
     assert byte_parser(create_text_parser("plain")).parse(ids, "stop").message.content == "hé"
 
 
-def test_an_id_outside_the_vocabulary_is_flagged_and_does_not_raise() -> None:
+def test_an_unknown_id_is_reported_and_does_not_raise() -> None:
     parsed = OutputParser(create_text_parser("plain"), {1: b"a"}.__getitem__).parse([1, 99, 1], "stop")
     assert (parsed.message.content, parsed.problems) == ("a\ufffda", (ParseProblem.UNKNOWN_ID,))
 
 
-def test_a_character_cut_by_length_is_flagged() -> None:
+def test_a_character_cut_by_length_is_reported() -> None:
     parsed = byte_parser(create_text_parser("hermes")).parse("a€".encode()[:-1], "length")
     assert (parsed.message.content, parsed.problems) == ("a\ufffd", (ParseProblem.INVALID_UTF8,))
 
@@ -53,17 +54,17 @@ def test_an_output_that_ends_in_a_stop_id_was_not_cut() -> None:
 
 
 def test_a_stop_that_opens_the_next_message_is_not_text() -> None:
-    # GLM stops by sampling the tool result's opener.
+    # GLM stops by generating the opener of the tool result.
     ids = [*glm("Hm.", [call("f")]).encode(), STOP]
     assert byte_parser(create_text_parser("glm"), [STOP]).parse(ids, "stop").message.content == "Hm."
 
 
-def test_text_is_said_at_once_and_a_call_when_it_is_whole() -> None:
+def test_text_is_emitted_at_once_and_a_call_when_it_is_complete() -> None:
     parser = create_text_parser("hermes")
     assert parser.feed("Hi") == [MessageDelta(content="Hi")]
-    assert parser.feed(" <b") == [MessageDelta(content=" <b")], "no marker begins so"
+    assert parser.feed(" <b") == [MessageDelta(content=" <b")], "not the start of a marker"
     assert parser.feed(" <t\n") == [MessageDelta(content=" <t")]
-    assert parser.feed("\n<tool") == [], "newlines and half a marker wait"
+    assert parser.feed("\n<tool") == [], "newlines and partial markers are held back"
     assert parser.feed("box>") == [MessageDelta(content="\n\n<toolbox>")]
     *start, last = hermes("", [call("f")])
     assert parser.feed("".join(start)) == []
@@ -71,7 +72,7 @@ def test_text_is_said_at_once_and_a_call_when_it_is_whole() -> None:
     assert parser.feed("\n") == parser.finish(False) == []
 
 
-def test_reasoning_is_said_while_it_is_thought() -> None:
+def test_reasoning_is_emitted_while_it_arrives() -> None:
     parser = create_text_parser("hermes", reasoning_format="think")
     assert parser.feed("<think>\n") == []
     assert parser.feed("so\n") == [MessageDelta(reasoning_content="so")]
@@ -84,14 +85,14 @@ BODIES = {
     "newlines": b"\n",
     "call": b'\\"[x]}',
     "markers": b"<",
-    # Each opens a string that holds all that follows.
+    # Each opens a string that contains all that follows.
     "strings": b'<tool_call>"\\"</tool_call>',
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", BODIES)
-def test_cost_grows_with_the_output_and_not_with_its_square(name: str, kind: str) -> None:
+def test_cost_is_linear_in_the_length_of_the_output(name: str, kind: str) -> None:
     start = OPENINGS.get(name, b"<tool_call>") if kind == "call" else b""
 
     def cpu_seconds(tokens: int) -> float:
@@ -104,5 +105,5 @@ def test_cost_grows_with_the_output_and_not_with_its_square(name: str, kind: str
         parser.finish("stop")
         return time.process_time() - began
 
-    # A square would be 64 times as much.
+    # Quadratic cost would be 64 times as much.
     assert min(cpu_seconds(8_000) for _ in range(2)) < 20 * min(cpu_seconds(1_000) for _ in range(3)) + 0.05

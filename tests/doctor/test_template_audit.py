@@ -1,18 +1,17 @@
-"""The audit says what a template does, because it tried: real templates by name, made-up ones by trait."""
+"""The template audit, with one artificial template per trait and with real templates."""
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from branchline.chat.audit.findings import USE_VERBATIM, Severity
-from branchline.chat.audit.template_audit import TemplateAudit, audit_codec
 from branchline.chat.generic.codec import GenericCodec
+from branchline.doctor.findings import USE_VERBATIM, Severity
+from branchline.doctor.template_audit import TemplateAudit, audit_codec
 from tests.chat.families import load_codec
+from tests.chat.harness import save_byte_level
 
 CLEAN = (
     "{%- if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
@@ -26,22 +25,8 @@ CONTENT = "{{ m.content or '' }}"
 LOOP = "{%- for m in messages %}"
 
 
-def save(path: Path, template: str, *, marks: tuple[str, ...] = ("<|start|>", "<|end|>")) -> Path:
-    """A byte-level tokenizer with a chat template."""
-    vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    path.mkdir(exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": marks[-1]}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
-
-
 def audit_template(path: Path, template: str) -> TemplateAudit:
-    return audit_codec(GenericCodec.open(save(path, template)))
+    return audit_codec(GenericCodec.open(save_byte_level(path, chat_template=template, eos_token="<|end|>")))
 
 
 @lru_cache
@@ -54,16 +39,16 @@ def unsafe(audit: TemplateAudit) -> set[str]:
 
 
 def rewriting_steps(audit: TemplateAudit) -> set[str]:
-    """Steps for which a template writes earlier text anew."""
+    """Returns the steps at which a template rewrites earlier text."""
     steps = [finding for finding in audit.findings if finding.name.startswith("append_only.")]
     assert steps
     return {step.name.removeprefix("append_only.") for step in steps if "before" in step.evidence}
 
 
-# Made-up templates, one for each trait
+# Artificial templates, one per trait
 
 
-def test_a_clean_template_has_nothing_to_be_said_against_it_but_its_json(tmp_path: Path) -> None:
+def test_a_clean_template_has_only_a_note_about_its_json(tmp_path: Path) -> None:
     audit = audit_template(tmp_path / "clean", CLEAN)
     assert [finding.name for finding in audit.findings if not finding.ok] == ["arguments"]
     assert audit.name == "clean"
@@ -99,8 +84,8 @@ def refusing_template(test: str, words: str) -> str:
 @pytest.mark.parametrize(
     ("template", "name", "severity", "words"),
     [
-        (CLEAN.replace(CONTENT, THINKS + CONTENT), "thinking", "note", "earlier thinking out once the user"),
-        (CLEAN.replace(CONTENT, ALWAYS_THINKS + CONTENT), "thinking", "fine", "and later"),
+        (CLEAN.replace(CONTENT, THINKS + CONTENT), "thinking", "note", "earlier thinking out once a user"),
+        (CLEAN.replace(CONTENT, ALWAYS_THINKS + CONTENT), "thinking", "fine", "also later"),
         (
             CLEAN.replace(CONTENT, "{{ (m.content or '').split('</think>')[-1] }}"),
             "thinking",
@@ -121,7 +106,7 @@ def refusing_template(test: str, words: str) -> str:
             CLEAN.replace("{{ c.function.arguments | tojson", "{{ '' + c.function.arguments"),
             "arguments",
             "fine",
-            "as they were said",
+            "as they were generated",
         ),
         ("{{ strftime_now('%Y') }}" + CLEAN, "dates", "note", "prints the date"),
         (CLEAN.replace(CONTENT, "{{ (m.content or '') | trim }}"), "trimming", "note", "user and assistant"),
@@ -148,13 +133,13 @@ def refusing_template(test: str, words: str) -> str:
             refusing_template("m.tool_call_id and m.tool_call_id | length != 9", "9!"),
             "call_ids",
             "note",
-            "nine letters",
+            "nine characters",
         ),
         (
             refusing_template("m.role == 'system' and not loop.first", "No!"),
             "append_only.system_in_the_middle",
             "note",
-            "refuses this: system in the middle; it is shown as the user's words",
+            "refuses this: system in the middle; it is shown as a user message",
         ),
         (
             CLEAN.replace(LOOP, LOOP + "{%- if m.role != 'system' or loop.first %}").replace(
@@ -162,7 +147,7 @@ def refusing_template(test: str, words: str) -> str:
             ),
             "append_only.system_in_the_middle",
             "note",
-            "leaves this out: system in the middle; it is shown as the user's words",
+            "leaves this out: system in the middle; it is shown as a user message",
         ),
         (
             refusing_template("m.role == 'tool'", "No tools!"),
@@ -175,7 +160,7 @@ def refusing_template(test: str, words: str) -> str:
             CLEAN.replace(CONTENT, "{{ '' if m.tool_calls else m.content }}"),
             "text_beside_call",
             "unsafe",
-            "the text beside",
+            "the text next to",
         ),
         (
             CLEAN.replace("m.tool_calls or []", "([] if m.content else m.tool_calls or [])"),
@@ -201,7 +186,7 @@ def refusing_template(test: str, words: str) -> str:
             CLEAN.replace("<|end|>", "").replace("<|start|>", "# "),
             "stop_ids",
             "unsafe",
-            "puts no token behind a reply",
+            "writes no token after a reply",
         ),
         ("{{ 1e22 }}" + CLEAN, "minijinja", "note", "jinja2 is used"),
     ],
@@ -214,21 +199,21 @@ def test_a_trait_is_found(tmp_path: Path, template: str, name: str, severity: st
     assert finding.sentence.endswith(".")
 
 
-def test_what_verbatim_cures_says_so(tmp_path: Path) -> None:
+def test_findings_that_verbatim_solves_name_it_as_remedy(tmp_path: Path) -> None:
     for template in (CLEAN.replace(CONTENT, THINKS + CONTENT), CLEAN.replace(LOOP, LOOP + MOVED)):
         acted_on = [finding for finding in audit_template(tmp_path, template).findings if finding.behaviour]
         assert acted_on
         assert all(finding.remedy == USE_VERBATIM for finding in acted_on)
 
 
-def test_evidence_shows_both_texts_where_they_part(tmp_path: Path) -> None:
+def test_evidence_shows_both_texts_at_their_first_difference(tmp_path: Path) -> None:
     evidence = audit_template(tmp_path, CLEAN.replace(CONTENT, THINKS + CONTENT))["thinking"].evidence
     assert "<think>\nzqthought" in evidence["before"]
     assert "zqthought" not in evidence["after"]
     assert "zqsaid" in evidence["after"]
 
 
-def test_a_refusal_is_told_in_the_templates_own_words(tmp_path: Path) -> None:
+def test_a_refusal_quotes_the_template(tmp_path: Path) -> None:
     audit = audit_template(tmp_path, refusing_template("m.role == 'tool'", "No tools here!"))
     assert audit["tools"].evidence == {"refusal": "No tools here!"}
 
@@ -251,7 +236,7 @@ def test_templates_that_always_extend(name: str) -> None:
     assert audit["system_text"].ok
 
 
-def test_llama3_2_extends_but_drops_text_beside_a_call_and_prints_the_date() -> None:
+def test_llama3_2_extends_but_drops_text_next_to_a_call_and_prints_the_date() -> None:
     audit = audit_of_family("llama3_2")
     assert rewriting_steps(audit) == set()
     assert unsafe(audit) == {"text_beside_call"}
@@ -262,7 +247,7 @@ def test_llama3_2_extends_but_drops_text_beside_a_call_and_prints_the_date() -> 
 
 def test_qwen3_strips_thinking_and_is_otherwise_append_only() -> None:
     audit = audit_of_family("qwen3")
-    assert "once the user speaks again" in audit["thinking"].sentence
+    assert "once a user message follows" in audit["thinking"].sentence
     assert rewriting_steps(audit) == set()
     assert unsafe(audit) == set()
     assert audit.parsers == {"tool_calls": "hermes", "reasoning": "think", "starts_inside_reasoning": False}
@@ -288,8 +273,8 @@ def test_deepseek_v3_breaks_single_calls() -> None:
     assert audit["arguments"].ok
 
 
-def test_llama3_writes_its_generation_prompt_unasked_and_names_another_eos() -> None:
+def test_llama3_always_writes_its_generation_prompt_and_names_another_eos() -> None:
     audit = audit_of_family("llama3")
-    assert "whether asked for or not" in audit["generation_prompt"].sentence
+    assert "whether requested or not" in audit["generation_prompt"].sentence
     assert "<|eot_id|>" in audit["stop_ids"].sentence
     assert not audit["tools"].ok

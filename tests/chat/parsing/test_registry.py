@@ -1,10 +1,10 @@
-"""The parser a template needs, from short pieces of templates written as the families write them."""
+"""Detection of the output format from short excerpts of real templates."""
 
 from __future__ import annotations
 
 import pytest
 
-from branchline.chat.parsing import OutputFormat, detect_output_format
+from branchline.chat.parsing.registry import OutputFormat, detect_output_format
 
 THINKS = "{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}"
 LLAMA = "{{ '<|start_header_id|>' + message.role }}"
@@ -53,16 +53,16 @@ LLAMA = "{{ '<|start_header_id|>' + message.role }}"
         ("", "", OutputFormat()),
     ],
 )
-def test_a_template_names_its_parser(source: str, prompt: str, expected: OutputFormat) -> None:
+def test_the_format_is_detected_from_the_template(source: str, prompt: str, expected: OutputFormat) -> None:
     assert detect_output_format(source, prompt) == expected
 
 
 def test_a_template_that_shows_no_reasoning_gets_no_reasoning_parser() -> None:
-    # Qwen2.5: the tokens may be in the vocabulary, the template would still lose what they frame.
+    # Qwen2.5: the tokens may be in the vocabulary, but the template would drop the reasoning.
     assert detect_output_format("{{ '<tool_call>' }}", "", ["<think>", "</think>"]) == OutputFormat("hermes")
 
 
-def test_where_there_is_no_template_the_tokens_speak() -> None:
+def test_without_a_template_the_added_tokens_decide() -> None:
     assert detect_output_format("", "", ["<|python_tag|>"]) == OutputFormat("llama3")
     assert detect_output_format("", "", {"<tool_call>", "<think>", "</think>"}) == OutputFormat(
         "hermes", "think"
