@@ -192,10 +192,7 @@ def test_codec_reads_the_template_and_the_stop_ids(folder: Path) -> None:
     assert codec.profile().terminator_ids == {2}
     assert codec.tokenizer.special_tokens["bos_token"] == "<|im_start|>"
     rendered = codec.probe().render([Message("user", "hi")])
-    assert rendered == "<|im_start|>user
-hi<|im_end|>
-<|im_start|>assistant
-"
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @needs_gguf

@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from branchline import Delivery
+from branchline.core.call import Delivery
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import Agent, agent, run
