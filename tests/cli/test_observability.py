@@ -13,7 +13,7 @@ import pytest
 
 from branchline.cli.observability import is_exporter_configured
 from tests.cli.harness import served_gateway
-from tests.gateway.otlp_receiver import OtlpReceiver
+from tests.gateway.otel import OtlpReceiver
 
 
 def _serve_one_call(*options: str, **environment: str) -> tuple[list[dict[str, Any]], str]:

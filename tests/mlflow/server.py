@@ -64,8 +64,8 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
     ) as process:
         assert process.stdout is not None
         try:
-            said = _read_until(process.stdout, _STARTED)
-            assert said is not None, "mlflow server did not start"
+            output = _read_until(process.stdout, _STARTED)
+            assert output is not None, "mlflow server did not start"
             reader = threading.Thread(target=process.stdout.read, daemon=True)
             reader.start()
             yield MlflowServer(f"http://127.0.0.1:{port}")
