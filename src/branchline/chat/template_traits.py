@@ -173,7 +173,7 @@ class TemplateTraits:
             return {"name": call.name, "arguments": f"{start}{value}{end}"}
         if not isinstance(value, dict) or not value:
             return {"name": f"{start}{call.name}{end}", "arguments": value}
-        # The markers go on the first and last key: an additional key would be shown as an argument.
+        # The markers wrap the first and last key: an additional key would be shown as an argument.
         last = len(value) - 1
         keys = [(start * (n == 0)) + key + (end * (n == last)) for n, key in enumerate(value)]
         return {"name": call.name, "arguments": dict(zip(keys, value.values(), strict=True))}
