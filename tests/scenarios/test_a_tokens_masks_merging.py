@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 from random import Random
 
@@ -28,7 +29,9 @@ from branchline.timelines.causes import Cause
 from branchline.timelines.links import MergePolicy
 from branchline.timelines.log import LoggedCall, LoggedOutput
 
-U, A, S = (lambda text, role=role: Message(role, text) for role in ("user", "assistant", "system"))  # type: ignore[misc]
+U = partial(Message, "user")
+A = partial(Message, "assistant")
+S = partial(Message, "system")
 
 
 def logged(
