@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from branchline.core.token_arrays import Ids
@@ -46,7 +46,7 @@ class ScriptEngine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         prompt = self._prompt_reader.read(prompt_ids)
         agent, turn = self._script.agent_of(prompt), prompt.turn
         generation = RecordedGeneration(prompt_ids.tolist(), agent, turn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -123,7 +123,7 @@ class RecordingEngine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         output: list[int] | None = None
         async for chunk in super().generate(prompt_ids, params, session=session):
             if output is None:
@@ -138,7 +138,9 @@ class PerSessionEngine(ScriptedEngine):
 
     engines: defaultdict[str, RecordingEngine]
 
-    def generate(self, prompt_ids: Ids, params: SamplingParams, *, session: str = "") -> AsyncIterator[Chunk]:
+    def generate(
+        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
         return self.engines[session].generate(prompt_ids, params, session=session)
 
 
