@@ -189,9 +189,9 @@ def test_digits_are_split_and_whitespace_before_them_is_not(folder: Path) -> Non
 def test_codec_reads_the_template_and_the_stop_ids(folder: Path) -> None:
     codec = GenericCodec.open(folder)
     assert codec.stop_ids == {2}
-    assert codec.terminator_ids == {2}
+    assert codec.profile().terminator_ids == {2}
     assert codec.tokenizer.special_tokens["bos_token"] == "<|im_start|>"
-    rendered = codec.tokenizer.render_prompt([Message("user", "hi")])
+    rendered = codec.probe().render([Message("user", "hi")])
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
