@@ -107,8 +107,7 @@ class HttpClient:
 
     async def get_json(self, path: str) -> Any:
         """Returns the decoded JSON of a GET, or None for an empty body."""
-        status, content = await self._exchange("GET", path)
-        self._raise_for_status(status, content)
+        _, content = await self._exchange("GET", path)
         try:
             return msgspec.json.decode(content) if content else None
         except msgspec.DecodeError as error:
@@ -118,11 +117,9 @@ class HttpClient:
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> bool:
         """Posts to a control endpoint; returns False if the server does not have it."""
-        status, content = await self._exchange("POST", path, msgspec.json.encode(body or {}), timeout_s)
-        if status in UNSUPPORTED_STATUSES:
-            return False
-        self._raise_for_status(status, content)
-        return True
+        encoded = msgspec.json.encode(body or {})
+        status, _ = await self._exchange("POST", path, encoded, timeout_s, UNSUPPORTED_STATUSES)
+        return status not in UNSUPPORTED_STATUSES
 
     async def close(self) -> None:
         """Closes every connection; running requests fail."""
@@ -171,20 +168,25 @@ class HttpClient:
             self._idle.popleft().abort()
 
     async def _exchange(
-        self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        timeout_s: float | None = None,
+        accepted: frozenset[int] = frozenset(),
     ) -> tuple[int, bytes]:
+        """Returns status and body. Raises EngineError for an error status that is not in `accepted`."""
         response = self.request(method, path, body)
         try:
             async with asyncio.timeout(timeout_s):
-                return await response.read()
+                status, content = await response.read()
         except TimeoutError as error:
             raise EngineError(f"{self.host_port}{path}: no response within {timeout_s:g} s") from error
         finally:
             await response.close()
-
-    def _raise_for_status(self, status: int, content: bytes) -> None:
-        if status // 100 != 2:
+        if status // 100 != 2 and status not in accepted:
             raise error_from_response(self.host_port, status, content)
+        return status, content
 
 
 class HttpResponse:
