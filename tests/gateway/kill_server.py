@@ -258,12 +258,12 @@ def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
         failpoint.reach(KillPoint.REPLAY, is_last=True)
 
     call_lifecycle.commit_call = commit_and_journal
-    AsgiRequest.send_chunk = send_bytes  # type: ignore[method-assign]
-    Session.commit, Session.record_delivery = commit_call, deliver_call  # type: ignore[method-assign]
-    chat.ChatStream.encode_delta, chat.ChatStream.encode_end = delta, end  # type: ignore[method-assign]
+    AsgiRequest.send_chunk = send_bytes  # type: ignore[assignment, method-assign]
+    Session.commit, Session.record_delivery = commit_call, deliver_call  # type: ignore[assignment, method-assign]
+    chat.ChatStream.encode_delta, chat.ChatStream.encode_end = delta, end  # type: ignore[assignment, method-assign]
     Journal._commit = at_failpoints(Journal._commit)  # type: ignore[method-assign]
     Journal._insert = at_failpoints(Journal._insert)  # type: ignore[method-assign]
-    Journal.replay = replay_all  # type: ignore[method-assign]
+    Journal.replay = replay_all  # type: ignore[assignment, method-assign]
     journal._CHECKPOINT_BYTES = 256 * 1024  # often enough that kills meet the checkpoint too
 
 

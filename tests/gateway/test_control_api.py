@@ -168,7 +168,7 @@ def test_reward_that_is_not_finite_is_refused_and_not_stored(score: Any) -> None
 def test_reward_extras_must_be_json_and_numpy_numbers_are_numbers() -> None:
     async def test() -> None:
         async with agent("x") as a:
-            await a.session.reward(np.float32(0.5), note="fine")
+            await a.session.reward(np.float32(0.5), note="fine")  # type: ignore[arg-type]
             with pytest.raises(MessageError, match="extra"):
                 await a.session.reward(1.0, extra=object())
             assert (await a.get(""))["rewards"] == [{"score": 0.5, "note": "fine"}]

@@ -219,7 +219,7 @@ def test_every_route_is_covered() -> None:
     assert set(BODIES) == {*PROTOCOLS, *COUNT_PROTOCOLS}
     app = GatewayApp(ScriptedEngine(), SessionStore(ToyCodec()))
     routes = {
-        (method, route.path)
+        (method, route.path)  # type: ignore[attr-defined]
         for route in app.control_api.asgi.routes
         for method in route.methods  # type: ignore[attr-defined]
         if method != "HEAD"

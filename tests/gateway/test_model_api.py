@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from branchline import Delivery, Message, ToolCall, ToyCodec
+from branchline import Message, ToolCall, ToyCodec
+from branchline.core.call import Delivery
 from branchline.engines.scripted import ScriptedEngine
 from branchline.engines.vllm import VllmEngine
 from branchline.gateway.config import GatewayConfig

@@ -356,8 +356,9 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
                         await policy("pause")
                         await policy("resume", version=5)
                         gate.release(1)
-            (line,) = await a.timelines()
-            versions = [version for version, mask in zip(line["versions"], line["mask"], strict=True) if mask]
+            (timeline,) = await a.timelines()
+            sampled = zip(timeline["versions"], timeline["mask"], strict=True)
+            versions = [version for version, mask in sampled if mask]
             assert versions == [3] * 3 + [4] * 4 + [5] * 4
 
     run(test)

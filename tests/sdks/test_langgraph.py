@@ -13,6 +13,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.prebuilt import ToolNode, tools_condition
+from pydantic import SecretStr
 
 from branchline.core.errors import ContextLengthError
 from tests.sdks.harness import (
@@ -35,7 +36,7 @@ LOOK = tool(look)
 
 def graph(s: SdkSession, *, stream: bool, responses: bool = False) -> Any:
     model = ChatOpenAI(
-        model="m", base_url=s.url, api_key=s.key, streaming=stream, use_responses_api=responses
+        model="m", base_url=s.url, api_key=SecretStr(s.key), streaming=stream, use_responses_api=responses
     ).bind_tools([LOOK])
 
     def ask(state: MessagesState) -> Any:
@@ -105,7 +106,12 @@ def test_summary_of_the_history_is_a_compaction(template: str) -> None:
 def test_named_node_is_a_separate_agent(template: str) -> None:
     with sdk_session(template, ["A door.", "Is it?", "It is."]) as s:
         actor, critic = (
-            ChatOpenAI(model="m", base_url=s.url, api_key=s.key, default_headers={"x-branchline-agent": name})
+            ChatOpenAI(
+                model="m",
+                base_url=s.url,
+                api_key=SecretStr(s.key),
+                default_headers={"x-branchline-agent": name},
+            )
             for name in ("actor", "critic")
         )
         reply = actor.invoke([("user", QUESTIONS[0])])
@@ -126,7 +132,7 @@ def test_too_long_prompt_is_recognised(responses: bool, stream: bool) -> None:
         model = ChatOpenAI(
             model="m",
             base_url=s.url,
-            api_key=s.key,
+            api_key=SecretStr(s.key),
             streaming=stream,
             use_responses_api=responses,
             max_retries=0,

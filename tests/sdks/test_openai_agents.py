@@ -98,7 +98,11 @@ def test_run_continued_by_response_id_is_one_timeline(scenario: Scenario) -> Non
 @templates
 @protocols
 def test_handoff_has_the_whole_history_under_another_system_prompt(template: str, protocol: str) -> None:
-    reply = [Message("assistant", tool_calls=(ToolCall("transfer_to_looker", "{}"),)), LOOKS, "A door."]
+    reply: list[Message | str] = [
+        Message("assistant", tool_calls=(ToolCall("transfer_to_looker", "{}"),)),
+        LOOKS,
+        "A door.",
+    ]
 
     async def work(model: agents.Model) -> Any:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
@@ -117,7 +121,7 @@ def test_handoff_has_the_whole_history_under_another_system_prompt(template: str
 @protocols
 def test_agent_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(template: str, protocol: str) -> None:
     spawn = Message("assistant", tool_calls=(ToolCall("ask_looker", '{"input": "Is the door there?"}'),))
-    reply = [spawn, LOOKS, "It is.", "A door."]
+    reply: list[Message | str] = [spawn, LOOKS, "It is.", "A door."]
 
     async def work(model: agents.Model) -> Any:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)

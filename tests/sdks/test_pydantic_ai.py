@@ -95,7 +95,9 @@ def test_cleared_tool_results_are_deleted_context(template: str) -> None:
 
 def _cleared(message: ModelMessage) -> ModelMessage:
     parts: Any = [
-        replace(part, content="[cleared]") if part.part_kind == "tool-return" else part
+        replace(part, content="[cleared]")  # type: ignore[arg-type]
+        if part.part_kind == "tool-return"
+        else part
         for part in message.parts
     ]
     return replace(message, parts=parts)

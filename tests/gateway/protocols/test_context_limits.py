@@ -232,7 +232,9 @@ def test_openai_sdk_reads_the_code() -> None:
     async def test() -> None:
         async with agent(engine=engine(max_context=50)) as a:
             sdk = openai.AsyncOpenAI(
-                base_url=a.session.base_url, api_key=a.session.api_key, http_client=a.http
+                base_url=a.session.base_url,
+                api_key=a.session.api_key,
+                http_client=a.http,  # type: ignore[arg-type]
             )
             with pytest.raises(openai.BadRequestError) as refused:
                 await sdk.chat.completions.create(

@@ -175,7 +175,7 @@ def _turn(index: int, content: Any) -> Any:
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_sdk_tool_round_trip_is_one_timeline(streamed: bool) -> None:
     async def test() -> None:
-        replies = [CALL, BOTH, CALL, "done"]
+        replies: list[Message | str] = [CALL, BOTH, CALL, "done"]
         async with messages_client(*replies, codec=CHATML) as c:
             messages: list[Any] = [{"role": "user", "content": "go"}]
             while True:
@@ -194,7 +194,8 @@ def test_sdk_tool_round_trip_is_one_timeline(streamed: bool) -> None:
                 messages.append({"role": "user", "content": [*found, text("<system-reminder>")]})
             (line,) = await c.client.timelines()
             assert len(line["calls"]) == len(replies)
-            assert sum(line["mask"]) == sum(len(CHATML.encode_reply(_message(reply))) for reply in replies)
+            sampled: int = sum(len(CHATML.encode_reply(_message(reply))) for reply in replies)
+            assert sum(line["mask"]) == sampled
             for prompt_ids in c.client.engine.received_prompts:
                 assert line["ids"][: len(prompt_ids)] == prompt_ids.tolist()
             assert "tool:at 1<end>\ntool:at 2<end>\nuser:<system-reminder>" in c.prompts()[-1]

@@ -15,7 +15,7 @@ from tests.gateway.protocols.messages_client import CALL, TOOLS, messages_client
 
 CHATML = ToyCodec.chatml()
 PIXELS = b"\x89PNG pixels"
-IMAGE = {
+IMAGE: dict[str, Any] = {
     "type": "image",
     "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PIXELS).decode()},
 }
@@ -252,6 +252,7 @@ def test_media_equal_those_of_chat_completions() -> None:
                 if node.message.role == "assistant"
             )
             assert one.parent is two.parent
+            assert one.parent is not None
             assert one.parent.message.media[0].payload == PIXELS
 
     run(test)
@@ -266,7 +267,7 @@ def test_text_model_refuses_images() -> None:
                 await c.sdk.messages.create(
                     model="toy",
                     max_tokens=9,
-                    messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore[list-item, typeddict-item]
+                    messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore
                 )
             found = [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]
             error = await c.refusal({"messages": [{"role": "user", "content": found}]})

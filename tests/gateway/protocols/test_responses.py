@@ -373,7 +373,8 @@ def test_unknown_previous_response_is_refused_by_name() -> None:
         async with agent("ok") as a:
             other = await a.gateway.session()
             mine = await respond(a, "p")
-            for response_id in ("resp_unknown", 7, {}):
+            ids: list[Any] = ["resp_unknown", 7, {}]
+            for response_id in ids:
                 refused = await post_responses(a, "x", previous_response_id=response_id)
                 assert (refused.status_code, refused.json()["error"]["param"]) == (
                     400,
@@ -423,7 +424,7 @@ def test_text_format_becomes_the_response_format_of_chat_completions() -> None:
                 seen.append(params.grammar)
                 return generate(ids, params, **options)
 
-            a.engine.generate = watched  # type: ignore[method-assign]
+            a.engine.generate = watched  # type: ignore[assignment, method-assign]
             refused = await post_responses(a, "p", text={"format": format})
             assert refused.status_code == 400
             assert "response_format" in refused.json()["error"]["message"]

@@ -159,7 +159,7 @@ def test_function_becomes_a_chat_completions_function() -> None:
 
 
 def test_vendor_server_tools_are_not_offered() -> None:
-    odd = [
+    odd: list[dict[str, Any]] = [
         {"type": kind}
         for kind in ("web_search", "code_interpreter", "mcp", "image_generation", "tool_search", 7)
     ]

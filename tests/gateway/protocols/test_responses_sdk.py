@@ -80,6 +80,7 @@ def test_multi_turn_agent_is_one_timeline(way: str, keeps: str) -> None:
             assert not [call.applied_equivalences for call in tree.calls if call.applied_equivalences]
             for call, prompt_ids in zip(tree.calls, engine.received_prompts, strict=True):
                 node = tree.nodes[call.outputs[0]]
+                assert node.sampled_ids is not None
                 assert tree.path_ids(node)[: len(prompt_ids)].tolist() == prompt_ids.tolist()
                 assert tree.path_ids(node)[len(prompt_ids) :].tolist() == node.sampled_ids.tolist()
 
@@ -122,11 +123,11 @@ def test_stream_events_match_the_sdk_types() -> None:
         async with sdk(reply) as (_, client):
             for summary in (None, "auto"):
                 kinds = set()
-                stream = await client.responses.create(
+                stream: Any = await client.responses.create(  # type: ignore[call-overload]
                     model="toy",
                     input="p",
-                    tools=[*TOOLS, PATCH],  # type: ignore[list-item]
-                    reasoning={"summary": summary},  # type: ignore[typeddict-item]
+                    tools=[*TOOLS, PATCH],
+                    reasoning={"summary": summary},
                     stream=True,
                 )
                 async for event in stream:
