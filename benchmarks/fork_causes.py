@@ -15,7 +15,7 @@ from benchmarks.measure import BenchmarkTable
 from branchline import Cause, ForkReport, MergePolicy, Session, ToyCodec, Tree, classify_forks, merge
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator, PlannedCall
-from branchline.tree.node import Node
+from branchline.tree.tree import Node
 
 _EPISODES, _STEPS = 400, 10
 _THINK_STRIP_EPISODES = 60

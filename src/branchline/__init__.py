@@ -14,8 +14,7 @@ import importlib
 import typing
 
 from branchline.chat.toy import ToyCodec
-from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.echo import Equivalence, match_echo
+from branchline.core.call import Call, Delivery, Equivalence, Generation, Request
 from branchline.core.errors import (
     BranchlineError,
     CodecError,
@@ -39,6 +38,7 @@ from branchline.timelines.log import LoggedCall, LoggedOutput, read_log
 from branchline.timelines.merge import MergeResult, merge
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.journal import Journal
+from branchline.tree.match import match_echo
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree, Turn
 

@@ -370,7 +370,7 @@ def test_12_a_retried_request_is_a_sibling_tagged_retry_and_its_loser_is_not_tra
         async with agent("one", "two") as a:
             await a.ask_text("p")
             live = a.session.managed
-            live.session.tree._deliveries.clear()  # the client never got it
+            live.session.tree.deliveries.clear()  # the client never got it
             await a.ask("p", headers={"x-stainless-retry-count": "1"})
             assert "retry" in [node["cause"] for node in (await a.get("/tree"))["nodes"]]
             report = await a.get("/report")

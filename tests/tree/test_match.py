@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from branchline import Delivery, Generation, Media, Message, Request, Session, ToyCodec
-from branchline.core.call import AppliedEquivalence
-from branchline.core.echo import Equivalence
+from branchline.core.call import AppliedEquivalence, Equivalence
 from branchline.core.reader import read_message
 from branchline.core.token_arrays import as_ids
 from tests.tree.session_driver import SessionDriver, assistant, user

@@ -14,7 +14,6 @@ from branchline import (
     Session,
     ToolCall,
     ToyCodec,
-    Tree,
     TreeError,
     timelines_of,
 )
@@ -115,8 +114,8 @@ def test_a_misaligned_generation_is_rejected_and_changes_nothing(
 
 
 def test_a_plan_made_before_another_commit_is_rejected() -> None:
-    tree = Tree()
-    turn = tree.prepare(Request((user("p"),)), CODEC)
+    driver = SessionDriver()
+    tree, turn = driver.tree, driver.prepare(user("p"))
     plans = [tree.plan(turn, [Generation(CODEC.encode_reply(assistant(text)))]) for text in ("one", "two")]
     tree.apply(plans[0])
     with pytest.raises(TreeError, match="another commit came between"):

@@ -18,7 +18,7 @@ from branchline.export.samples import ExportPolicy, export_samples
 from branchline.timelines.diagnosis import Diagnosis
 from branchline.timelines.log import LoggedCall
 from branchline.timelines.timeline import Timeline, timelines_of
-from branchline.tree.node import Node
+from branchline.tree.tree import Node
 
 _INCLUDE_ALL = ExportPolicy(include_inexact=True, include_missing_logprobs=True)
 """What could be trained at all: whether it should is the exporter's question, not the account's."""

@@ -16,8 +16,7 @@ from rich.tree import Tree as Branches
 
 from branchline.core.message import Message
 from branchline.timelines.causes import ForkReport
-from branchline.tree.node import NO_NODE, Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import NO_NODE, Node, Tree
 
 _DEFAULT_WIDTH = 120
 _INDENT = 4

@@ -25,7 +25,7 @@ def read_text_field(raw: Mapping[str, Any], name: str) -> str:
         return ""
     if not isinstance(value, str):
         raise MessageError(name, value, "a string or null")
-    return replace_surrogates(value)
+    return value if value.isascii() else replace_surrogates(value)
 
 
 def replace_surrogates_deep(value: Any) -> Any:

@@ -56,47 +56,42 @@ def read_message(raw: object, field_path: str = "message", index: int | None = N
         if not isinstance(role, str) or role not in _KNOWN_ROLES:
             raise MessageError("role", role, "one of " + ", ".join(ROLES))
         content = raw.get("content")
-        # Fast path: most messages have only a role and a text.
-        if type(content) is str and len(raw) == 2:
-            return Message(role, replace_surrogates(content))
-        return _read_message_fields(raw, content)
+        shape = _PLAIN
+        text = part_reasoning = part_refusal = ""
+        parts: tuple[str | Media, ...] = ()
+        if isinstance(content, str):
+            text = content if content.isascii() else replace_surrogates(content)
+            if len(raw) == 2:  # most messages have only a role and a text
+                return Message(role, text)
+        elif content is None:
+            shape = _NULL_CONTENT if "content" in raw else _ABSENT_CONTENT
+        elif isinstance(content, list | tuple):
+            shape = _PART_LIST
+            parts, part_reasoning, part_refusal = _read_parts(content)
+            text = "".join([part for part in parts if isinstance(part, str)])
+            if len(parts) < 2 and not any(isinstance(part, Media) for part in parts):
+                parts = ()
+        else:
+            raise MessageError("content", content, "a string, null or a list of parts")
+        reasoning = "" if _REASONING_FIELDS.isdisjoint(raw) else _read_reasoning(raw)
+        calls: tuple[ToolCall, ...] = ()
+        if "tool_calls" in raw or "function_call" in raw:
+            calls, calls_shape = _read_tool_calls(raw)
+            shape |= calls_shape
+        return Message(
+            role,
+            text,
+            reasoning_content=reasoning + part_reasoning,
+            tool_calls=calls,
+            refusal=read_text_field(raw, "refusal") + part_refusal,
+            name=read_text_field(raw, "name"),
+            tool_call_id=read_text_field(raw, "tool_call_id"),
+            parts=parts,
+            id=read_text_field(raw, "id"),
+            wire_shape=shape,
+        )
     except MessageError as error:
         raise prefix_error(field_path if index is None else f"{field_path}[{index}]", error) from None
-
-
-def _read_message_fields(raw: dict[str, Any], content: object) -> Message:
-    shape = _PLAIN
-    reasoning = "" if _REASONING_FIELDS.isdisjoint(raw) else _read_reasoning(raw)
-    refusal = read_text_field(raw, "refusal")
-    parts: tuple[str | Media, ...] = ()
-    if isinstance(content, str):
-        text = replace_surrogates(content)
-    elif content is None:
-        shape = _NULL_CONTENT if "content" in raw else _ABSENT_CONTENT
-        text = ""
-    elif isinstance(content, list | tuple):
-        shape = _PART_LIST
-        parts, more_reasoning, more_refusal = _read_parts(content)
-        text = "".join([part for part in parts if isinstance(part, str)])
-        reasoning += more_reasoning
-        refusal += more_refusal
-        if len(parts) < 2 and not any(isinstance(part, Media) for part in parts):
-            parts = ()
-    else:
-        raise MessageError("content", content, "a string, null or a list of parts")
-    calls, calls_shape = _read_tool_calls(raw)
-    return Message(
-        raw["role"],
-        text,
-        reasoning_content=reasoning,
-        tool_calls=calls,
-        refusal=refusal,
-        name=read_text_field(raw, "name"),
-        tool_call_id=read_text_field(raw, "tool_call_id"),
-        parts=parts,
-        id=read_text_field(raw, "id"),
-        wire_shape=shape | calls_shape,
-    )
 
 
 # -- reasoning ---------------------------------------------------------------------------------------
@@ -176,34 +171,32 @@ def _read_parts(content: Sequence[object]) -> tuple[tuple[str | Media, ...], str
 
 
 def _read_tool_calls(raw: Mapping[str, Any]) -> tuple[tuple[ToolCall, ...], int]:
-    calls = raw.get("tool_calls")
-    if calls is not None and not isinstance(calls, list | tuple):
-        raise MessageError("tool_calls", calls, "a list or null")
+    """Returns the tool calls of a message and the wire shape of an empty list of calls."""
+    raw_calls = raw.get("tool_calls")
+    if raw_calls is not None and not isinstance(raw_calls, list | tuple):
+        raise MessageError("tool_calls", raw_calls, "a list or null")
+    calls: list[ToolCall] = []
+    for index, call in enumerate(raw_calls or ()):
+        try:
+            if not isinstance(call, dict):
+                raise MessageError("", call, "a tool call (an object with a function)")
+            kind = read_text_field(call, "type") or "function"
+            # The body is under the call's type (`custom`), under `function`, or, in some variants, inline.
+            name = kind if kind in call else "function" if "function" in call else ""
+            if not name and "name" not in call:
+                raise MessageError("function", None, "an object with name and arguments")
+            body = call[name] if name else call
+            calls.append(_read_function(body, read_text_field(call, "id"), kind, name))
+        except MessageError as error:
+            raise prefix_error(f"tool_calls[{index}]", error) from None
     if calls:
-        return tuple([_read_tool_call(call, index) for index, call in enumerate(calls)]), _PLAIN
+        return tuple(calls), _PLAIN
     legacy = raw.get("function_call")
     if legacy is not None:
         return (_read_function(legacy, "", "function", "function_call"),), _PLAIN
     if "tool_calls" not in raw:
         return (), _PLAIN
-    return (), _NULL_CALLS if calls is None else _EMPTY_CALLS
-
-
-def _read_tool_call(raw: object, index: int) -> ToolCall:
-    try:
-        if not isinstance(raw, dict):
-            raise MessageError("", raw, "a tool call (an object with a function)")
-        kind = read_text_field(raw, "type") or "function"
-        call_id = read_text_field(raw, "id")
-        # The body is under the call's type (`custom`), under `function`, or, in some variants, inline.
-        for name in (kind, "function"):
-            if name in raw:
-                return _read_function(raw[name], call_id, kind, name)
-        if "name" not in raw:
-            raise MessageError("function", None, "an object with name and arguments")
-        return _read_function(raw, call_id, kind, "")
-    except MessageError as error:
-        raise prefix_error(f"tool_calls[{index}]", error) from None
+    return (), _NULL_CALLS if raw_calls is None else _EMPTY_CALLS
 
 
 def _read_function(body: object, call_id: str, kind: str, field_path: str) -> ToolCall:
@@ -218,14 +211,16 @@ def _read_function(body: object, call_id: str, kind: str, field_path: str) -> To
             arguments = ""
         elif not isinstance(arguments, str):
             arguments = _serialize_arguments(arguments)
-        return ToolCall(replace_surrogates(name), replace_surrogates(arguments), call_id, kind)
+        if not (name.isascii() and arguments.isascii()):
+            name, arguments = replace_surrogates(name), replace_surrogates(arguments)
+        return ToolCall(name, arguments, call_id, kind)
     except MessageError as error:
         raise prefix_error(field_path, error) from None
 
 
 def _serialize_arguments(arguments: object) -> str:
     try:
-        return replace_surrogates(json.dumps(arguments, separators=(",", ":"), ensure_ascii=False))
+        return json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         raise MessageError("arguments", type(arguments).__name__, "a string or a JSON value") from None
 

@@ -14,7 +14,7 @@ from branchline import CodecError, Generation, Media, Message, Request, Session,
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.token_arrays import as_ids
-from branchline.tree.node import Node
+from branchline.tree.tree import Node
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
 from tests.chat.test_tokenizer import save_byte_level
 

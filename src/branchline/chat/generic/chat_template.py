@@ -12,8 +12,8 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from branchline.core.call import CachedJsonDict
 from branchline.core.errors import CodecError, TemplateError
-from branchline.core.tools import CachedJsonDict
 
 if TYPE_CHECKING:
     import jinja2

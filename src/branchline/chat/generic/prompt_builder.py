@@ -20,10 +20,10 @@ from branchline.chat.base import Extension, MessageTokens, NewMessage
 from branchline.chat.generic.field_markers import FieldMarkers, Mismatch, TextSpan
 from branchline.chat.generic.message_layout import MessageLayout, PromptMessage, locate_messages
 from branchline.chat.generic.template_profile import EMPTY_THINK, RenderedPrompt, TemplateProfile
+from branchline.core.call import ToolList
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
-from branchline.core.tools import ToolList
 
 Tools = Sequence[Mapping[str, Any]]
 ChatTemplateKwargs = Mapping[str, Any]

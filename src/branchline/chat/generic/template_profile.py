@@ -19,10 +19,9 @@ from branchline.chat.parsing.base import OutputParser
 from branchline.chat.parsing.detect import OutputFormat, detect_output_format
 from branchline.chat.parsing.registry import create_text_parser
 from branchline.chat.tokenizer import TokenizerDir
-from branchline.core.arguments import canonical_json
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import TemplateError
-from branchline.core.message import Message
+from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids
 
 ChatTemplateKwargs = Mapping[str, Any]

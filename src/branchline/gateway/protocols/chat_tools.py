@@ -13,12 +13,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from branchline.core.arguments import freeform_arguments, freeform_input
+from branchline.core.call import ToolList
+from branchline.core.call import read_tools as read_objects
 from branchline.core.errors import MessageError
-from branchline.core.message import Message, ToolCall
+from branchline.core.message import Message, ToolCall, freeform_arguments, freeform_input
 from branchline.core.reader import read_message
-from branchline.core.tools import ToolList
-from branchline.core.tools import read_tools as read_objects
 from branchline.gateway.protocols.openai_tools import (
     ToolAlias,
     read_openai_tools,

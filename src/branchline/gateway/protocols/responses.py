@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from branchline.core.call import Request
-from branchline.core.echo import Equivalence
+from branchline.core.call import Equivalence, Request
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message

@@ -15,8 +15,7 @@ from branchline.core.call import RAW_PROMPT_DIGEST, Call
 from branchline.core.errors import MessageError
 from branchline.core.message import Message
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS
-from branchline.tree.node import Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Node, Tree
 
 RESPONSE_ID_PREFIX = "resp_"
 _ITEM_ID = re.compile(r"([a-z]+)_(.+)_([0-9]{1,6})")

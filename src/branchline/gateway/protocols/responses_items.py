@@ -15,10 +15,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from branchline.core.arguments import freeform_arguments, freeform_input
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
-from branchline.core.message import Media, Message, ToolCall, WireShape
+from branchline.core.message import Media, Message, ToolCall, WireShape, freeform_arguments, freeform_input
 from branchline.core.reader import read_message
 from branchline.gateway.protocols.openai_tools import (
     ToolAlias,
