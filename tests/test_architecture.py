@@ -20,6 +20,7 @@ PACKAGES = [
     "timelines",
     "export",
     "testing",
+    "doctor",
     "engines",
     "gateway",
     "loop",

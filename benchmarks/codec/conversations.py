@@ -1,8 +1,8 @@
-"""Conversations of a tool-using agent in real words, played through a session as they would have happened.
+"""Realistic conversations of a tool-using agent, run through a session call by call.
 
-What people and models say is prose, what tools return is source code; both come from Python's own library.
-Sampled ids are canonical (what the tokenizer makes of the text the template shows), so that every prompt
-can be compared with a full render and encode of the same conversation.
+User and assistant messages are prose, tool results are source code; both come from Python's own library.
+Sampled ids are canonical (the tokenizer's encoding of the text the template shows), so that every prompt can
+be compared with a full render and encode of the same conversation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
 _LIBRARY = Path(os.__file__).parent
 _SOURCES = ("argparse.py", "typing.py", "inspect.py", "tarfile.py", "subprocess.py", "http/client.py")
 _PROSE_CHARS_PER_TOKEN, _CODE_CHARS_PER_TOKEN = 4.4, 4.35
-"""Letters a token, about."""
+"""Approximate characters per token."""
 _ACCENTS = ("naïve — ✓ ", "größer → ", "«città» … ", "日本語 ")
 
 TOOLS: tuple[dict[str, Any], ...] = tuple(
@@ -39,13 +39,17 @@ TOOLS: tuple[dict[str, Any], ...] = tuple(
         "type": "function",
         "function": {
             "name": name,
-            "description": f"{what} Answers with text, or says what went wrong.",
+            "description": f"{what} Returns text, or an error message.",
             "parameters": {
                 "type": "object",
                 "properties": {
                     "path": {"type": "string", "description": "Where, from the root of the repository."},
                     "text": {"type": "string", "description": what},
-                    "limit": {"type": "integer", "description": "At most so many lines.", "default": 200},
+                    "limit": {
+                        "type": "integer",
+                        "description": "The maximum number of lines.",
+                        "default": 200,
+                    },
                 },
                 "required": ["path"],
             },
@@ -53,27 +57,27 @@ TOOLS: tuple[dict[str, Any], ...] = tuple(
     }
     for name, what in (
         ("read_file", "Reads a file of the repository."),
-        ("write_file", "Writes a text to a file, and makes the file where there is none."),
+        ("write_file", "Writes a text to a file, and creates the file if it does not exist."),
         ("search", "Finds a regular expression in all files."),
-        ("run", "Runs a command in a shell and waits for its end."),
+        ("run", "Runs a command in a shell and waits until it exits."),
     )
 )
 
 
 @dataclass(frozen=True)
 class ConversationMix:
-    """What a conversation is made of, in tokens a message."""
+    """The composition of a conversation, in tokens per message."""
 
     name: str
     reply_tokens: int = 250
     result_tokens: int = 400
     system_tokens: int = 500
     reasoning_tokens: int = 0
-    """Of what is said, how much is reasoning before a call."""
+    """The part of reply_tokens that is reasoning before a call."""
     user_every: int = 4
-    """Every so many replies one is plain text, and a user answers it; 0: never."""
+    """Every n-th reply is plain text and a user message follows; 0: never."""
     accents: bool = False
-    """Some words in every text that are not ASCII."""
+    """Every text contains some words that are not ASCII."""
 
 
 AGENT = ConversationMix("agent")
@@ -83,7 +87,7 @@ THINKING = ConversationMix("one long cycle with reasoning", reasoning_tokens=120
 
 
 class MessageWriter:
-    """Writes messages; every text is cut from a new place and numbered, so none is ever written twice."""
+    """Writes messages; every text is a new excerpt with a number, so no text occurs twice."""
 
     def __init__(self, mix: ConversationMix, seed: int = 7) -> None:
         self.mix = mix
@@ -103,23 +107,23 @@ class MessageWriter:
         return Message("tool", text, tool_call_id=call.tool_calls[0].id)
 
     def reply(self, *, calls: bool = True) -> Message:
-        said = self.mix.reply_tokens - self.mix.reasoning_tokens
+        text_tokens = self.mix.reply_tokens - self.mix.reasoning_tokens
         if not calls:
-            return Message("assistant", self._text(_prose(), said * _PROSE_CHARS_PER_TOKEN))
+            return Message("assistant", self._text(_prose(), text_tokens * _PROSE_CHARS_PER_TOKEN))
         reasoning = (
             self._text(_prose(), self.mix.reasoning_tokens * _PROSE_CHARS_PER_TOKEN)
             if self.mix.reasoning_tokens
             else ""
         )
-        text = self._text(_prose(), said * 0.5 * _PROSE_CHARS_PER_TOKEN)
-        written = self._text(_code(), said * 0.3 * _CODE_CHARS_PER_TOKEN)
+        text = self._text(_prose(), text_tokens * 0.5 * _PROSE_CHARS_PER_TOKEN)
+        written = self._text(_code(), text_tokens * 0.3 * _CODE_CHARS_PER_TOKEN)
         arguments = {"path": f"src/part_{self._count}.py", "text": written, "limit": self._rng.randrange(999)}
         name = self._rng.choice(TOOLS)["function"]["name"]
         call = ToolCall(name, json.dumps(arguments, ensure_ascii=False), f"call_{self._count}")
         return Message("assistant", text, reasoning_content=reasoning, tool_calls=(call,))
 
     def messages(self) -> Iterator[Message]:
-        """A conversation without end: whoever stops after a reply has a history to continue."""
+        """Yields an endless conversation; it can be continued after any reply."""
         yield self.system()
         yield self.user()
         turn = 0
@@ -130,10 +134,10 @@ class MessageWriter:
             yield reply
             yield self.result(reply) if calls else self.user()
 
-    def _text(self, pool: str, letters: float) -> str:
+    def _text(self, pool: str, chars: float) -> str:
         self._count += 1
-        start = self._rng.randrange(len(pool) - int(letters))
-        text = pool[start : start + int(letters)].strip()
+        start = self._rng.randrange(len(pool) - int(chars))
+        text = pool[start : start + int(chars)].strip()
         if self.mix.accents:
             half = len(text) // 2
             text = text[:half] + self._rng.choice(_ACCENTS) + text[half:]
@@ -154,7 +158,7 @@ def _code() -> str:
 
 @dataclass(frozen=True)
 class BenchmarkConversation:
-    """A conversation in a session that waits for the next message."""
+    """A conversation in a session, ready for the next message."""
 
     session: Session
     codec: GenericCodec
@@ -166,7 +170,7 @@ class BenchmarkConversation:
         return self.path[-1].end
 
     def extend(self, *new: Message) -> Extension:
-        """What `Session.prepare` asks of the codec."""
+        """Calls the codec as `Session.prepare` does."""
         shown = [NewMessage(message) for message in new]
         return self.codec.extend(
             self.path, shown, tools=TOOLS, chat_template_kwargs={}, history=self.session.history
@@ -180,7 +184,7 @@ class BenchmarkConversation:
 
 
 def open_codec(tokenizer: TokenizerDir) -> GenericCodec:
-    """A codec that has encoded nothing yet; reading the tokenizer and compiling its templates was before."""
+    """Returns a codec with empty caches."""
     return GenericCodec(tokenizer)
 
 
@@ -192,15 +196,15 @@ def build_conversation(
     *,
     last_calls: bool = True,
 ) -> BenchmarkConversation:
-    """Plays a conversation call by call until so many tokens have been prompted and sampled."""
+    """Runs a conversation call by call until its path has this many tokens."""
     session = Session(writer.mix.name, codec, history=history)
-    speaker = TemplateReplyEncoder(codec, Random(0), vary_tokenization=False)
+    encoder = TemplateReplyEncoder(codec, Random(0), vary_tokenization=False)
     messages: list[Message] = []
     node = session.tree.root
     for message in writer.messages():
         if message.role == "assistant":
             turn = session.prepare(Request(tuple(messages), TOOLS))
-            committed = session.commit(turn, Generation(speaker.encode_reply(message), message=message))
+            committed = session.commit(turn, Generation(encoder.encode_reply(message), message=message))
             session.record_delivery(committed.call)
             node = session.tree.nodes[committed.call.outputs[0]]
         messages.append(message)
@@ -209,16 +213,16 @@ def build_conversation(
     return BenchmarkConversation(session, codec, tuple(messages), node.path())
 
 
-def append_turn(talk: BenchmarkConversation, new: Message, reply: Message) -> BenchmarkConversation:
-    """The conversation one turn later."""
-    messages = (*talk.messages, new)
-    turn = talk.session.prepare(Request(messages, TOOLS))
-    ids = TemplateReplyEncoder(talk.codec, Random(0), vary_tokenization=False).encode_reply(reply)
-    committed = talk.session.commit(turn, Generation(ids, message=reply))
-    node = talk.session.tree.nodes[committed.call.outputs[0]]
-    return replace(talk, messages=(*messages, reply), path=node.path())
+def append_turn(conversation: BenchmarkConversation, new: Message, reply: Message) -> BenchmarkConversation:
+    """Returns the conversation after one more turn."""
+    messages = (*conversation.messages, new)
+    turn = conversation.session.prepare(Request(messages, TOOLS))
+    ids = TemplateReplyEncoder(conversation.codec, Random(0), vary_tokenization=False).encode_reply(reply)
+    committed = conversation.session.commit(turn, Generation(ids, message=reply))
+    node = conversation.session.tree.nodes[committed.call.outputs[0]]
+    return replace(conversation, messages=(*messages, reply), path=node.path())
 
 
 def first_prompt(codec: GenericCodec, messages: Sequence[Message]) -> Extension:
-    """A conversation that no session has seen."""
+    """Returns the first prompt of a conversation without a session."""
     return codec.extend((), [NewMessage(message) for message in messages], tools=TOOLS, history="template")

@@ -1,6 +1,6 @@
-"""Prompts that cannot be a short addition: first renders, forks, and a path whose text nobody remembers.
+"""Prompts that are more than a short addition: first renders, forks, and paths without a remembered text.
 
-What helps here is the cache of segments, which all sessions of a codec share.
+They profit from the segment cache, which all sessions of a codec share.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _LAST_CYCLE = 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt that was made on the clock, and what it took."""
+    """One measured prompt."""
 
     spent_s: float
     encoded: int
-    """Tokens that were not found in the cache."""
+    """Tokens that were not in the segment cache."""
     kept: int
     messages: tuple[Message, ...]
     ids: Ids
 
 
 Scenario = Callable[[TokenizerDir, int], dict[str, Prompt]]
-"""Plays a scene from empty caches, with a seed, and gives its prompts by what they show."""
+"""Runs a scenario from empty caches, with a seed, and returns its prompts by name."""
 
 
 def forks() -> BenchmarkTable:
@@ -62,13 +62,13 @@ def forks() -> BenchmarkTable:
         f"First renders and think-strip forks at {_TOKENS // 1000}k tokens (template)",
         ["prompt", "tokens", "messages", "kept", "CPU ms", "encoded", "full ms", "ratio", "equal"],
         [
-            f"The median of {_REPEATS} runs from empty caches. Encoded: tokens not found in the cache.",
-            "Think strip: a user speaks, the template drops earlier reasoning, replies are shown without it.",
+            f"The median of {_REPEATS} runs from empty caches. Encoded: tokens not in the cache.",
+            "Think strip: after a user message the template drops earlier reasoning.",
         ],
     )
-    scenes: tuple[Scenario, ...] = (_first, _long_cycle, _last_cycle)
-    for scene in scenes:
-        _rows(report, full, [scene(tokenizer, seed) for seed in range(_REPEATS)])
+    scenarios: tuple[Scenario, ...] = (_first, _long_cycle, _last_cycle)
+    for scenario in scenarios:
+        _rows(report, full, [scenario(tokenizer, seed) for seed in range(_REPEATS)])
     return report
 
 
@@ -78,7 +78,7 @@ def sessions() -> BenchmarkTable:
     report = BenchmarkTable(
         f"The first turn of a session with a system prompt of {_SYSTEM_TOKENS:,} tokens, and tools",
         ["prompt", "tokens", "messages", "kept", "CPU ms", "encoded", "full ms", "ratio", "equal"],
-        [f"Session.prepare, the median of {_REPEATS} runs. Both sessions share a codec; each asks its own."],
+        [f"Session.prepare, the median of {_REPEATS} runs. Both sessions share a codec."],
     )
     _rows(report, full, [_second_session(tokenizer, seed) for seed in range(_REPEATS)])
     return report
@@ -109,49 +109,55 @@ def _rows(report: BenchmarkTable, full: FullRender, runs: Sequence[dict[str, Pro
 
 def _first(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
     writer = MessageWriter(AGENT, seed)
-    talk = build_conversation(open_codec(tokenizer), writer, _TOKENS)
-    asked = (*talk.messages, writer.result(talk.messages[-1]))
+    conversation = build_conversation(open_codec(tokenizer), writer, _TOKENS)
+    messages = (*conversation.messages, writer.result(conversation.messages[-1]))
     codec = open_codec(tokenizer)
-    cold = _timed_prompt(codec, asked, lambda: first_prompt(codec, asked))
-    changed = (*talk.messages, writer.result(talk.messages[-1]))
+    cold = _timed_prompt(codec, messages, lambda: first_prompt(codec, messages))
+    changed = (*conversation.messages, writer.result(conversation.messages[-1]))
     warm = _timed_prompt(codec, changed, lambda: first_prompt(codec, changed))
-    # As after a restart: the tree came back from its journal, the codec remembers nothing.
+    # As after a restart: the tree is read from its journal, the codec remembers nothing.
     return {
         "first render, empty caches": cold,
         "first render, known segments": warm,
         "next turn, text forgotten": _turn(
-            replace(talk, codec=open_codec(tokenizer)), writer.result(talk.messages[-1])
+            replace(conversation, codec=open_codec(tokenizer)), writer.result(conversation.messages[-1])
         ),
     }
 
 
 def _long_cycle(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
     writer = MessageWriter(THINKING, seed)
-    talk = build_conversation(open_codec(tokenizer), writer, _TOKENS)
-    talk = append_turn(talk, writer.result(talk.messages[-1]), writer.reply(calls=False))
-    return _forks(talk, writer, "think strip, whole history")
+    conversation = build_conversation(open_codec(tokenizer), writer, _TOKENS)
+    conversation = append_turn(
+        conversation, writer.result(conversation.messages[-1]), writer.reply(calls=False)
+    )
+    return _forks(conversation, writer, "think strip, whole history")
 
 
 def _last_cycle(tokenizer: TokenizerDir, seed: int) -> dict[str, Prompt]:
-    writer, thinker = MessageWriter(AGENT, seed), MessageWriter(THINKING, seed + _REPEATS)
-    talk = build_conversation(open_codec(tokenizer), writer, _TOKENS, last_calls=False)
-    talk = append_turn(talk, writer.user(), thinker.reply())
+    writer, reasoning_writer = MessageWriter(AGENT, seed), MessageWriter(THINKING, seed + _REPEATS)
+    conversation = build_conversation(open_codec(tokenizer), writer, _TOKENS, last_calls=False)
+    conversation = append_turn(conversation, writer.user(), reasoning_writer.reply())
     for calls in (True,) * (_LAST_CYCLE - 1) + (False,):
-        talk = append_turn(talk, writer.result(talk.messages[-1]), thinker.reply(calls=calls))
-    return _forks(talk, writer, f"think strip, last {_LAST_CYCLE} calls")
+        conversation = append_turn(
+            conversation, writer.result(conversation.messages[-1]), reasoning_writer.reply(calls=calls)
+        )
+    return _forks(conversation, writer, f"think strip, last {_LAST_CYCLE} calls")
 
 
-def _forks(talk: BenchmarkConversation, writer: MessageWriter, name: str) -> dict[str, Prompt]:
-    first = _turn(talk, writer.user())
-    again = _turn(talk, writer.user())
-    assert first.kept < len(talk.path), "nothing was stripped"
-    later = append_turn(talk, writer.user(), writer.reply(calls=False))
+def _forks(conversation: BenchmarkConversation, writer: MessageWriter, name: str) -> dict[str, Prompt]:
+    first = _turn(conversation, writer.user())
+    again = _turn(conversation, writer.user())
+    assert first.kept < len(conversation.path), "nothing was stripped"
+    later = append_turn(conversation, writer.user(), writer.reply(calls=False))
     return {name: first, f"{name}, again": again, "  the turn after it": _turn(later, writer.user())}
 
 
-def _turn(talk: BenchmarkConversation, new: Message) -> Prompt:
-    prompt = _timed_prompt(talk.codec, (*talk.messages, new), lambda: talk.extend(new))
-    kept = [node.ids for node in talk.path[: prompt.kept]]
+def _turn(conversation: BenchmarkConversation, new: Message) -> Prompt:
+    prompt = _timed_prompt(
+        conversation.codec, (*conversation.messages, new), lambda: conversation.extend(new)
+    )
+    kept = [node.ids for node in conversation.path[: prompt.kept]]
     return replace(prompt, ids=np.concatenate([*kept, prompt.ids]))
 
 

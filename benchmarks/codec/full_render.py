@@ -1,7 +1,7 @@
-"""What everybody else does each turn: render the whole conversation and encode all of it.
+"""The reference: render the whole conversation and encode all of it at every turn.
 
-transformers' `apply_chat_template` where it can be imported; otherwise its two steps, jinja2 and
-`tokenizers`, without what it does around them. The tokenizer is one of its own: no side warms the other's.
+Uses transformers' `apply_chat_template` if it can be imported, otherwise its two steps, jinja2 and
+`tokenizers`. The tokenizer is a separate one, so that no side fills the other's caches.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from tokenizers import Tokenizer
 
 from branchline import Message
 from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.template_traits import TemplateTraits, probe_template_traits
+from branchline.chat.generic.template_probe import probe_template_traits
+from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
-
-TemplateMessage = dict[str, Any]
 
 
 class FullRender:
-    """Renders and encodes a conversation from its beginning."""
+    """Renders and encodes whole conversations."""
 
     def __init__(self, tokenizer: TokenizerDir) -> None:
         self.template = ChatTemplate(
-            tokenizer.chat_template(tools=True).source, tokenizer.special_tokens, use_minijinja=False
+            tokenizer.template_source(tools=True), tokenizer.special_tokens, use_minijinja=False
         )
         self._traits: TemplateTraits = probe_template_traits(self.template)
         self._tokenizer: Any = None
@@ -43,7 +42,7 @@ class FullRender:
         return "jinja2 render + tokenizers encode_batch (transformers is not installed)"
 
     def to_template_messages(self, messages: Sequence[Message]) -> list[TemplateMessage]:
-        """The conversation as this side wants it; made before any clock runs."""
+        """Returns the messages in the template's form; called before the measurement."""
         return self._traits.to_template_messages(messages)
 
     def encode(self, messages: Sequence[TemplateMessage], tools: Sequence[TemplateMessage]) -> list[int]:
@@ -54,6 +53,6 @@ class FullRender:
             ids: list[int] = found["input_ids"] if hasattr(found, "keys") else found
             return ids
         text = self.template.render(messages, tools)
-        # The call that transformers makes.
+        # The same call as in transformers.
         encoded: list[int] = self._encoder.encode_batch([text], add_special_tokens=False)[0].ids
         return encoded

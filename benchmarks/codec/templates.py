@@ -1,4 +1,4 @@
-"""minijinja beside jinja2, template by template: how fast, and whether they write the same."""
+"""minijinja and jinja2, template by template: speed, and whether they render the same text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from benchmarks.codec.conversations import (
 from benchmarks.measure import BenchmarkTable, best_cpu_s, format_ms
 from branchline import Message
 from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.template_traits import TemplateTraits, probe_template_traits
+from branchline.chat.generic.template_probe import probe_template_traits
+from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.errors import TemplateError
 
@@ -34,8 +35,8 @@ _REFUSED = "refused"
 
 def table() -> BenchmarkTable:
     report = BenchmarkTable(
-        f"minijinja beside jinja2: a conversation of {_MESSAGES} messages, about 30k tokens",
-        ["template", "calls", "letters", "minijinja ms", "jinja2 ms", "ratio", "refused", "equal", "used"],
+        f"minijinja and jinja2: a conversation of {_MESSAGES} messages, about 30k tokens",
+        ["template", "calls", "characters", "minijinja ms", "jinja2 ms", "ratio", "refused", "equal", "used"],
         [
             "The best of 5. Equal: texts of conversations of 1 to 24 messages and of all, in four mixes.",
             "Templates that show no calls are given plain conversations. Refused: by the template itself.",
@@ -48,23 +49,26 @@ def table() -> BenchmarkTable:
 
 
 def _row(report: BenchmarkTable, tokenizer: TokenizerDir) -> None:
-    source = tokenizer.chat_template(tools=True).source
+    source = tokenizer.template_source(tools=True)
     fast = ChatTemplate(source, tokenizer.special_tokens)
     exact = ChatTemplate(source, tokenizer.special_tokens, use_minijinja=False)
-    dialect = probe_template_traits(exact)
-    tools = TOOLS if dialect.shows_tools else ()
-    whole = _template_messages(AGENT, dialect, _MESSAGES)
+    traits = probe_template_traits(exact)
+    tools = TOOLS if traits.shows_tools else ()
+    whole = _template_messages(AGENT, traits, _MESSAGES)
     text = _render(fast, whole, tools)
     sides = (partial(_render, fast, whole, tools), partial(_render, exact, whole, tools))
     fast_s, exact_s = best_cpu_s(*sides)
-    talks = [
-        _template_messages(mix, dialect, count) for mix in _MIXES for count in (*range(1, 25), _MESSAGES)
+    conversations = [
+        _template_messages(mix, traits, count) for mix in _MIXES for count in (*range(1, 25), _MESSAGES)
     ]
-    texts = [_render(exact, talk, tools) for talk in talks]
-    equal = [_render(fast, talk, tools) == exactly for talk, exactly in zip(talks, texts, strict=True)]
+    texts = [_render(exact, messages, tools) for messages in conversations]
+    equal = [
+        _render(fast, messages, tools) == exactly
+        for messages, exactly in zip(conversations, texts, strict=True)
+    ]
     report.add_row(
         tokenizer.path.name,
-        "yes" if dialect.shows_tool_calls else "no",
+        "yes" if traits.shows_tool_calls else "no",
         f"{len(text):,}" if text != _REFUSED else _REFUSED,
         format_ms(fast_s),
         format_ms(exact_s),
@@ -75,11 +79,11 @@ def _row(report: BenchmarkTable, tokenizer: TokenizerDir) -> None:
     )
 
 
-def _template_messages(mix: ConversationMix, dialect: TemplateTraits, count: int) -> list[dict[str, Any]]:
+def _template_messages(mix: ConversationMix, traits: TemplateTraits, count: int) -> list[dict[str, Any]]:
     """The first messages of a conversation, without calls where the template shows none."""
-    plain = mix if dialect.shows_tool_calls else replace(mix, user_every=1)
+    plain = mix if traits.shows_tool_calls else replace(mix, user_every=1)
     messages: list[Message] = list(islice(MessageWriter(plain).messages(), count))
-    return dialect.to_template_messages(messages)
+    return traits.to_template_messages(messages)
 
 
 def _render(

@@ -1,7 +1,7 @@
-"""The embedded engine on a tiny model: sessions together, beside plain `generate`, turn by turn, and memory.
+"""The embedded engine with a tiny model: concurrent sessions compared with `generate`, prefix reuse, memory.
 
-Everything is greedy and on one CPU thread, so both sides of a ratio do the same work on the same core, and
-the ids of both sides can be compared. The model is random: what it says has no meaning, what it costs does.
+Everything is greedy and on one CPU thread, so both sides of a ratio do the same work on the same core and
+their ids can be compared. The model is random: its output has no meaning.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import SamplingParams
 
 if TYPE_CHECKING:
-    from branchline.engines.hf import HfEngine, HfStats
+    from branchline.engines.hf import HfEngine
 
 _VOCAB, _LAYERS, _KEY_HEADS, _HEAD = 8192, 4, 2, 32
 _TOKEN_BYTES = _LAYERS * 2 * _KEY_HEADS * _HEAD * 4
 _SESSIONS, _OUTPUT_TOKENS, _ROUNDS = 8, 128, 5
 _PROMPT_TOKENS = 64
-_MIXED_PROMPT_TOKENS = tuple(16 + 16 * place for place in range(_SESSIONS))
+_MIXED_PROMPT_TOKENS = tuple(16 + 16 * index for index in range(_SESSIONS))
 _TARGET_BATCH_SPEEDUP, _TARGET_GENERATE_RATIO = 4.0, 1.0
 _TURNS, _FIRST_PROMPT_TOKENS, _REPLY_TOKENS, _NEW_TOKENS = 10, 512, 32, 96
 _CACHED_SESSIONS, _CACHED_PROMPT_TOKENS = 16, 256
@@ -51,7 +51,7 @@ def tables() -> list[BenchmarkTable]:
 
 
 def _model() -> Any:
-    """A Qwen3 of 5 million weights; the same one every time."""
+    """A Qwen3 of 5 million weights, the same in every run."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -65,7 +65,7 @@ def _model() -> Any:
         num_key_value_heads=_KEY_HEADS,
         head_dim=_HEAD,
         max_position_embeddings=8192,
-        initializer_range=0.1,  # enough that outputs do not repeat themselves
+        initializer_range=0.1,  # So that outputs are not repetitive.
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -87,31 +87,32 @@ def _prompt(seed: int, size: int) -> Ids:
 
 @dataclass(frozen=True)
 class ServedReply:
-    """What a session got, and the CPU seconds until the first of it was there."""
+    """The ids of a reply, and the CPU seconds until the first."""
 
     ids: list[int]
     first_s: float
 
 
 def _serve_all(engine: HfEngine, prompts: Sequence[Ids], tokens: int) -> list[ServedReply]:
-    """All prompts at once, each in a session of its own."""
+    """Generates for all prompts concurrently."""
+    params = SamplingParams(max_tokens=tokens, temperature=0, flush_s=0.02)
 
-    async def one(prompt_ids: Ids) -> ServedReply:
+    async def serve(prompt_ids: Ids) -> ServedReply:
         ids: list[int] = []
         start, first_s = time.process_time(), 0.0
-        async for chunk in engine.generate(prompt_ids, SamplingParams(max_tokens=tokens, temperature=0)):
+        async for chunk in engine.generate(prompt_ids, params):
             first_s = first_s or time.process_time() - start
             ids += chunk.ids.tolist()
         return ServedReply(ids, first_s)
 
-    async def all_of_them() -> list[ServedReply]:
-        return await asyncio.gather(*map(one, prompts))
+    async def serve_all() -> list[ServedReply]:
+        return await asyncio.gather(*map(serve, prompts))
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(serve_all())
 
 
 def _generate_batch(model: Any, prompts: Sequence[Ids], tokens: int) -> list[list[int]]:
-    """What transformers' own `generate` gives for all prompts as one batch, padded in front."""
+    """The ids of transformers' `generate` for all prompts as one left-padded batch."""
     import torch
 
     width = max(map(len, prompts))
@@ -135,16 +136,16 @@ def _throughput_table() -> BenchmarkTable:
     model = _model()
     size_m = sum(weight.numel() for weight in model.parameters()) / 1e6
     report = BenchmarkTable(
-        f"Embedded engine: {_OUTPUT_TOKENS} tokens for each of {_SESSIONS} sessions, a Qwen3 of {size_m:.1f} M "
-        "weights",
+        f"Embedded engine: {_OUTPUT_TOKENS} tokens for each of {_SESSIONS} sessions, a Qwen3 of "
+        f"{size_m:.1f} M weights",
         ["prompts", "one, tok/s", "eight, tok/s", "generate, tok/s", "eight to one", "target",
          "to generate", "target", "ids equal"],
         [
             f"Seconds are CPU seconds of this process, the best of {_ROUNDS} rounds, prompts included; the "
-            "three sides take turns.",
-            "One: a session alone. Eight: as many tasks of one event loop, streaming, logprobs included.",
-            "Generate: transformers' own, the same prompts as one batch, no streaming, no logprobs.",
-            "The engine joins what arrives, so its eight do not start in the same step; prefix reuse is off.",
+            "three alternate.",
+            "One: one session. Eight: eight tasks of one event loop, streaming, with logprobs.",
+            "Generate: transformers, the same prompts as one batch, without streaming and logprobs.",
+            "The engine admits requests as they arrive, not all in the same step; prefix reuse is off.",
         ],
     )  # fmt: skip
     engine = _engine()
@@ -154,32 +155,32 @@ def _throughput_table() -> BenchmarkTable:
     ):
         prompts = [_prompt(seed, size) for seed, size in enumerate(sizes)]
         middle = prompts[_SESSIONS // 2]
-        said: list[list[int]] = []
-        plain: list[list[int]] = []
+        served: list[list[int]] = []
+        reference: list[list[int]] = []
 
-        def eight(prompts: Sequence[Ids] = prompts, said: list[list[int]] = said) -> None:
-            said[:] = [one.ids for one in _serve_all(engine, prompts, _OUTPUT_TOKENS)]
+        def eight(prompts: Sequence[Ids] = prompts, served: list[list[int]] = served) -> None:
+            served[:] = [reply.ids for reply in _serve_all(engine, prompts, _OUTPUT_TOKENS)]
 
-        def batch(prompts: Sequence[Ids] = prompts, plain: list[list[int]] = plain) -> None:
-            plain[:] = _generate_batch(model, prompts, _OUTPUT_TOKENS)
+        def batch(prompts: Sequence[Ids] = prompts, reference: list[list[int]] = reference) -> None:
+            reference[:] = _generate_batch(model, prompts, _OUTPUT_TOKENS)
 
-        def alone(prompt_ids: Ids = middle) -> None:
+        def one(prompt_ids: Ids = middle) -> None:
             _serve_all(engine, [prompt_ids], _OUTPUT_TOKENS)
 
-        for rehearsal in (alone, eight, batch):
-            rehearsal()
-        one_s, eight_s, plain_s = best_cpu_s(alone, eight, batch, repeats=_ROUNDS)
-        together, beside = _SESSIONS * one_s / eight_s, plain_s / eight_s
-        equal = sum(ours == theirs for ours, theirs in zip(said, plain, strict=True))
+        for warm_up in (one, eight, batch):
+            warm_up()
+        one_s, eight_s, batch_s = best_cpu_s(one, eight, batch, repeats=_ROUNDS)
+        speedup, ratio = _SESSIONS * one_s / eight_s, batch_s / eight_s
+        equal = sum(ours == theirs for ours, theirs in zip(served, reference, strict=True))
         report.add_row(
             name,
             f"{_OUTPUT_TOKENS / one_s:,.0f}",
             f"{_SESSIONS * _OUTPUT_TOKENS / eight_s:,.0f}",
-            f"{_SESSIONS * _OUTPUT_TOKENS / plain_s:,.0f}",
-            f"{together:.1f}×",
-            report.target_cell(f"≥ {_TARGET_BATCH_SPEEDUP:.0f}×", together >= _TARGET_BATCH_SPEEDUP),
-            f"{beside:.2f}×",
-            report.target_cell(f"≥ {_TARGET_GENERATE_RATIO:.1f}×", beside >= _TARGET_GENERATE_RATIO),
+            f"{_SESSIONS * _OUTPUT_TOKENS / batch_s:,.0f}",
+            f"{speedup:.1f}×",
+            report.target_cell(f"≥ {_TARGET_BATCH_SPEEDUP:.0f}×", speedup >= _TARGET_BATCH_SPEEDUP),
+            f"{ratio:.2f}×",
+            report.target_cell(f"≥ {_TARGET_GENERATE_RATIO:.1f}×", ratio >= _TARGET_GENERATE_RATIO),
             report.target_cell(f"{equal} of {_SESSIONS}", equal == _SESSIONS),
         )
     asyncio.run(engine.close())
@@ -201,14 +202,11 @@ def _conversation(engine: HfEngine, seed: int) -> list[MeasuredTurn]:
     turns: list[MeasuredTurn] = []
     for turn in range(_TURNS):
         before = engine.stats
-        (said,) = _serve_all(engine, [as_ids(ids)], _REPLY_TOKENS)
-        turns.append(MeasuredTurn(len(ids), _computed_tokens(before, engine.stats), said.first_s, said.ids))
-        ids = [*ids, *said.ids, *_prompt(1000 * seed + turn + 1, _NEW_TOKENS).tolist()]
+        (reply,) = _serve_all(engine, [as_ids(ids)], _REPLY_TOKENS)
+        computed = engine.stats.computed_tokens - before.computed_tokens
+        turns.append(MeasuredTurn(len(ids), computed, reply.first_s, reply.ids))
+        ids = [*ids, *reply.ids, *_prompt(1000 * seed + turn + 1, _NEW_TOKENS).tolist()]
     return turns
-
-
-def _computed_tokens(before: HfStats, after: HfStats) -> int:
-    return after.computed_tokens - before.computed_tokens
 
 
 def _turns_table() -> BenchmarkTable:
@@ -217,38 +215,40 @@ def _turns_table() -> BenchmarkTable:
         ["turn", "prompt ids", "computed", "first id, ms", "without reuse", "first id, ms", "target",
          "ids equal"],
         [
-            f"A prompt of {_FIRST_PROMPT_TOKENS} ids, replies of {_REPLY_TOKENS}, {_NEW_TOKENS} new ids a turn. First id: CPU time from "
-            f"asking to the first id, the best of {_ROUNDS} conversations.",
-            "Computed: ids of the prompt that went through the model. The last id of a reply was sampled and "
-            "never an input, so it is among the new ones.",
-            "Without reuse: the same conversation where nothing is kept from turn to turn.",
+            f"Prompt: {_FIRST_PROMPT_TOKENS} ids. Each turn: {_REPLY_TOKENS} sampled, {_NEW_TOKENS} new ids.",
+            f"First id: CPU time from the request to the first id, the best of {_ROUNDS} conversations.",
+            "Computed: prompt ids that went through the model. The last id of a reply was never an input, so "
+            "it counts as new.",
+            "Without reuse: the same conversation without a prefix cache.",
         ],
     )  # fmt: skip
-    keeping, forgetting = (_engine(cache_tokens=size) for size in (100_000, 0))
+    cached, uncached = (_engine(cache_tokens=size) for size in (100_000, 0))
     sides: list[list[list[MeasuredTurn]]] = [[], []]
     for seed in range(_ROUNDS + 1):
-        for side, engine in zip(sides, (keeping, forgetting), strict=True):
+        for side, engine in zip(sides, (cached, uncached), strict=True):
             side.append(_conversation(engine, seed))
-    for engine in (keeping, forgetting):
+    for engine in (cached, uncached):
         asyncio.run(engine.close())
-    kept, forgot = ([list(turns) for turns in zip(*side[1:], strict=True)] for side in sides)
-    for place in (0, 1, _TURNS // 2 - 1, _TURNS - 1):
-        ours, theirs = kept[place], forgot[place]
-        equal = sum(one.ids == other.ids for one, other in zip(ours, theirs, strict=True))
+    with_reuse, without_reuse = ([list(turns) for turns in zip(*side[1:], strict=True)] for side in sides)
+    for index in (0, 1, _TURNS // 2 - 1, _TURNS - 1):
+        ours, theirs = with_reuse[index], without_reuse[index]
+        equal = sum(left.ids == right.ids for left, right in zip(ours, theirs, strict=True))
         report.add_row(
-            place + 1,
-            f"{ours[0].prompt:,}",
-            ours[0].computed,
+            index + 1,
+            f"{ours[0].prompt_tokens:,}",
+            ours[0].computed_tokens,
             format_ms(min(turn.first_s for turn in ours)),
-            f"{theirs[0].computed:,}",
+            f"{theirs[0].computed_tokens:,}",
             format_ms(min(turn.first_s for turn in theirs)),
-            report.target_cell(f"≤ {_NEW_TOKENS + 1} computed", ours[0].computed <= _NEW_TOKENS + 1)
-            if place
+            report.target_cell(f"≤ {_NEW_TOKENS + 1} computed", ours[0].computed_tokens <= _NEW_TOKENS + 1)
+            if index
             else "",
             report.target_cell(f"{equal} of {_ROUNDS}", equal == _ROUNDS),
         )
-    totals = [sum(turns[0].computed for turns in side) for side in (kept, forgot)]
-    first_s = [sum(min(turn.first_s for turn in turns) for turns in side) for side in (kept, forgot)]
+    totals = [sum(turns[0].computed_tokens for turns in side) for side in (with_reuse, without_reuse)]
+    first_s = [
+        sum(min(turn.first_s for turn in turns) for turns in side) for side in (with_reuse, without_reuse)
+    ]
     report.add_row(
         "all", "", f"{totals[0]:,}", format_ms(first_s[0]), f"{totals[1]:,}", format_ms(first_s[1]), "", ""
     )
@@ -259,39 +259,39 @@ def _memory_table() -> BenchmarkTable:
     sizes = [
         _CACHED_PROMPT_TOKENS + _REPLY_TOKENS - 1 + turn * (_REPLY_TOKENS + _NEW_TOKENS) for turn in (0, 1)
     ]
-    room = _CACHED_SESSIONS * sizes[1]
+    full_size = _CACHED_SESSIONS * sizes[1]
     report = BenchmarkTable(
-        f"Embedded engine: {_CACHED_SESSIONS} sessions of two turns share what may be kept",
-        ["room for", "limit, MiB", "most kept, MiB", "evictions", "second turns that found the first",
+        f"Embedded engine: {_CACHED_SESSIONS} sessions of two turns share the prefix cache",
+        ["limit for", "limit, MiB", "maximum, MiB", "evictions", "second turns that reused the first",
          "prompt ids computed", "target"],
         [
-            f"{_TOKEN_BYTES:,} bytes an id. The least recently used goes first; second turns come the other "
-            "way round, the latest session first.",
+            f"{_TOKEN_BYTES:,} bytes per id. The least recently used entry is evicted first; second turns "
+            "are in reverse order.",
         ],
     )  # fmt: skip
-    for name, limit in (("all", room), ("half of them", room // 2), ("none", 0)):
+    for name, limit in (("all", full_size), ("half of them", full_size // 2), ("none", 0)):
         engine = _engine(cache_tokens=limit)
-        seen = [engine.stats]
-        talks = [_prompt(seed, _CACHED_PROMPT_TOKENS) for seed in range(_CACHED_SESSIONS)]
-        for place in range(_CACHED_SESSIONS):
-            (said,) = _serve_all(engine, [talks[place]], _REPLY_TOKENS)
-            new = _prompt(100 + place, _NEW_TOKENS)
-            talks[place] = as_ids([*talks[place].tolist(), *said.ids, *new.tolist()])
-            seen.append(engine.stats)
-        for talk in reversed(talks):
-            _serve_all(engine, [talk], _REPLY_TOKENS)
-            seen.append(engine.stats)
+        stats = [engine.stats]
+        prompts = [_prompt(seed, _CACHED_PROMPT_TOKENS) for seed in range(_CACHED_SESSIONS)]
+        for index, prompt in enumerate(prompts):
+            (reply,) = _serve_all(engine, [prompt], _REPLY_TOKENS)
+            new = _prompt(100 + index, _NEW_TOKENS)
+            prompts[index] = as_ids([*prompt.tolist(), *reply.ids, *new.tolist()])
+            stats.append(engine.stats)
+        for prompt in reversed(prompts):
+            _serve_all(engine, [prompt], _REPLY_TOKENS)
+            stats.append(engine.stats)
         asyncio.run(engine.close())
-        second = seen[_CACHED_SESSIONS:]
-        found = sum(after.reused_tokens > before.reused_tokens for before, after in pairwise(second))
-        most = max(stats.cached_tokens for stats in seen)
+        second = stats[_CACHED_SESSIONS:]
+        reused = sum(after.reused_tokens > before.reused_tokens for before, after in pairwise(second))
+        maximum = max(each.cached_tokens for each in stats)
         report.add_row(
             name,
             f"{limit * _TOKEN_BYTES / _MIB:.1f}",
-            f"{most * _TOKEN_BYTES / _MIB:.1f}",
-            seen[-1].evictions,
-            f"{found} of {_CACHED_SESSIONS}",
-            f"{seen[-1].computed_tokens:,}",
-            report.target_cell("within the limit", most <= limit),
+            f"{maximum * _TOKEN_BYTES / _MIB:.1f}",
+            stats[-1].evictions,
+            f"{reused} of {_CACHED_SESSIONS}",
+            f"{stats[-1].computed_tokens:,}",
+            report.target_cell("within the limit", maximum <= limit),
         )
     return report

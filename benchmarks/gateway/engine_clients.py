@@ -1,7 +1,7 @@
-"""What one reply costs the process that asks an HTTP engine for it, without a gateway around it.
+"""CPU time of one reply from an HTTP engine, without a gateway.
 
-Beside our engine stands the least that can be done with httpx: the lines of the same stream, each event
-decoded, nothing checked, nothing kept for a pause.
+VllmEngine is compared with a minimal httpx client, which reads the lines of the same stream and decodes each
+event, but checks nothing and supports no pause.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from branchline.engines.vllm import VllmEngine, VllmEvent
 _PROMPT = np.arange(1000, 5500, dtype=np.int32)
 _ROUNDS, _REPLIES, _IN_FLIGHT = 3, 40, 4
 _PACE_S = 0.001
+_FLUSH_S = 0.02
 
 RequestFunction = Callable[[], Awaitable[int]]
-"""Asks for a reply and says in how many pieces it came."""
+"""Requests a reply; returns the number of pieces in which it arrived."""
 
 
 @dataclass
 class EngineCost:
-    """What a reply came to, the best of all rounds."""
+    """The cost of a reply, the best of all rounds."""
 
     cpu_s: float = float("inf")
     pieces: float = 0.0
@@ -41,64 +42,68 @@ class EngineCost:
 
 def table() -> BenchmarkTable:
     report = BenchmarkTable(
-        f"CPU of a process that asks an HTTP engine for a reply of {REPLY_TOKENS} tokens",
-        ["reply", "asked by", "pieces", "CPU ms", "of httpx"],
+        f"CPU time of a reply of {REPLY_TOKENS} tokens from an HTTP engine",
+        ["reply", "client", "pieces", "CPU ms", "of httpx"],
         [
             f"process_time, the best of {_ROUNDS} rounds of {_REPLIES} replies, {_IN_FLIGHT} in flight, to a "
             f"prompt of {len(_PROMPT):,} ids; the engine is the mock.",
-            f"Whole: nobody reads along, so {STREAM_INTERVAL} tokens come in an event; our engine reads them at the "
-            "end. A token a ms: each comes alone.",
+            f"Buffered: {STREAM_INTERVAL} tokens per event, flush_s {BUFFERED_FLUSH_S:g}.",
+            f"Streamed: one token per event, flush_s {_FLUSH_S:g}.",
         ],
     )
-    for reply, pause_s, whole in (
-        ("whole, at once", 0.0, True),
-        ("whole, an event a ms", _PACE_S, True),
-        ("streamed, at once", 0.0, False),
-        ("streamed, a token a ms", _PACE_S, False),
+    for reply, pause_s, flush_s in (
+        ("buffered, at once", 0.0, BUFFERED_FLUSH_S),
+        ("buffered, an event per ms", _PACE_S, BUFFERED_FLUSH_S),
+        ("streamed, at once", 0.0, _FLUSH_S),
+        ("streamed, a token per ms", _PACE_S, _FLUSH_S),
     ):
-        found = asyncio.run(_measure(pause_s, whole))
-        for name, one in found.items():
-            share = one.cpu_s / found["httpx"].cpu_s
-            report.add_row(reply, name, f"{one.pieces:.0f}", format_ms(one.cpu_s), f"{share:.2f}")
+        costs = asyncio.run(_measure(pause_s, flush_s))
+        for client, cost in costs.items():
+            ratio = cost.cpu_s / costs["httpx"].cpu_s
+            report.add_row(reply, client, f"{cost.pieces:.0f}", format_ms(cost.cpu_s), f"{ratio:.2f}")
     return report
 
 
-async def _measure(pause_s: float, whole: bool) -> dict[str, EngineCost]:
+async def _measure(pause_s: float, flush_s: float) -> dict[str, EngineCost]:
     ids = list(range(2000, 2000 + REPLY_TOKENS))
-    options = MockOptions(ids, [f"token{one}" for one in ids], [], pause_s=pause_s)
-    params = SamplingParams(flush_s=BUFFERED_FLUSH_S if whole else 0.0)
-    async with server_process("mock", msgspec.to_builtins(options)) as mock, httpx.AsyncClient() as client:
+    options = MockOptions(ids, [f"token{token_id}" for token_id in ids], [], pause_s=pause_s)
+    params = SamplingParams(flush_s=flush_s)
+    interval = STREAM_INTERVAL if flush_s == BUFFERED_FLUSH_S else 1
+    async with (
+        server_process("mock_vllm", msgspec.to_builtins(options)) as mock,
+        httpx.AsyncClient() as client,
+    ):
         engine, other = VllmEngine(mock.url, model="mock"), VllmEngine(mock.url, model="mock")
-        asks: dict[str, RequestFunction] = {
-            "httpx": lambda: _by_httpx(client, mock.url, STREAM_INTERVAL if whole else 1),
-            "our engine": lambda: _by_engine(engine, params),
-            "our engine, as a replica": lambda: _by_engine(replicas, params),
+        requests: dict[str, RequestFunction] = {
+            "httpx": lambda: _by_httpx(client, mock.url, interval),
+            "VllmEngine": lambda: _by_engine(engine, params),
+            "VllmEngine as a replica": lambda: _by_engine(replicas, params),
         }
         replicas = Replicas([other])
-        found = {name: EngineCost() for name in asks}
+        costs = {name: EngineCost() for name in requests}
         for _ in range(_ROUNDS):
-            for name, ask in asks.items():
-                cpu_s, pieces = await _round(ask)
-                found[name] = min(found[name], EngineCost(cpu_s, pieces), key=lambda one: one.cpu_s)
+            for name, request in requests.items():
+                cost = await _round(request)
+                costs[name] = min(costs[name], cost, key=lambda cost: cost.cpu_s)
         await engine.close()
         await replicas.close()
-    return found
+    return costs
 
 
-async def _round(ask: RequestFunction) -> tuple[float, float]:
-    await ask()
-    places = iter(range(_REPLIES))
+async def _round(request: RequestFunction) -> EngineCost:
+    await request()
+    remaining = iter(range(_REPLIES))
     pieces = 0
 
     async def work() -> None:
         nonlocal pieces
-        for _ in places:
-            came = await ask()
-            pieces += came
+        for _ in remaining:
+            count = await request()
+            pieces += count
 
     start = time.process_time()
     await asyncio.gather(*(work() for _ in range(_IN_FLIGHT)))
-    return (time.process_time() - start) / _REPLIES, pieces / _REPLIES
+    return EngineCost((time.process_time() - start) / _REPLIES, pieces / _REPLIES)
 
 
 async def _by_engine(engine: Engine, params: SamplingParams) -> int:
@@ -108,13 +113,12 @@ async def _by_engine(engine: Engine, params: SamplingParams) -> int:
 
 
 async def _by_httpx(client: httpx.AsyncClient, url: str, interval: int) -> int:
-    asked = {"prompt": _PROMPT.tolist(), "stream": True, "stream_interval": interval}
-    body = msgspec.json.encode(asked)
-    read, ids, pieces = msgspec.json.Decoder(VllmEvent).decode, 0, 0
+    body = msgspec.json.encode({"prompt": _PROMPT.tolist(), "stream": True, "stream_interval": interval})
+    decode, ids, pieces = msgspec.json.Decoder(VllmEvent).decode, 0, 0
     async with client.stream("POST", f"{url}/v1/completions", content=body) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                ids += sum(len(choice.token_ids or ()) for choice in read(line[6:]).choices or ())
+                ids += sum(len(choice.token_ids or ()) for choice in decode(line[6:]).choices or ())
                 pieces += 1
     assert ids == REPLY_TOKENS
     return pieces

@@ -1,4 +1,4 @@
-"""Replies that are made before anybody asks, and the engine that gives them."""
+"""Precomputed replies, and an engine that returns them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from branchline.testing.reply_encoder import TemplateReplyEncoder
 REPLY_TOKENS = 300
 LOGPROB = -0.25
 STREAMED = "stream-"
-"""Sessions with names that begin so get one token a chunk, all others one chunk a reply."""
+"""Sessions with this name prefix get one token per chunk, all others one chunk per reply."""
 
 
 class MockOptions(msgspec.Struct, frozen=True):
-    """What the HTTP mock answers."""
+    """The responses of the HTTP mock."""
 
     ids: list[int]
     texts: list[str]
-    """Of each id."""
+    """The text of each id."""
     prompt_ids: list[int]
     is_old: bool = False
-    """As vLLM before v0.27.0, which does not know `stream_interval`: a token an event, always."""
+    """Ignores `stream_interval`, as vLLM before 0.27.0: always one token per event."""
     pause_s: float = 0.0
-    """Between two events of a stream. 0: as fast as they can be said."""
+    """Pause between two events of a stream; 0: none."""
 
 
 class MockEngine:
-    """Gives each session the same replies in turn, at once."""
+    """Returns the same replies to each session in turn, at once."""
 
     name = "mock"
     version = 0
@@ -45,13 +45,13 @@ class MockEngine:
 
     def __init__(self, replies: Sequence[Ids]) -> None:
         self._replies = replies
-        self._asked: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        reply = self._replies[self._asked[session] % len(self._replies)]
-        self._asked[session] += 1
+        reply = self._replies[self._calls[session] % len(self._replies)]
+        self._calls[session] += 1
         size = 1 if session.startswith(STREAMED) else len(reply)
         for start in range(0, len(reply), size):
             part = reply[start : start + size]
@@ -70,17 +70,15 @@ class MockEngine:
 
 
 def plain_reply(codec: GenericCodec) -> Ids:
-    """A reply of plain text, so many tokens with the one that ends it."""
+    """A plain text reply of REPLY_TOKENS tokens, the stop token included."""
     text = Message("assistant", MessageWriter(AGENT, seed=0).user(2 * REPLY_TOKENS).content)
     ids = TemplateReplyEncoder(codec, Random(0), vary_tokenization=False).encode_reply(text)
     return np.concatenate((ids[: REPLY_TOKENS - 1], ids[-1:]))
 
 
 def agent_replies(codec: GenericCodec, count: int, seed: int = 0) -> list[Ids]:
-    """What an agent says turn by turn: mostly a sentence and a call, sometimes a sentence."""
-    writer, speaker = (
-        MessageWriter(AGENT, seed),
-        TemplateReplyEncoder(codec, Random(seed), vary_tokenization=False),
-    )
+    """An agent's replies: mostly a sentence and a tool call, sometimes only a sentence."""
+    writer = MessageWriter(AGENT, seed)
+    encoder = TemplateReplyEncoder(codec, Random(seed), vary_tokenization=False)
     every = AGENT.user_every
-    return [speaker.encode_reply(writer.reply(calls=turn % every > 0)) for turn in range(1, count + 1)]
+    return [encoder.encode_reply(writer.reply(calls=turn % every > 0)) for turn in range(1, count + 1)]

@@ -1,7 +1,7 @@
-"""An engine over HTTP that has nothing to think about: vLLM's answers, made before anybody asks.
+"""A mock vLLM server with precomputed responses.
 
-`/v1/chat/completions` is what rllm-model-gateway asks, `/v1/completions` what our vLLM engine asks. Both
-give the same ids and logprobs; streams give one token an event, or as many as are asked for, as vLLM does.
+rllm-model-gateway requests `/v1/chat/completions`, VllmEngine requests `/v1/completions`. Both return the
+same ids and logprobs; streams have one token per event, or `stream_interval` tokens, as vLLM's do.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class MockVllm:
-    """The engine as an ASGI application."""
+    """The server as an ASGI application."""
 
     def __init__(self, options: MockOptions) -> None:
         self._options = options
         self._frame = {"id": "cmpl-0", "created": 1_750_000_000, "model": "mock"}
         ids, texts, prompt_ids = options.ids, options.texts, options.prompt_ids
-        told = [_logprob(text) for text in texts]
-        whole = {
+        logprobs = [_logprob(text) for text in texts]
+        response = {
             **self._frame,
             "object": "chat.completion",
             "choices": [
                 {
                     "index": 0,
                     "message": {"role": "assistant", "content": "".join(texts)},
-                    "logprobs": {"content": told},
+                    "logprobs": {"content": logprobs},
                     "finish_reason": "stop",
                     "stop_reason": None,
                     "token_ids": ids,
@@ -51,31 +51,31 @@ class MockVllm:
             },
             "prompt_token_ids": prompt_ids,
         }
-        self._whole = msgspec.json.encode(whole)
-        self._chat = [
+        self._chat_response = msgspec.json.encode(response)
+        self._chat_events = [
             self._event(
                 {
                     "index": 0,
-                    "delta": {"role": "assistant", "content": text} if place == 0 else {"content": text},
-                    "logprobs": {"content": [told[place]]},
-                    "finish_reason": "stop" if place == len(ids) - 1 else None,
-                    "token_ids": [ids[place]],
+                    "delta": {"role": "assistant", "content": text} if index == 0 else {"content": text},
+                    "logprobs": {"content": [logprobs[index]]},
+                    "finish_reason": "stop" if index == len(ids) - 1 else None,
+                    "token_ids": [ids[index]],
                 },
-                {"prompt_token_ids": prompt_ids} if place == 0 else {},
+                {"prompt_token_ids": prompt_ids} if index == 0 else {},
             )
-            for place, text in enumerate(texts)
+            for index, text in enumerate(texts)
         ]
-        self._behind = {1: self._events_after_first(1)}
-        """The events behind the first token, by the number of tokens in each."""
+        self._later_events = {1: self._events_after_first(1)}
+        """The events after the first token, by the number of tokens in each."""
 
     def _events_after_first(self, size: int) -> list[bytes]:
         count = len(self._options.ids)
-        return [self._event(self._choice(place, min(place + size, count))) for place in range(1, count, size)]
+        return [self._event(self._choice(start, min(start + size, count))) for start in range(1, count, size)]
 
     def _choice(self, start: int, end: int) -> dict[str, Any]:
-        """What `/v1/completions` says of a run of tokens."""
+        """The choice of a `/v1/completions` event with these tokens."""
         texts = self._options.texts[start:end]
-        told = {
+        logprobs = {
             "text_offset": [0] * len(texts),
             "token_logprobs": [LOGPROB] * len(texts),
             "tokens": texts,
@@ -84,7 +84,7 @@ class MockVllm:
         return {
             "index": 0,
             "text": "".join(texts),
-            "logprobs": told,
+            "logprobs": logprobs,
             "finish_reason": "stop" if end == len(self._options.ids) else None,
             "stop_reason": None,
             "token_ids": self._options.ids[start:end],
@@ -103,17 +103,17 @@ class MockVllm:
                 break
         path = scope["path"]
         if path == "/v1/completions":
-            asked = msgspec.json.decode(body)
-            first = {**self._choice(0, 1), "prompt_token_ids": asked["prompt"]}
-            size = 1 if self._options.is_old else asked.get("stream_interval", 1)
-            if size not in self._behind:
-                self._behind[size] = self._events_after_first(size)
-            await self._stream(send, [self._event(first), *self._behind[size]])
+            request = msgspec.json.decode(body)
+            first = {**self._choice(0, 1), "prompt_token_ids": request["prompt"]}
+            size = 1 if self._options.is_old else request.get("stream_interval", 1)
+            if size not in self._later_events:
+                self._later_events[size] = self._events_after_first(size)
+            await self._stream(send, [self._event(first), *self._later_events[size]])
         elif path == "/v1/chat/completions":
             if msgspec.json.decode(body).get("stream"):
-                await self._stream(send, self._chat)
+                await self._stream(send, self._chat_events)
             else:
-                await _send_json(send, self._whole)
+                await _send_json(send, self._chat_response)
         elif path == "/v1/models":
             await _send_json(send, b'{"data":[{"id":"mock"}]}')
         else:
@@ -139,7 +139,7 @@ async def _send_json(send: Send, body: bytes) -> None:
 
 
 async def main(options: MockOptions) -> None:
-    # With its protocol named: asyncio turns Nagle's delays off only where it is.
+    # asyncio disables Nagle's algorithm only if the protocol is named.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
 from branchline.gateway.asgi_request import AsgiRequest

@@ -1,9 +1,8 @@
-"""Real tokenizers for tests: which there are, what their replies may look like, and how to get one."""
+"""Real tokenizers for tests, and what the replies of each family may look like."""
 
 from __future__ import annotations
 
 import shutil
-from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,17 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
 FAMILIES = {
     "qwen3": ReplyStyle(),
     "qwen2_5": ReplyStyle(),
-    # One call at a time, and its template prints a call without the text beside it.
+    # One call at a time, and its template shows a call without the text next to it.
     "llama3_2": ReplyStyle(max_tool_calls=1, text_with_tool_calls=False),
     "mistral_nemo": ReplyStyle(max_tool_calls=1, text_with_tool_calls=False),
-    # Its template loses the end of a single call, so its calls are left to the renderers codec.
+    # Its template loses the end of a single call; the renderers codec is for its calls.
     "deepseek_v3": ReplyStyle(max_tool_calls=0),
     "gemma3": ReplyStyle(max_tool_calls=0),
 }
 
 
 def load_tokenizer(name: str) -> TokenizerDir:
-    """The tokenizer of a family, read once; skips with a reason where it could not be fetched."""
+    """Returns the tokenizer of a family, opened once; skips the test if it was not fetched."""
     if not (CACHE / name / "tokenizer.json").exists():
         why = "npm is missing" if shutil.which("npm") is None else "run scripts/fetch_tokenizers.py"
         pytest.skip(f"no real {name} tokenizer: {why}")
@@ -38,19 +37,13 @@ def load_tokenizer(name: str) -> TokenizerDir:
 
 @cache
 def load_codec(name: str) -> GenericCodec:
-    """The codec of a family; skips where `tokenizer_of` does."""
+    """Returns the codec of a family; skips the test if its tokenizer was not fetched."""
     return GenericCodec(load_tokenizer(name))
 
 
 def load_codec_with_template(template: str, family: str = "qwen3", **options: Any) -> GenericCodec:
-    """A family's tokenizer with another chat template."""
-    tokenizer = copy(load_tokenizer(family))
-    tokenizer._template_sources, tokenizer._chat_templates, tokenizer._template_traits = (
-        {"default": template},
-        {},
-        {},
-    )
-    return GenericCodec(tokenizer, **options)
+    """Returns a codec with a family's tokenizer and another chat template."""
+    return GenericCodec(load_tokenizer(family), chat_template=template, **options)
 
 
 @cache

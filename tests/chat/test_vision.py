@@ -1,4 +1,4 @@
-"""Images in prompts: placeholders by size, payloads along the path, and what a text model says to them."""
+"""Images in prompts: placeholders by size, payloads on the path, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip i
 
 
 def make_image(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
-    """A small noisy PNG, as a client sends it."""
+    """Returns a small PNG of random pixels, as a client sends it."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, len(mode)), np.uint8)
     file = io.BytesIO()
     pillow.fromarray(noise if len(mode) > 1 else noise[:, :, 0], mode=None).convert(mode).save(file, "PNG")
@@ -67,7 +67,7 @@ def prompt_ids(codec: RenderersCodec, *messages: Message) -> Ids:
         ((1000, 30), (1, 4, 94), 94),
     ],
 )
-def test_an_image_takes_the_placeholders_its_size_asks_for(
+def test_the_number_of_placeholders_depends_on_the_size(
     size: tuple[int, int], grid: tuple[int, int, int], placeholders: int
 ) -> None:
     config = VisionConfig()
@@ -75,12 +75,12 @@ def test_an_image_takes_the_placeholders_its_size_asks_for(
     assert config.placeholder_count(*size) == placeholders
 
 
-def test_too_long_an_image_is_refused() -> None:
+def test_an_image_with_an_extreme_aspect_ratio_is_refused() -> None:
     with pytest.raises(CodecError, match="got 4020x20, expected sides of at most 1:200"):
         VisionConfig().grid(4020, 20)
 
 
-def test_the_settings_of_a_model_are_read_from_its_directory(tmp_path: Path) -> None:
+def test_the_vision_config_is_read_from_the_directory(tmp_path: Path) -> None:
     assert VisionConfig.from_directory(tmp_path) == VisionConfig()
     file = tmp_path / "preprocessor_config.json"
     file.write_text(
@@ -97,7 +97,7 @@ def test_the_settings_of_a_model_are_read_from_its_directory(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-def test_pixels_come_one_row_per_patch(mode: str) -> None:
+def test_pixels_have_one_row_per_patch(mode: str) -> None:
     config = VisionConfig(min_pixels=32 * 32)
     image = make_image(96, 64, mode=mode)
     pixels = ImageProcessor(config).pixels(image)
@@ -106,7 +106,7 @@ def test_pixels_come_one_row_per_patch(mode: str) -> None:
     assert pixels.values.dtype == np.float32
     with pillow.open(io.BytesIO(image.payload)) as opened:
         whole = np.asarray(opened.convert("RGB"), np.float32) / 255 * 2 - 1
-    # The second row is the patch to the right of the first, in both steps of time.
+    # The second row is the patch to the right of the first, in both time steps.
     shown = pixels.values[1].reshape(3, 2, 16, 16)
     np.testing.assert_allclose(shown[:, 0], whole[:16, 16:32].transpose(2, 0, 1), atol=1e-6)
     np.testing.assert_array_equal(shown[:, 0], shown[:, 1])
@@ -114,7 +114,7 @@ def test_pixels_come_one_row_per_patch(mode: str) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(20, 700), st.integers(20, 700))
-def test_pixels_and_grid_are_those_of_the_transformers_class(width: int, height: int) -> None:
+def test_pixels_and_grid_equal_those_of_transformers(width: int, height: int) -> None:
     reason = "transformers is not installed: nothing to compare with"
     theirs = pytest.importorskip(
         "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason=reason
@@ -137,15 +137,15 @@ def test_a_broken_image_is_refused() -> None:
     with pytest.raises(CodecError, match="image d: cannot be read"):
         ImageProcessor(VisionConfig()).image_size(Media("image", "d", b"not a picture"))
     whole = make_image(64, 64)
-    torn = Media("image", "torn", whole.payload[: len(whole.payload) // 2])
-    with pytest.raises(CodecError, match="image torn: cannot be read"):
-        ImageProcessor(VisionConfig()).pixels(torn)
+    truncated = Media("image", "truncated", whole.payload[: len(whole.payload) // 2])
+    with pytest.raises(CodecError, match="image truncated: cannot be read"):
+        ImageProcessor(VisionConfig()).pixels(truncated)
 
 
 # -- prompts -------------------------------------------------------------------------------------------
 
 
-def test_placeholders_stand_where_the_image_does(codec: RenderersCodec) -> None:
+def test_placeholders_are_at_the_position_of_the_image(codec: RenderersCodec) -> None:
     image = make_image(417, 300)
     message = image_message("What is ", image, " this?")
     prompt = prompt_ids(codec, message)
@@ -161,7 +161,7 @@ def test_placeholders_stand_where_the_image_does(codec: RenderersCodec) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(20, 900), st.integers(20, 900), st.integers(20, 900))
-def test_every_image_has_as_many_placeholders_as_the_processor_says(
+def test_every_image_has_the_placeholders_of_its_grid(
     codec: RenderersCodec, width: int, height: int, other: int
 ) -> None:
     images = [make_image(width, height, 1), make_image(other, height, 2), make_image(width, height, 1)]
@@ -178,32 +178,34 @@ def test_every_image_has_as_many_placeholders_as_the_processor_says(
         assert place.length == np.prod(grid) // VisionConfig().merge_size ** 2
 
 
-def commit_reply(session: Session, codec: RenderersCodec, talk: list[Message], text: str) -> tuple[Any, Ids]:
-    output = as_ids(np.concatenate([codec.tokenizer.encode(letter) for letter in text]))
+def commit_reply(
+    session: Session, codec: RenderersCodec, messages: list[Message], text: str
+) -> tuple[Any, Ids]:
+    output = as_ids(np.concatenate([codec.tokenizer.encode(char) for char in text]))
     output = as_ids([*output.tolist(), *codec.tokenizer.encode("<|im_end|>").tolist()])
-    turn = session.prepare(Request(tuple(talk)))
+    turn = session.prepare(Request(tuple(messages)))
     call = session.commit(turn, Generation(output, None, 0, "stop", Message("assistant", text))).call
     session.record_delivery(call, Delivery.DELIVERED)
     return turn, output
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
-def test_a_path_with_images_in_earlier_turns_is_kept_as_it_is(codec: RenderersCodec, history: Any) -> None:
+def test_a_path_with_images_is_kept(codec: RenderersCodec, history: Any) -> None:
     codec = RenderersCodec(codec.tokenizer, "qwen3_vl")
     session = Session("s", codec, history=history)
-    talk = [Message("system", "s"), image_message("look", make_image(300, 200, 3))]
-    images = list(talk[1].media)
+    messages = [Message("system", "s"), image_message("look", make_image(300, 200, 3))]
+    images = list(messages[1].media)
     before: list[int] = []
     for step in range(3):
-        turn, output = commit_reply(session, codec, talk, f"answer {step}")
+        turn, output = commit_reply(session, codec, messages, f"answer {step}")
         assert turn.prompt_ids[: len(before)].tolist() == before
-        assert turn.rewritten == ""
-        assert turn.encoded <= len(turn.prompt_ids) - len(before)
-        assert [place.media for place in codec.image_spans(talk, turn.prompt_ids)] == images
+        assert turn.rewrite_reason == ""
+        assert turn.encoded_tokens <= len(turn.prompt_ids) - len(before)
+        assert [place.media for place in codec.image_spans(messages, turn.prompt_ids)] == images
         before = [*turn.prompt_ids.tolist(), *output.tolist()]
         image = make_image(200 + 50 * step, 90, step)
         images.append(image)
-        talk += [Message("assistant", f"answer {step}"), image_message("and ", image)]
+        messages += [Message("assistant", f"answer {step}"), image_message("and ", image)]
 
 
 def test_another_image_of_the_same_size_is_another_branch(codec: RenderersCodec) -> None:
@@ -214,7 +216,7 @@ def test_another_image_of_the_same_size_is_another_branch(codec: RenderersCodec)
     assert len(session.tree.leaves()) == 2
 
 
-def test_payloads_travel_along_the_path_and_through_the_journal(codec: RenderersCodec) -> None:
+def test_payloads_are_stored_in_the_journal(codec: RenderersCodec) -> None:
     image = make_image(64, 64)
     session = Session("s", codec)
     turn = session.prepare(Request((image_message("look", image),)))
@@ -226,48 +228,48 @@ def test_payloads_travel_along_the_path_and_through_the_journal(codec: Renderers
 
 
 def test_an_image_in_a_tool_result_is_shown(codec: RenderersCodec) -> None:
-    talk = [
+    messages = [
         Message("user", "q"),
         Message("assistant", "a"),
         image_message("seen: ", make_image(64, 64), role="tool"),
     ]
-    (place,) = codec.image_spans(talk, prompt_ids(codec, *talk))
+    (place,) = codec.image_spans(messages, prompt_ids(codec, *messages))
     assert place.length == 64
 
 
-# -- refusals ------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------
 
 
-def test_an_image_where_the_family_shows_none_is_refused(codec: RenderersCodec) -> None:
-    talk = [image_message("s", make_image(64, 64), role="system"), Message("user", "q")]
+def test_an_image_in_a_role_that_shows_none_is_refused(codec: RenderersCodec) -> None:
+    messages = [image_message("s", make_image(64, 64), role="system"), Message("user", "q")]
     with pytest.raises(TemplateError):
-        prompt_ids(codec, *talk)
+        prompt_ids(codec, *messages)
 
 
-def test_text_that_pretends_to_be_an_image_is_refused(codec: RenderersCodec) -> None:
+def test_text_that_contains_a_placeholder_is_refused(codec: RenderersCodec) -> None:
     with pytest.raises(TemplateError, match=r"messages\[0\], user: images: got 0 for a prompt with 1 places"):
         prompt_ids(codec, Message("user", "hi <|image_pad|>"))
 
 
-def test_an_image_by_link_is_refused_and_not_fetched(codec: RenderersCodec) -> None:
+def test_an_image_url_is_refused(codec: RenderersCodec) -> None:
     link = Media("image", "url:http://x/y.png", url="http://x/y.png")
     with pytest.raises(CodecError, match=r"messages\[0\]: got an image by link, 'http://x/y.png', expected"):
         prompt_ids(codec, image_message("look", link))
 
 
-def test_video_is_refused_because_renderers_shows_none(codec: RenderersCodec) -> None:
+def test_video_is_refused(codec: RenderersCodec) -> None:
     with pytest.raises(CodecError, match=r"messages\[1\]: carries a video, but .* takes no videos"):
         prompt_ids(codec, Message("system", "s"), image_message("look", Media("video", "v", b"x")))
 
 
-def test_a_model_that_reads_text_only_names_the_message() -> None:
-    talk = [Message("user", "q"), image_message("look", Media("image", "d", b"x"))]
+def test_the_error_of_a_text_model_names_the_message() -> None:
+    messages = [Message("user", "q"), image_message("look", Media("image", "d", b"x"))]
     with pytest.raises(CodecError, match=r"messages\[1\]: carries an image, but generic:m takes no images"):
-        reject_media(talk, "generic:m")
+        reject_media(messages, "generic:m")
     with pytest.raises(CodecError, match=r"messages\[7\]: carries an audio, but generic:m takes no audio"):
         reject_media([image_message("hear", Media("audio", "d", b"x"))], "generic:m", first_index=7)
 
 
-def test_as_many_images_as_places() -> None:
+def test_images_and_runs_of_placeholders_must_match() -> None:
     with pytest.raises(CodecError, match="got 0 for a prompt with 2 places"):
         find_image_spans([], as_ids([1, 9, 9, 2, 9]), pad=9)

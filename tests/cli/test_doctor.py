@@ -1,4 +1,4 @@
-"""`branchline doctor` prints one line per finding, ends with what to do, and says it with its exit code."""
+"""`branchline doctor`: one line per finding, a sentence of advice at the end, and the exit code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from branchline.cli.main import main
 from tests.chat.families import CACHE
+from tests.chat.harness import save_byte_level
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}<|end|>\n{% endfor %}"
@@ -28,16 +28,7 @@ Doctor = Callable[..., tuple[int, str]]
 
 
 def save_tokenizer(path: Path, template: str) -> Path:
-    vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|start|>"), AddedToken("<|end|>")])
-    path.mkdir(exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {"chat_template": template, "eos_token": "<|end|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
+    return save_byte_level(path, chat_template=template, eos_token="<|end|>")
 
 
 def raw_message(role: str, text: str) -> dict[str, Any]:
@@ -55,7 +46,7 @@ def conversation_log(turns: int = 4) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    """Runs the command on a template and lines of a log; returns its exit code and what it printed."""
+    """Runs the command with a template and log lines; returns its exit code and its output."""
 
     def run(template: str, *options: str, lines: Sequence[dict[str, Any] | str] = ()) -> tuple[int, str]:
         arguments = ["doctor", "--tokenizer", str(save_tokenizer(tmp_path / "toy", template)), *options]
@@ -77,17 +68,17 @@ def real_tokenizer(name: str) -> str:
     return str(CACHE / name)
 
 
-def test_a_safe_template_exits_with_0_and_its_last_line_says_so(doctor: Doctor) -> None:
-    code, told = doctor(CHAT_TEMPLATE)
+def test_a_safe_template_exits_with_0_and_ends_with_safe(doctor: Doctor) -> None:
+    code, output = doctor(CHAT_TEMPLATE)
     assert code == 0
-    assert told.splitlines()[-1].startswith("safe: Nothing to do")
-    assert told.splitlines()[-2] == "14 checks: 13 fine, 1 note, 0 unsafe"
-    assert "parsers: plain for tool calls, none for reasoning; stop ids: 257 <|end|>" in told
+    assert output.splitlines()[-1].startswith("safe: Nothing to do")
+    assert output.splitlines()[-2] == "14 checks: 13 fine, 1 note, 0 unsafe"
+    assert "parsers: plain for tool calls, none for reasoning; stop ids: 257 <|end|>" in output
 
 
-def test_evidence_is_indented_below_what_is_not_fine_only(doctor: Doctor) -> None:
-    _, told = doctor(SYSTEM_LAST_TEMPLATE)
-    lines = told.splitlines()
+def test_evidence_is_shown_only_below_findings_that_are_not_fine(doctor: Doctor) -> None:
+    _, output = doctor(SYSTEM_LAST_TEMPLATE)
+    lines = output.splitlines()
     (place,) = (index for index, line in enumerate(lines) if line.startswith("note   system_text "))
     assert lines[place + 1].startswith("         before  <|start|>system\\nzqsystem")
     assert lines[place + 2].startswith("         after   <|start|>user\\nzqask")
@@ -96,33 +87,33 @@ def test_evidence_is_indented_below_what_is_not_fine_only(doctor: Doctor) -> Non
             assert not lines[index + 1].startswith(" ")
 
 
-def test_an_unsafe_template_exits_with_1_and_one_sentence(doctor: Doctor) -> None:
-    code, told = doctor(CHAT_TEMPLATE.replace("<|end|>", "").replace("<|start|>", "# "))
+def test_an_unsafe_template_exits_with_1_and_one_sentence_of_advice(doctor: Doctor) -> None:
+    code, output = doctor(CHAT_TEMPLATE.replace("<|end|>", "").replace("<|start|>", "# "))
     assert code == 1
-    verdict = told.splitlines()[-1]
-    assert verdict.startswith("unsafe: toy's template puts no token behind a reply")
+    verdict = output.splitlines()[-1]
+    assert verdict.startswith("unsafe: toy's template writes no token after a reply")
     assert verdict.count(". ") == 0
 
 
-def test_json_is_one_object_with_everything(doctor: Doctor) -> None:
+def test_json_output_is_one_object(doctor: Doctor) -> None:
     code, text = doctor(CHAT_TEMPLATE, "--json")
-    told = json.loads(text)
+    output = json.loads(text)
     assert (code, text.count("\n")) == (0, 1)
-    assert told["verdict"] == "safe"
-    assert told["advice"]
-    assert told["parsers"] == {"tool_calls": "plain", "reasoning": "none", "starts_inside_reasoning": False}
-    assert told["stop_ids"] == [257]
-    assert told["log"] is None
-    for finding in told["findings"]:
+    assert output["verdict"] == "safe"
+    assert output["advice"]
+    assert output["parsers"] == {"tool_calls": "plain", "reasoning": "none", "starts_inside_reasoning": False}
+    assert output["stop_ids"] == [257]
+    assert output["log"] is None
+    for finding in output["findings"]:
         assert set(finding) == {"name", "ok", "severity", "sentence", "evidence"}
         assert finding["ok"] == (finding["severity"] == "fine")
 
 
-def test_a_log_gets_figures_for_both_policies(doctor: Doctor) -> None:
+def test_a_log_is_replayed_under_both_policies(doctor: Doctor) -> None:
     code, text = doctor(SYSTEM_LAST_TEMPLATE, "--json", lines=conversation_log())
-    told = json.loads(text)
-    assert (code, told["verdict"]) == (1, "unsafe")
-    template, verbatim = told["log"]["template"], told["log"]["verbatim"]
+    output = json.loads(text)
+    assert (code, output["verdict"]) == (1, "unsafe")
+    template, verbatim = output["log"]["template"], output["log"]["verbatim"]
     assert (template["calls"], template["continuing_calls"], template["forked_calls"]) == (4, 3, 3)
     assert (template["timelines"], template["fork_rate"]) == (4, 1.0)
     assert sum(template["causes"].values()) == template["forks"] == 3
@@ -132,14 +123,14 @@ def test_a_log_gets_figures_for_both_policies(doctor: Doctor) -> None:
     assert template["drift"] == {"compared": 0, "differing": 0, "same_text": 0, "lines": [], "first": None}
 
 
-def test_the_history_that_is_chosen_decides(doctor: Doctor) -> None:
-    code, told = doctor(SYSTEM_LAST_TEMPLATE, "--history", "template", lines=conversation_log())
+def test_the_verdict_depends_on_the_chosen_history(doctor: Doctor) -> None:
+    code, output = doctor(SYSTEM_LAST_TEMPLATE, "--history", "template", lines=conversation_log())
     assert code == 1
-    assert "history=template forks 3 of 3 continuing calls" in told
-    assert "100%; unsafe above 25%" in told
-    code, told = doctor(SYSTEM_LAST_TEMPLATE, "--history", "verbatim", lines=conversation_log())
+    assert "history=template forks 3 of 3 continuing calls" in output
+    assert "100%; unsafe above 25%" in output
+    code, output = doctor(SYSTEM_LAST_TEMPLATE, "--history", "verbatim", lines=conversation_log())
     assert code == 0
-    assert told.splitlines()[-1].startswith("safe: ")
+    assert output.splitlines()[-1].startswith("safe: ")
 
 
 def test_drift_and_refusals_are_shown_with_their_lines(doctor: Doctor) -> None:
@@ -150,27 +141,27 @@ def test_drift_and_refusals_are_shown_with_their_lines(doctor: Doctor) -> None:
         "{% if m.content == 'go on 0' %}{{ raise_exception('Stop!') }}{% endif %}<|start|>{{",
         1,
     )
-    code, told = doctor(strict, lines=[drifted, *conversation_log(2)[1:]])
+    code, output = doctor(strict, lines=[drifted, *conversation_log(2)[1:]])
     assert code == 1
     assert (
-        "template: 1 logged prompt not as we would have sent them, 0 in ids alone; line 1 from token 0"
-        in told
+        "template: 1 logged prompt with other ids than ours, 0 of them with the same text; "
+        "line 1 from token 0" in output
     )
-    assert "logged  " in told
-    assert "template: the template refuses 1 call\n         line 2: Stop!" in told
-    assert "refuses 1 of 2 calls (line 2: Stop!)" in told.splitlines()[-1]
+    assert "logged  " in output
+    assert "template: the template refuses 1 call\n         line 2: Stop!" in output
+    assert "refuses 1 of 2 calls (line 2: Stop!)" in output.splitlines()[-1]
 
 
-def test_bad_lines_are_an_error_or_counted(doctor: Doctor) -> None:
-    code, told = doctor(CHAT_TEMPLATE, lines=[*conversation_log(), "{"])
+def test_bad_lines_are_an_error_or_skipped(doctor: Doctor) -> None:
+    code, output = doctor(CHAT_TEMPLATE, lines=[*conversation_log(), "{"])
     assert code == 2
-    assert "calls.jsonl:5: expected one JSON object a line" in told
-    code, told = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), "{"])
+    assert "calls.jsonl:5: expected one JSON object a line" in output
+    code, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), "{"])
     assert code == 0
-    assert "skipped 1 bad line" in told
-    code, told = doctor(CHAT_TEMPLATE, "--skip-bad", lines=["{"])
+    assert "skipped 1 bad line" in output
+    code, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=["{"])
     assert code == 2
-    assert "no calls in it" in told
+    assert "no calls in it" in output
 
 
 def test_bad_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,19 +175,19 @@ def test_bad_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_help_teaches_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         main(["doctor", "--help"])
-    assert ended.value.code == 0
-    told = capsys.readouterr().out
-    for taught in (
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    for expected in (
         "branchline doctor --tokenizer",
         "verbatim  the path stays",
         "unsafe (1)",
         "CALLS.jsonl",
         "--json",
     ):
-        assert taught in told
+        assert expected in output
 
 
 @pytest.mark.parametrize(

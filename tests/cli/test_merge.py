@@ -315,7 +315,7 @@ def test_ids_that_do_not_decode_are_refused_with_their_line(
 ) -> None:
     path = log([THREE_WORDS[0], log_line(ASK, "x", [1, 5000], [2])])
     error = merge_error(capsys, path, "--tokenizer", tokenizer)
-    assert error.startswith(f"{path}:2: response.prompt_token_ids: id 5000 at place 1 does not decode")
+    assert error.startswith(f"{path}:2: response.prompt_token_ids: id 5000 at index 1 does not decode")
 
 
 def test_a_call_the_template_refuses_is_a_bad_line(

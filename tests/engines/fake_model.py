@@ -1,6 +1,6 @@
-"""A model whose next id depends on all ids so far, and what tests ask of streams.
+"""A model whose next id depends on all ids so far, and helpers that read streams.
 
-So a continuation behind the right ids gives what one request would have given, and nothing else does.
+A continuation after the right ids gives what one request would have given; after any other ids it does not.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from branchline.engines.http import HttpEngine
 PROMPT = as_ids([5, 6, 7])
 EOS = 2
 TEST_TIMEOUT_S = 10.0
-"""How long a test waits before it fails; nothing waits for time to pass."""
+"""A test that waits longer than this fails."""
 
 
 def next_token(ids: list[int], weights: int = 0) -> tuple[int, float]:
-    """The next id behind these, and its logprob."""
+    """The id that follows these, and its logprob."""
     mixed = zlib.crc32(np.array([weights, *ids], np.int32).tobytes())
     return 100 + mixed % 50_000, -(mixed % 9973) / 1000
 
 
 def continuation(prompt: Ids | list[int], count: int, weights: int = 0) -> tuple[list[int], list[float]]:
-    ids = [int(one) for one in prompt]
+    """The ids and logprobs that the model samples after a prompt."""
+    ids = [int(id_) for id_ in prompt]
     logprobs = []
     for _ in range(count):
         token, logprob = next_token(ids, weights)
@@ -47,7 +48,7 @@ def params(count: int = 5, **more: Any) -> SamplingParams:
 
 
 async def round_trip(engine: HttpEngine) -> None:
-    """Whatever could have been sent before this has arrived after it."""
+    """Everything sent before this has arrived when it returns."""
     await engine.client.post_control("/nothing")
 
 
@@ -56,7 +57,7 @@ async def collect(stream: AsyncIterator[Chunk]) -> list[Chunk]:
 
 
 async def take_tokens(stream: AsyncIterator[Chunk], count: int) -> list[Chunk]:
-    """Chunks with so many ids together: what arrives at the same time may be one chunk."""
+    """Reads chunks until they hold this many ids."""
     chunks: list[Chunk] = []
     while len(ids_of(chunks)) < count:
         chunks.append(await anext(stream))
@@ -64,11 +65,11 @@ async def take_tokens(stream: AsyncIterator[Chunk], count: int) -> list[Chunk]:
 
 
 def ids_of(chunks: list[Chunk]) -> list[int]:
-    return [int(one) for chunk in chunks for one in chunk.ids]
+    return [int(id_) for chunk in chunks for id_ in chunk.ids]
 
 
 def logprobs_of(chunks: list[Chunk]) -> list[float]:
-    return [float(one) for chunk in chunks if chunk.logprobs is not None for one in chunk.logprobs]
+    return [float(value) for chunk in chunks if chunk.logprobs is not None for value in chunk.logprobs]
 
 
 def versions_of(chunks: list[Chunk]) -> list[int]:
@@ -80,8 +81,8 @@ def float32(values: list[float]) -> list[float]:
 
 
 def assert_sampled_by(chunks: list[Chunk], prompt: list[int] | None = None) -> None:
-    """Every id is what the weights of its version sample behind the ids before it."""
-    ids = [int(one) for one in PROMPT] if prompt is None else list(prompt)
-    for one, version in zip(ids_of(chunks), versions_of(chunks), strict=True):
-        assert one == next_token(ids, version)[0]
-        ids.append(one)
+    """Every id is the one that the weights of its version sample after the ids before it."""
+    ids = PROMPT.tolist() if prompt is None else list(prompt)
+    for sampled, version in zip(ids_of(chunks), versions_of(chunks), strict=True):
+        assert sampled == next_token(ids, version)[0]
+        ids.append(sampled)

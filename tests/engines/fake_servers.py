@@ -1,4 +1,4 @@
-"""Fake inference servers on loopback: real HTTP in front of the model of `model.py`."""
+"""Fake inference servers on loopback: real HTTP in front of the model of `fake_model.py`."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from tests.engines.fake_model import EOS, next_token
 
 
 class FakeServer:
-    """Answers `POST generate_path` with a stream; the rest from `answers`, else 404."""
+    """Streams the response to `POST generate_path`; answers other paths from `json_by_path`, else 404."""
 
     generate_path = ""
 
     def __init__(self) -> None:
         self.weights = 0
         self.ids_per_event = 1
-        """Ids an event."""
+        """Number of ids in each event."""
         self.supports_stream_interval = False
-        """Whether it knows `stream_interval`: the first id alone, then so many an event."""
+        """Whether it obeys `stream_interval`: one id in the first event, then that many in each."""
         self.write_size = 0
-        """Bytes a piece of the stream has, whatever it cuts; 0: an event each."""
+        """Bytes of each write; 0: one event each."""
         self.hold_after: int | None = None
-        """After this many ids of a request, wait for `go`."""
+        """After this many ids of a request, wait for `proceed`."""
         self.yields_between_events = False
-        """Lets others run between two events."""
+        """Lets other tasks run between two events."""
         self.hold_end = False
-        """Between the last event and the end of the answer, wait for `go`."""
+        """Between the last event and the end of the response, wait for `proceed`."""
         self.die_after: int | None = None
-        """After this many ids the server is gone."""
+        """After this many ids the server dies."""
         self.end_after: int | None = None
-        """After this many ids the stream just ends."""
+        """After this many ids the stream ends without a finish reason."""
         self.event_after: tuple[int, dict[str, Any]] | None = None
         """After this many ids the stream ends with this event."""
         self.refusal: tuple[int, bytes] | None = None
         self.retry_after = ""
-        """What a refusal says of when to come again."""
+        """The Retry-After header of a refusal."""
         self.json_by_path: dict[str, Any] = {}
         self.failing_paths: set[str] = set()
         """Paths that answer 500."""
@@ -63,14 +63,14 @@ class FakeServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def kill(self) -> None:
-        """From now on connections are refused, and those that are open break."""
+        """Refuses new connections and aborts the open ones."""
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """What was asked to be generated, in order."""
+        """The bodies of the generation requests, in order."""
         return [body for path, body in self.requests if path == self.generate_path]
 
     def request_paths(self) -> list[str]:
@@ -82,15 +82,15 @@ class FakeServer:
     async def tokens(
         self, prompt: list[int], limit: int, stop_ids: list[int], interval: int | None = None
     ) -> AsyncGenerator[tuple[list[int], list[float], str | None], None]:
-        """The sampled ids of a request, event by event, with its finish reason on the last."""
+        """The sampled ids and logprobs of each event, with the finish reason on the last."""
         assert prompt
         ids, out = list(prompt), 0
         event: tuple[list[int], list[float]] = ([], [])
         finish = None
         while finish is None:
-            for place, then in ((self.hold_after, self._hold), (self.die_after, self._die)):
-                if place == out and not event[0]:
-                    await then()
+            for count, action in ((self.hold_after, self._hold), (self.die_after, self._die)):
+                if count == out and not event[0]:
+                    await action()
             if out in (self.end_after, (self.event_after or [None])[0]):
                 return
             token, logprob = (EOS, -0.5) if out == self.stop_at else next_token(ids, self.weights)
@@ -147,8 +147,8 @@ class FakeServer:
         elif path in self.failing_paths:
             status, content = 500, b"broken"
         elif path in self.json_by_path:
-            answer = self.json_by_path[path]
-            status, content = (200, json.dumps(answer).encode()) if answer is not None else (200, b"")
+            value = self.json_by_path[path]
+            status, content = 200, b"" if value is None else json.dumps(value).encode()
         head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n"
         if self.retry_after:
             head += f"retry-after: {self.retry_after}\r\n"
@@ -157,15 +157,15 @@ class FakeServer:
     async def _stream_response(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
     ) -> None:
-        """Streams until the end or until the client is gone."""
-        gone = asyncio.create_task(reader.read(1))
-        said = asyncio.create_task(self._send_events(writer, body))
-        await asyncio.wait([gone, said], return_when=asyncio.FIRST_COMPLETED)
-        if not said.done():
-            said.cancel()
+        """Streams until the end or until the client disconnects."""
+        disconnect = asyncio.create_task(reader.read(1))
+        sending = asyncio.create_task(self._send_events(writer, body))
+        await asyncio.wait([disconnect, sending], return_when=asyncio.FIRST_COMPLETED)
+        if not sending.done():
+            sending.cancel()
             self.aborted.set()
-        gone.cancel()
-        for outcome in await asyncio.gather(gone, said, return_exceptions=True):
+        disconnect.cancel()
+        for outcome in await asyncio.gather(disconnect, sending, return_exceptions=True):
             if isinstance(outcome, AssertionError):
                 raise outcome
 
@@ -173,28 +173,28 @@ class FakeServer:
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        said = b""
+        unsent = b""
         async for event in self.events(body):
-            said += b"data: " + json.dumps(event).encode() + b"\n\n"
-            said = self._write(writer, said, self.write_size)
+            unsent += b"data: " + json.dumps(event).encode() + b"\n\n"
+            unsent = self._write(writer, unsent, self.write_size)
             await writer.drain()
             if self.yields_between_events:
                 await asyncio.sleep(0)
         if self.hold_end:
             await self._hold()
         if self.event_after is not None:
-            said += b"data: " + json.dumps(self.event_after[1]).encode() + b"\n\n"
-        self._write(writer, said + b": a comment\n\ndata: [DONE]\n\n", 0)
+            unsent += b"data: " + json.dumps(self.event_after[1]).encode() + b"\n\n"
+        self._write(writer, unsent + b": a comment\n\ndata: [DONE]\n\n", 0)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
-    def _write(self, writer: asyncio.StreamWriter, said: bytes, piece: int) -> bytes:
-        """Writes pieces of a size and gives back what is left for the next one."""
-        piece = piece or len(said)
-        while said and len(said) >= piece:
-            part, said = said[:piece], said[piece:]
+    def _write(self, writer: asyncio.StreamWriter, data: bytes, size: int) -> bytes:
+        """Writes chunks of this size and returns the rest."""
+        size = size or len(data)
+        while data and len(data) >= size:
+            part, data = data[:size], data[size:]
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-        return said
+        return data
 
 
 class FakeVllm(FakeServer):
@@ -215,7 +215,7 @@ class FakeVllm(FakeServer):
                     "text_offset": [0] * len(ids),
                     "token_logprobs": logprobs,
                     "tokens": ["…"] * len(ids),
-                    "top_logprobs": [{"…": one} for one in logprobs],
+                    "top_logprobs": [{"…": logprob} for logprob in logprobs],
                 },
                 "finish_reason": finish,
                 "stop_reason": None,
@@ -228,7 +228,7 @@ class FakeVllm(FakeServer):
 
 
 class FakeSglang(FakeServer):
-    """`/generate` as SGLang 0.5.18 streams it: each event repeats the output so far, or does not."""
+    """`/generate` as SGLang 0.5.18 streams it; unless `incremental`, events repeat the output so far."""
 
     generate_path = "/generate"
     incremental = False
@@ -245,7 +245,7 @@ class FakeSglang(FakeServer):
         ):
             start = len(all_ids) if self.incremental else 0
             all_ids += ids
-            all_logprobs += [[one, token, None] for one, token in zip(logprobs, ids, strict=True)]
+            all_logprobs += [[logprob, id_, None] for logprob, id_ in zip(logprobs, ids, strict=True)]
             reason = {"stop": {"type": "stop", "matched": ids[-1]}, "length": {"type": "length", "length": 1}}
             yield {
                 "text": "…",
@@ -264,7 +264,7 @@ class FakeSglang(FakeServer):
 
 
 class FakeChat(FakeServer):
-    """`/v1/chat/completions`: says the events it is given."""
+    """`/v1/chat/completions`: sends scripted events."""
 
     generate_path = "/v1/chat/completions"
     scripted_events: tuple[dict[str, Any], ...] = ()

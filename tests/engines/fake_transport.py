@@ -1,4 +1,4 @@
-"""Connections whose other end is the test: what it says arrives when it says it, cut where it cuts it."""
+"""Connections without sockets: the test decides which bytes arrive, and when."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.engines.fake_servers import FakeServer
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
-ABSENT = b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n"
+NOT_FOUND = b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n"
 
 
 class FakeTransport(asyncio.Transport):
-    """A transport that ends in memory."""
+    """A transport in memory."""
 
-    def __init__(self, protocol: HttpConnection, line: InMemoryServer | None = None) -> None:
+    def __init__(self, protocol: HttpConnection, server: InMemoryServer | None = None) -> None:
         super().__init__()
         self.protocol: HttpConnection | None = protocol
-        self._server = line
+        self._server = server
         protocol.connection_made(self)
 
     def write(self, data: Any) -> None:
@@ -40,25 +40,25 @@ class FakeTransport(asyncio.Transport):
 
 
 class InMemoryServer:
-    """A server without a socket. Whatever the running loop connects to is this; it has no control paths."""
+    """A server without a socket. All connections of the running loop lead to it; control paths are 404."""
 
     def __init__(self, fake: FakeServer) -> None:
         self.fake_server = fake
-        """Knows what is generated, and how it is said."""
+        """Makes the events of a response."""
         self.transports: list[FakeTransport] = []
-        """Those on which something is to be generated, once for each request."""
+        """The transport of each generation request."""
         self.bodies: list[dict[str, Any]] = []
         self._request_received = asyncio.Event()
         asyncio.get_running_loop().create_connection = self._connect
 
     async def next_request_events(self) -> list[bytes]:
-        """The events that answer the next request, each as it is sent."""
+        """Waits for the next request and returns the encoded events of its response."""
         await self._request_received.wait()
         self._request_received.clear()
         return [sse_event(event) async for event in self.fake_server.events(self.bodies[-1])]
 
     def send_chunks(self, *pieces: bytes) -> None:
-        """Pieces of the answer's body, a chunk each, which arrive at once."""
+        """Delivers pieces of the response's body, one HTTP chunk each, in one read."""
         self.send(b"".join([http_chunk(piece) for piece in pieces if piece]))
 
     def send(self, data: bytes) -> None:
@@ -67,9 +67,9 @@ class InMemoryServer:
         protocol.data_received(data)
 
     def drop_connection(self, error: Exception | None = None) -> None:
-        """The server is gone."""
-        wire = self.transports[-1]
-        protocol, wire.protocol = wire.protocol, None
+        """Ends the last connection."""
+        transport = self.transports[-1]
+        protocol, transport.protocol = transport.protocol, None
         assert protocol is not None, "the connection is closed"
         protocol.connection_lost(error)
 
@@ -81,33 +81,27 @@ class InMemoryServer:
         protocol = factory()
         return FakeTransport(protocol, self), protocol
 
-    def handle_request(self, wire: FakeTransport, request: bytes) -> None:
+    def handle_request(self, transport: FakeTransport, request: bytes) -> None:
         head, _, body = request.partition(b"\r\n\r\n")
         if head.split(b" ")[1] != self.fake_server.generate_path.encode():
-            assert wire.protocol is not None
-            asyncio.get_running_loop().call_soon(wire.protocol.data_received, ABSENT)
+            assert transport.protocol is not None
+            asyncio.get_running_loop().call_soon(transport.protocol.data_received, NOT_FOUND)
             return
-        self.transports.append(wire)
+        self.transports.append(transport)
         self.bodies.append(json.loads(body))
         self._request_received.set()
 
 
 def sse_event(event: dict[str, Any]) -> bytes:
-    """An event as servers send it."""
+    """An encoded server-sent event."""
     return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 def http_chunk(piece: bytes) -> bytes:
-    """A piece as a chunk of an answer."""
+    """A piece as one chunk of a chunked body."""
     return b"%X\r\n%b\r\n" % (len(piece), piece)
 
 
 def chunked_body(pieces: Sequence[bytes], extension: bytes = b"", trailer: bytes = b"") -> bytes:
-    said = b"".join(b"%X%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces)
-    return said + b"0\r\n" + trailer + b"\r\n"
-
-
-async def yield_to_loop(count: int = 5) -> None:
-    """Lets whoever can go on do so."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+    chunks = b"".join(b"%X%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces)
+    return chunks + b"0\r\n" + trailer + b"\r\n"

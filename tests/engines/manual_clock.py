@@ -1,11 +1,16 @@
-"""A loop whose time can be moved on, so that tests of long waits do not wait."""
+"""Event loops whose clock a test can advance, so that tests of timeouts do not wait."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
 
 
 class ManualClockLoop(asyncio.SelectorEventLoop):
+    """Its clock is the real one plus an offset that tests increase."""
+
     offset_s = 0.0
 
     def time(self) -> float:
@@ -16,3 +21,39 @@ class ManualClockLoop(asyncio.SelectorEventLoop):
         loop = asyncio.get_running_loop()
         assert isinstance(loop, cls)
         return loop
+
+
+class FrozenClockLoop(ManualClockLoop):
+    """Its clock moves only when a test moves it."""
+
+    def time(self) -> float:
+        return self.offset_s
+
+
+async def advance(seconds: float) -> None:
+    """Moves the clock of the running loop, and lets the timers that are due and their waiters run."""
+    ManualClockLoop.running().offset_s += seconds
+    await yield_to_loop()
+
+
+async def yield_to_loop(count: int = 5) -> None:
+    """Lets every task that can run do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def run_with_frozen_clock(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a test, and cancels it if it waits for a timer that it does not reach."""
+
+    async def guarded() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        timer = threading.Timer(10, asyncio.get_running_loop().call_soon_threadsafe, [task.cancel])
+        timer.start()
+        try:
+            await main
+        finally:
+            timer.cancel()
+
+    with asyncio.Runner(loop_factory=FrozenClockLoop) as runner:
+        runner.run(guarded())

@@ -1,4 +1,4 @@
-"""A loopback server that answers with recorded bytes, cut anywhere."""
+"""A loopback server that sends recorded responses, in writes of any size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Self
 
 
 class RecordedServer:
-    """Answers each request with the next recording; requests must ask for what was recorded.
+    """Answers each request with the next recording; the request must equal the recorded one.
 
-    async with Replay(folder, "pause", "resume") as server: …
+    async with RecordedServer(folder, "pause", "resume") as server: …
     """
 
-    def __init__(self, folder: Path, *names: str, piece: int = 0) -> None:
+    def __init__(self, folder: Path, *names: str, write_size: int = 0) -> None:
         self._folder = folder
         self._names = list(names)
-        self._write_size = piece
-        """Bytes at a time; 0: all at once."""
+        self._write_size = write_size
+        """Bytes of each write; 0: all at once."""
         self.problems: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -33,7 +33,7 @@ class RecordedServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         assert not self.problems
-        assert kind is not None or not self._names, f"never asked for: {self._names}"
+        assert kind is not None or not self._names, f"not requested: {self._names}"
 
     def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tasks.add(asyncio.create_task(self._serve(reader, writer)))
@@ -56,7 +56,7 @@ class RecordedServer:
             writer.close()
 
     def _compare(self, name: str, sent: Any) -> None:
-        """New fields may be sent; what was recorded must be asked for in the same way."""
+        """Every recorded field must have been sent with the recorded value; further fields may be sent."""
         recorded = json.loads((self._folder / f"{name}.request").read_bytes())
         if isinstance(recorded, dict) and isinstance(sent, dict):
             sent = {key: value for key, value in sent.items() if key in recorded}

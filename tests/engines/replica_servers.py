@@ -1,4 +1,4 @@
-"""Several fake servers behind one `Replicas`."""
+"""Several fake servers as one `Replicas`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ManualClock:
 async def replica_servers(
     count: int, clock: ManualClock | None = None
 ) -> AsyncGenerator[tuple[Replicas, list[FakeVllm]], None]:
-    """Replicas named `0`, `1`, … over as many servers."""
+    """Replicas named `0`, `1`, …, each with its own server."""
     async with AsyncExitStack() as stack:
         servers = [FakeVllm() for _ in range(count)]
         for server in servers:
@@ -38,7 +38,7 @@ def request_counts(servers: list[FakeVllm]) -> list[int]:
 
 
 async def wait_for_requests(replicas: Replicas) -> None:
-    """Whatever was sent has arrived."""
+    """Returns when everything sent to the servers has arrived."""
     for engine in replicas.engines:
         assert isinstance(engine, VllmEngine)
         await round_trip(engine)

@@ -1,4 +1,4 @@
-"""New weights for several engines as one: who misses a step of an update samples nothing until the next."""
+"""Weight updates of replicas: a replica that misses a part of an update gets no calls until the next."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from tests.engines.fake_model import (
     versions_of,
 )
 from tests.engines.fake_servers import FakeVllm
+from tests.engines.manual_clock import yield_to_loop
 from tests.engines.replica_servers import replica_servers, request_counts, wait_for_requests
 
 PAUSE = "/pause?mode=abort&clear_cache=true"
 RESUME = "/update_weight_version"
 
 
-def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
+def test_pause_and_resume_reach_all_replicas() -> None:
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers), FakeVllm() as further:
             for server in servers:
@@ -55,7 +56,7 @@ def test_pause_and_resume_reach_all_and_versions_pass_through() -> None:
     run(main())
 
 
-def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in_one() -> None:
+def test_replica_that_missed_a_weight_update_is_not_used_until_the_next() -> None:
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers):
             servers[0].failing_paths = {"/pause?mode=abort&clear_cache=true"}
@@ -71,7 +72,7 @@ def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in
             await collect(replicas.generate(PROMPT, params(1), session="b"))
             assert request_counts(servers) == [1, 1]
             servers[0].failing_paths = servers[1].failing_paths = {"/update_weight_version"}
-            with pytest.raises(EngineError, match="resume failed everywhere"):
+            with pytest.raises(EngineError, match="resume failed on all replicas"):
                 await replicas.resume(3)
 
     run(main())
@@ -79,9 +80,7 @@ def test_a_replica_that_missed_a_weight_update_is_not_used_until_it_took_part_in
 
 @pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("missed", [PAUSE, RESUME])
-def test_calls_of_a_replica_that_missed_a_weight_update_go_on_where_the_new_weights_are(
-    missed: str, is_read: bool
-) -> None:
+def test_calls_of_a_replica_that_missed_a_weight_update_move(missed: str, is_read: bool) -> None:
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers):
             servers[0].hold_after, servers[0].failing_paths = 3, {missed}
@@ -103,7 +102,7 @@ def test_calls_of_a_replica_that_missed_a_weight_update_go_on_where_the_new_weig
     run(main())
 
 
-def test_a_replica_that_missed_only_the_resume_is_back_with_the_next_one() -> None:
+def test_replica_that_missed_only_the_resume_returns_with_the_next_one() -> None:
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers):
             await replicas.pause()
@@ -118,7 +117,7 @@ def test_a_replica_that_missed_only_the_resume_is_back_with_the_next_one() -> No
     run(main())
 
 
-def test_a_replica_that_missed_the_pause_is_not_back_with_a_resume_alone() -> None:
+def test_replica_that_missed_the_pause_does_not_return_with_a_resume_alone() -> None:
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers):
             servers[0].failing_paths = {PAUSE}
@@ -129,7 +128,7 @@ def test_a_replica_that_missed_the_pause_is_not_back_with_a_resume_alone() -> No
                 assert replicas.stale == ("0",)
             await replicas.pause()
             await replicas.resume()
-            assert replicas.stale == ("0",), "nobody said that it got new weights"
+            assert replicas.stale == ("0",), "without a new version it has no new weights"
             await replicas.pause()
             await replicas.resume(2)
             assert replicas.stale == ()
@@ -137,7 +136,7 @@ def test_a_replica_that_missed_the_pause_is_not_back_with_a_resume_alone() -> No
     run(main())
 
 
-def test_a_resume_that_fails_everywhere_holds_everything_until_one_succeeds() -> None:
+def test_resume_that_fails_on_all_replicas_can_be_repeated() -> None:
     async def main() -> None:
         async with replica_servers(2) as (replicas, servers):
             for server in servers:
@@ -148,7 +147,7 @@ def test_a_resume_that_fails_everywhere_holds_everything_until_one_succeeds() ->
             await replicas.pause()
             for server in servers:
                 server.hold_after, server.weights, server.failing_paths = None, 3, {RESUME}
-            with pytest.raises(EngineError, match=r"resume failed everywhere: .*broken"):
+            with pytest.raises(EngineError, match=r"resume failed on all replicas: .*broken"):
                 await replicas.resume(3)
             late = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="c")))
             await wait_for_requests(replicas)
@@ -166,13 +165,13 @@ def test_a_resume_that_fails_everywhere_holds_everything_until_one_succeeds() ->
     run(main())
 
 
-def test_a_pause_that_fails_everywhere_can_be_tried_again_and_costs_no_call() -> None:
+def test_pause_that_fails_on_all_replicas_can_be_repeated() -> None:
     async def main() -> None:
         async with replica_servers(1) as (replicas, servers):
             servers[0].hold_after, servers[0].failing_paths = 2, {PAUSE}
             stream = replicas.generate(PROMPT, params(5))
             chunks = await take_tokens(stream, 2)
-            with pytest.raises(EngineError, match=r"pause failed everywhere: .*broken"):
+            with pytest.raises(EngineError, match=r"pause failed on all replicas: .*broken"):
                 await replicas.pause()
             servers[0].hold_after, servers[0].failing_paths = None, set()
             await replicas.pause()
@@ -185,28 +184,28 @@ def test_a_pause_that_fails_everywhere_can_be_tried_again_and_costs_no_call() ->
     run(main())
 
 
-def test_one_that_is_behind_does_not_hide_that_all_in_use_failed() -> None:
+def test_stale_replica_does_not_hide_that_all_in_use_failed() -> None:
     async def main() -> None:
         async with replica_servers(1) as (replicas, servers), FakeVllm() as further:
             await replicas.add(VllmEngine(further.url, name="other", version=4))
             servers[0].failing_paths = {PAUSE}
-            with pytest.raises(EngineError, match="pause failed everywhere"):
+            with pytest.raises(EngineError, match="pause failed on all replicas"):
                 await replicas.pause()
             servers[0].failing_paths = {RESUME}
             await replicas.pause()
             further.failing_paths = {RESUME}
-            with pytest.raises(EngineError, match="resume failed everywhere"):
+            with pytest.raises(EngineError, match="resume failed on all replicas"):
                 await replicas.resume(5)
             further.failing_paths = set()
             await replicas.resume(5)
-            assert replicas.stale == ("0",), "what was behind has the new weights now"
+            assert replicas.stale == ("0",), "the stale one has the new weights now"
             chunks = await collect(replicas.generate(PROMPT, params(1)))
             assert (versions_of(chunks), request_counts([*servers, further])) == ([5], [0, 1])
 
     run(main())
 
 
-def test_a_replica_of_another_version_is_not_used_before_it_took_part_in_an_update() -> None:
+def test_replica_of_another_version_is_not_used_before_the_next_update() -> None:
     async def main() -> None:
         async with replica_servers(1) as (replicas, servers), FakeVllm() as old, FakeVllm() as new:
             await replicas.pause()
@@ -243,10 +242,10 @@ def test_a_replica_of_another_version_is_not_used_before_it_took_part_in_an_upda
         max_size=4,
     ),
     counts=st.lists(st.integers(1, 60), min_size=1, max_size=5),
-    whole=st.booleans(),
+    flush_s=st.sampled_from([0, 60]),
 )
-def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled_it(
-    updates: list[tuple[set[int], set[int], int]], counts: list[int], whole: bool
+def test_every_token_has_the_version_that_sampled_it_whichever_replica_misses_an_update(
+    updates: list[tuple[set[int], set[int], int]], counts: list[int], flush_s: float
 ) -> None:
     async def main() -> None:
         async with replica_servers(3) as (replicas, servers):
@@ -256,14 +255,13 @@ def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled
             tasks = [
                 asyncio.create_task(
                     collect(
-                        replicas.generate(as_ids(prompt), params(count, whole=whole), session=str(prompt))
+                        replicas.generate(as_ids(prompt), params(count, flush_s=flush_s), session=str(prompt))
                     )
                 )
                 for prompt, count in zip(prompts, counts, strict=True)
             ]
             for version, (no_pause, no_resume, ticks) in enumerate(updates, start=1):
-                for _ in range(ticks):
-                    await asyncio.sleep(0)
+                await yield_to_loop(ticks)
                 for number, server in enumerate(servers):
                     server.failing_paths = {PAUSE} if number in no_pause else set()
                     server.failing_paths |= {RESUME} if number in no_resume else set()
@@ -274,7 +272,7 @@ def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled
                         server.failing_paths = set()
                     await replicas.pause()
                 for server in servers:
-                    # Who missed the pause misses the weights.
+                    # A server that missed the pause misses the weights.
                     server.weights = server.weights if PAUSE in server.failing_paths else version
                 try:
                     await replicas.resume(version)
@@ -289,7 +287,7 @@ def test_whoever_misses_an_update_every_id_is_told_with_the_version_that_sampled
     run(main())
 
 
-def test_a_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
+def test_replica_that_cannot_be_paused_is_not_added_to_paused_ones() -> None:
     async def main() -> None:
         async with replica_servers(1) as (replicas, _), FakeVllm() as further:
             further.failing_paths = {"/pause?mode=abort&clear_cache=true"}

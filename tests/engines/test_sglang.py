@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.engines.base import Engine
+from branchline.engines.base import BUFFERED_FLUSH_S, Engine
+from branchline.engines.http import STREAM_INTERVAL
 from branchline.engines.sglang import SglangEngine, SglangReader
 from tests.engines.fake_model import (
     EOS,
@@ -26,14 +27,15 @@ from tests.engines.fake_servers import FakeSglang
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize("piece", [0, 1, 7, 4096])
-@pytest.mark.parametrize("per_event", [1, 3])
-def test_ids_and_logprobs_are_exact_whatever_an_event_repeats(
-    incremental: bool, piece: int, per_event: int
+@pytest.mark.parametrize("write_size", [0, 1, 7, 4096])
+@pytest.mark.parametrize("ids_per_event", [1, 3])
+def test_ids_and_logprobs_are_exact_for_any_split_of_the_bytes(
+    incremental: bool, write_size: int, ids_per_event: int
 ) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
-            server.incremental, server.write_size, server.ids_per_event = incremental, piece, per_event
+            server.incremental, server.write_size = incremental, write_size
+            server.ids_per_event = ids_per_event
             engine: Engine = SglangEngine(server.url, version=3)
             chunks = await collect(engine.generate(PROMPT, params(8)))
             ids, logprobs = continuation(PROMPT, 8)
@@ -41,26 +43,25 @@ def test_ids_and_logprobs_are_exact_whatever_an_event_repeats(
             assert logprobs_of(chunks) == float32(logprobs)
             assert versions_of(chunks) == [3] * 8
             assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-            assert server.request_paths() == ["/generate"], "what ended by itself is not aborted"
+            assert server.request_paths() == ["/generate"], "a finished request is not aborted"
             await engine.close()
 
     run(main())
 
 
-def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() -> None:
+def test_request_sends_every_parameter() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             engine = SglangEngine(server.url, version=4)
-            asked = params(
+            sampling = params(
                 3,
                 temperature=0.5,
                 min_p=0.1,
                 seed=10,
                 stop_ids=(EOS,),
-                stop=("END",),
                 extra={"priority": 1, "sampling_params": {"ignore_eos": True, "max_new_tokens": 999}},
             )
-            await collect(engine.generate(PROMPT, asked))
+            await collect(engine.generate(PROMPT, sampling))
             (body,) = server.bodies
             assert body.pop("rid")
             assert body == {
@@ -79,7 +80,6 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
                     "frequency_penalty": 0.0,
                     "repetition_penalty": 1.0,
                     "stop_token_ids": [EOS],
-                    "stop": ["END"],
                     "sampling_seed": 10,
                     "ignore_eos": True,
                 },
@@ -90,39 +90,39 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize("gathers", [False, True])
-def test_an_answer_that_nobody_watches_is_one_chunk(incremental: bool, gathers: bool) -> None:
+@pytest.mark.parametrize("supports_interval", [False, True])
+def test_call_that_is_not_streamed_asks_for_larger_events(incremental: bool, supports_interval: bool) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
-            server.incremental, server.supports_stream_interval = incremental, gathers
+            server.incremental, server.supports_stream_interval = incremental, supports_interval
             engine = SglangEngine(server.url)
-            (chunk,) = await collect(engine.generate(PROMPT, params(70, whole=True)))
+            chunks = await collect(engine.generate(PROMPT, params(70, flush_s=BUFFERED_FLUSH_S)))
             ids, logprobs = continuation(PROMPT, 70)
-            assert (ids_of([chunk]), chunk.finish_reason) == (ids, "length")
-            assert logprobs_of([chunk]) == float32(logprobs)
-            assert server.bodies[0]["sampling_params"]["stream_interval"] > 1
+            assert (ids_of(chunks), chunks[-1].finish_reason) == (ids, "length")
+            assert logprobs_of(chunks) == float32(logprobs)
+            assert server.bodies[0]["sampling_params"]["stream_interval"] == STREAM_INTERVAL
             await engine.close()
 
     run(main())
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_what_had_arrived_of_an_unwatched_answer_comes_before_its_error(incremental: bool) -> None:
+def test_tokens_before_an_error_are_yielded_before_it(incremental: bool) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
-            reason = {"type": "abort", "message": "it said no", "status_code": 500}
+            reason = {"type": "abort", "message": "refused by the server", "status_code": 500}
             ids = continuation(PROMPT, 2)[0]
             meta = {
                 "finish_reason": reason,
                 "completion_tokens": 2,
-                "output_token_logprobs": [[-1.0, one, None] for one in ids],
+                "output_token_logprobs": [[-1.0, id_, None] for id_ in ids],
             }
             server.incremental = incremental
             server.event_after = (2, {"output_ids": ids, "meta_info": meta})
             engine = SglangEngine(server.url)
-            stream = engine.generate(PROMPT, params(whole=True))
-            assert ids_of([await anext(stream)]) == ids
-            with pytest.raises(EngineError, match="it said no"):
+            stream = engine.generate(PROMPT, params(flush_s=60))
+            assert ids_of(await take_tokens(stream, 2)) == ids
+            with pytest.raises(EngineError, match="refused by the server"):
                 await anext(stream)
             await engine.close()
 
@@ -140,7 +140,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, SCHEMA),
     ],
 )
-def test_a_response_format_is_said_in_the_servers_words(grammar: Any, sent: Any) -> None:
+def test_response_format_becomes_sampling_parameters(grammar: Any, sent: Any) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             engine = SglangEngine(server.url)
@@ -154,7 +154,7 @@ def test_a_response_format_is_said_in_the_servers_words(grammar: Any, sent: Any)
     run(main())
 
 
-def test_the_stop_id_is_the_last_id() -> None:
+def test_stop_id_is_the_last_id() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             server.stop_at = 3
@@ -167,7 +167,7 @@ def test_the_stop_id_is_the_last_id() -> None:
     run(main())
 
 
-def test_readiness_is_asked_without_a_generation() -> None:
+def test_ready_samples_nothing_and_sets_the_context_length() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             engine = SglangEngine(server.url)
@@ -182,7 +182,7 @@ def test_readiness_is_asked_without_a_generation() -> None:
     run(main())
 
 
-def test_a_stream_closed_early_is_aborted_by_its_id() -> None:
+def test_closed_generation_is_aborted_by_its_request_id() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             server.hold_after = 2
@@ -200,11 +200,16 @@ def test_a_stream_closed_early_is_aborted_by_its_id() -> None:
 
 @pytest.mark.parametrize("code", [400, 500])
 @pytest.mark.parametrize("how", ["error", "abort", "status"])
-def test_errors_carry_the_servers_words(how: str, code: int) -> None:
+def test_error_has_the_servers_message(how: str, code: int) -> None:
     async def main() -> None:
         async with FakeSglang() as server:
-            error = {"error": {"message": "it said no", "type": "x", "code": code}}
-            reason = {"type": "abort", "message": "it said no", "status_code": code, "err_type": "X"}
+            error = {"error": {"message": "refused by the server", "type": "x", "code": code}}
+            reason = {
+                "type": "abort",
+                "message": "refused by the server",
+                "status_code": code,
+                "err_type": "X",
+            }
             if how == "status":
                 server.refusal = (code, json.dumps(error).encode())
             elif how == "error":
@@ -213,7 +218,7 @@ def test_errors_carry_the_servers_words(how: str, code: int) -> None:
                 meta = {"finish_reason": reason, "completion_tokens": 2, "output_token_logprobs": []}
                 server.event_after = (2, {"text": "", "output_ids": [1], "meta_info": meta})
             engine = SglangEngine(server.url)
-            with pytest.raises(EngineError, match="it said no") as raised:
+            with pytest.raises(EngineError, match="refused by the server") as raised:
                 await collect(engine.generate(PROMPT, params()))
             assert isinstance(raised.value, EngineInputError) == (code == 400)
             await engine.close()
@@ -221,7 +226,7 @@ def test_errors_carry_the_servers_words(how: str, code: int) -> None:
     run(main())
 
 
-def test_a_stream_that_breaks_gives_what_came_and_an_error() -> None:
+def test_broken_stream_yields_what_arrived_and_then_an_error() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             server.die_after = 2
@@ -236,7 +241,7 @@ def test_a_stream_that_breaks_gives_what_came_and_an_error() -> None:
     run(main())
 
 
-def test_events_that_the_last_one_repeats_are_not_read() -> None:
+def test_events_that_the_last_one_repeats_are_not_parsed() -> None:
     meta = {"completion_tokens": 2, "output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None]]}
     last = json.dumps({"output_ids": [7, 8], "meta_info": meta}).encode()
     reader = SglangReader("sglang")
@@ -244,20 +249,20 @@ def test_events_that_the_last_one_repeats_are_not_read() -> None:
     assert (reader.ids, reader.logprobs, reader.finish_reason) == ([7, 8], [-1.0, -2.0], None)
 
 
-def test_ids_that_do_not_fit_their_logprobs_are_not_believed() -> None:
+def test_ids_that_do_not_match_their_logprobs_are_an_error() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             meta = {"finish_reason": None, "completion_tokens": 4, "output_token_logprobs": [[-1.0, 9, None]]}
             server.event_after = (0, {"output_ids": [8], "meta_info": meta})
             engine = SglangEngine(server.url)
-            with pytest.raises(EngineError, match="1 ids and 1 logprobs in an event that counts 4 behind 0"):
+            with pytest.raises(EngineError, match="1 ids and 1 logprobs in an event that counts 4 after 0"):
                 await collect(engine.generate(PROMPT, params()))
             await engine.close()
 
     run(main())
 
 
-def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version() -> None:
+def test_paused_generation_continues_after_its_own_ids_under_the_new_version() -> None:
     async def main() -> None:
         async with FakeSglang() as server:
             paths = ("/pause_generation", "/update_weight_version", "/continue_generation")
@@ -266,11 +271,11 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version() ->
             engine = SglangEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(8))
             chunks = await take_tokens(stream, 3)
-            held = asyncio.create_task(collect(stream))
+            paused = asyncio.create_task(collect(stream))
             await engine.pause()
             server.weights, server.hold_after = 1, None
             await engine.resume(5)
-            chunks += await held
+            chunks += await paused
             before, _ = continuation(PROMPT, 3, weights=0)
             assert ids_of(chunks) == before + continuation([*PROMPT, *before], 5, weights=1)[0]
             assert versions_of(chunks) == [4] * 3 + [5] * 5

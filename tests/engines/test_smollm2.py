@@ -37,25 +37,28 @@ def is_installed() -> bool:
         return False
 
 
-# -- the folder and where it lies ------------------------------------------------------------------------
+# -- the folder and its location -------------------------------------------------------------------------
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Unpacking that only says so; the calls it got."""
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Replaces the conversion; returns the folders that it was called with."""
     calls: list[Path] = []
 
     def write(file: Path, folder: Path) -> None:
         calls.append(folder)
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(smollm2, "_packed", lambda: Path("model.gguf"))
-    monkeypatch.setattr(smollm2, "unpack", write)
+    monkeypatch.setattr(smollm2, "_gguf_path", lambda: Path("model.gguf"))
+    monkeypatch.setattr(smollm2, "convert_gguf", write)
     return calls
 
 
-def test_the_folder_is_made_once_in_the_users_cache(
-    packed: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_folder_is_written_once_into_the_users_cache(
+    conversions: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = smollm2_folder()
@@ -63,54 +66,56 @@ def test_the_folder_is_made_once_in_the_users_cache(
     assert capsys.readouterr().err == f"branchline: unpacking {MODEL_NAME} into {folder}, once\n"
     assert smollm2_folder() == folder
     assert capsys.readouterr().err == ""
-    assert len(packed) == 1
+    assert len(conversions) == 1
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_without_a_named_cache_it_lies_in_the_home(
-    packed: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_default_cache_is_in_the_home_folder(
+    conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert smollm2_folder() == tmp_path / ".cache" / "branchline" / "models" / MODEL_NAME
 
 
-def test_two_at_once_share_one_folder(
-    packed: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_concurrent_conversions_share_one_folder(
+    conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, write = threading.Barrier(2), smollm2.convert_gguf
+    barrier, write = threading.Barrier(2), smollm2.convert_gguf
 
-    def meet(file: Path, folder: Path) -> None:
+    def write_together(file: Path, folder: Path) -> None:
         write(file, folder)
-        both.wait(20)
+        barrier.wait(20)
 
-    monkeypatch.setattr(smollm2, "unpack", meet)
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(smollm2_folder(tmp_path))) for _ in range(2)]
+    monkeypatch.setattr(smollm2, "convert_gguf", write_together)
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(smollm2_folder(tmp_path))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [tmp_path / MODEL_NAME] * 2
-    assert len(packed) == 2
+    assert folders == [tmp_path / MODEL_NAME] * 2
+    assert len(conversions) == 2
     assert [path.name for path in tmp_path.iterdir()] == [MODEL_NAME]
     assert (tmp_path / MODEL_NAME / "config.json").exists()
 
 
-def test_a_failure_leaves_nothing_behind(
-    packed: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failed_conversion_leaves_no_files(
+    conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(file: Path, folder: Path) -> None:
         (folder / "config.json").write_text("{")
         raise OSError("no space left")
 
-    monkeypatch.setattr(smollm2, "unpack", fail)
+    monkeypatch.setattr(smollm2, "convert_gguf", fail)
     with pytest.raises(OSError, match="no space left"):
         smollm2_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> Any:
         raise PackageNotFoundError(name)
 
@@ -119,7 +124,9 @@ def test_a_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: p
         smollm2_folder(tmp_path)
 
 
-def test_a_missing_reader_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_reader_error_names_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Package:
         files = (Path("model.gguf"),)
 
@@ -129,14 +136,14 @@ def test_a_missing_reader_says_how_to_install_it(tmp_path: Path, monkeypatch: py
         smollm2_folder(tmp_path)
 
 
-def test_every_place_installs_the_same_package() -> None:
+def test_makefile_and_project_name_the_same_package() -> None:
     assert f"--no-deps {REQUIREMENT}\n" in (ROOT / "Makefile").read_text()
     project = (ROOT / "pyproject.toml").read_text()
     assert f"--no-deps {REQUIREMENT}\n" in project
     assert "gguf" in str(tomllib.loads(project)["project"]["optional-dependencies"]["smollm2"])
 
 
-# -- what is in it ---------------------------------------------------------------------------------------
+# -- the contents of the folder --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -146,28 +153,26 @@ def weights() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(weights: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tiny")
-    convert_gguf(write_gguf(place / "tiny.gguf", weights), place)
-    return place
+    path = tmp_path_factory.mktemp("tiny")
+    convert_gguf(write_gguf(path / "tiny.gguf", weights), path)
+    return path
 
 
 @needs_gguf
-def test_weights_are_those_of_the_file_under_the_names_of_transformers(
-    weights: dict[str, Any], folder: Path
-) -> None:
+def test_weights_equal_those_of_the_file(weights: dict[str, Any], folder: Path) -> None:
     from safetensors.numpy import load_file
 
-    found = load_file(folder / "model.safetensors")
-    assert found.keys() == weights.keys()
+    loaded = load_file(folder / "model.safetensors")
+    assert loaded.keys() == weights.keys()
     for name, weight in weights.items():
-        np.testing.assert_array_equal(found[name], weight, err_msg=name)
+        np.testing.assert_array_equal(loaded[name], weight, err_msg=name)
 
 
 @needs_gguf
-def test_digits_stand_apart_and_what_is_before_them_stays_whole(folder: Path) -> None:
+def test_digits_are_split_and_whitespace_before_them_is_not(folder: Path) -> None:
     codec = GenericCodec.open(folder)
-    ids = {token: place for place, token in enumerate(TOKENS)}
-    cut = {
+    ids = {token: token_id for token_id, token in enumerate(TOKENS)}
+    cases = {
         "\n\n12": ["ĊĊ", "1", "2"],
         "  1": ["ĠĠ", "1"],
         " hi": ["Ġhi"],
@@ -175,24 +180,24 @@ def test_digits_stand_apart_and_what_is_before_them_stays_whole(folder: Path) ->
         "<|im_end|>\n": ["<|im_end|>", "Ċ"],
         "½": ["Â", "½"],
     }
-    for text, tokens in cut.items():
+    for text, tokens in cases.items():
         assert codec.tokenizer.encode(text).tolist() == [ids[token] for token in tokens], text
         assert codec.decode(as_ids([ids[token] for token in tokens])) == text
 
 
 @needs_gguf
-def test_the_codec_knows_the_template_and_what_ends_a_reply(folder: Path) -> None:
+def test_codec_reads_the_template_and_the_stop_ids(folder: Path) -> None:
     codec = GenericCodec.open(folder)
     assert codec.stop_ids == {2}
-    assert codec.terminator_ids == {2}
+    assert codec.profile().terminator_ids == {2}
     assert codec.tokenizer.special_tokens["bos_token"] == "<|im_start|>"
-    asked = [Message("user", "hi")]
-    assert codec.tokenizer.render_prompt(asked) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    rendered = codec.probe().render([Message("user", "hi")])
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @needs_gguf
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_transformers_opens_the_folder_as_it_is_meant(folder: Path) -> None:
+def test_transformers_loads_the_folder(folder: Path) -> None:
     import transformers
 
     auto: Any = transformers.AutoTokenizer
@@ -208,7 +213,7 @@ def test_transformers_opens_the_folder_as_it_is_meant(folder: Path) -> None:
 
 
 @needs_gguf
-def test_a_file_that_cuts_text_otherwise_is_refused(weights: dict[str, Any], tmp_path: Path) -> None:
+def test_file_with_another_pretokenizer_is_refused(weights: dict[str, Any], tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "other.gguf", weights, pre="qwen2")
     with pytest.raises(InputError, match=r"tokenizer\.ggml\.pre: got 'qwen2', expected 'smollm'"):
         convert_gguf(file, tmp_path)
@@ -221,13 +226,13 @@ real = pytest.mark.skipif(not is_installed(), reason=f"needs {REQUIREMENT}: make
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as place:
-        yield smollm2_folder(Path(place))
+    with tempfile.TemporaryDirectory() as path:
+        yield smollm2_folder(Path(path))
 
 
 @real
 @needs_gguf
-def test_text_is_cut_as_llama_cpp_cuts_it(model: Path) -> None:
+def test_tokenization_equals_that_of_llama_cpp(model: Path) -> None:
     codec = GenericCodec.open(model)
     recorded = (Path(__file__).parent / "recorded" / "llama.cpp" / "smollm2.jsonl").read_text()
     for line in recorded.splitlines():
@@ -239,14 +244,14 @@ def test_text_is_cut_as_llama_cpp_cuts_it(model: Path) -> None:
 @real
 @needs_gguf
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-def test_it_knows_the_capital_of_france(model: Path) -> None:
+def test_model_answers_with_the_capital_of_france(model: Path) -> None:
     from branchline.chat.base import NewMessage
     from branchline.engines.base import SamplingParams
     from branchline.engines.hf.engine import HfEngine
 
     codec = GenericCodec.open(model)
-    asked = [NewMessage(Message("user", "What is the capital of France?"))]
-    extension = codec.extend((), asked)
+    messages = [NewMessage(Message("user", "What is the capital of France?"))]
+    extension = codec.extend((), messages)
     prompt = np.concatenate(
         [*(piece.ids for piece in extension.message_tokens), extension.generation_prompt_ids]
     )
@@ -254,10 +259,10 @@ def test_it_knows_the_capital_of_france(model: Path) -> None:
     async def main() -> list[int]:
         engine = HfEngine.load(model)
         params = SamplingParams(max_tokens=24, temperature=0.0, stop_ids=tuple(codec.stop_ids))
-        said = [token async for chunk in engine.generate(prompt, params) for token in chunk.ids.tolist()]
+        ids = [token async for chunk in engine.generate(prompt, params) for token in chunk.ids.tolist()]
         await engine.close()
-        return said
+        return ids
 
-    said = asyncio.run(main())
-    assert said[-1] == 2
-    assert codec.parse(as_ids(said)).content == "The capital of France is Paris."
+    ids = asyncio.run(main())
+    assert ids[-1] == 2
+    assert codec.parse(as_ids(ids)).content == "The capital of France is Paris."

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from branchline.core.errors import ContextLengthError, EngineBusyError, EngineError, EngineInputError
-from branchline.engines.http import ServerConfig
+from branchline.engines.client import ServerConfig
 from branchline.engines.upstream_chat import ChatDelta, TokenUsage, ToolCallDelta, UpstreamChat
 from tests.engines.fake_model import run
 from tests.engines.fake_servers import FakeChat
@@ -41,13 +41,13 @@ SCRIPT = (
 )
 
 
-@pytest.mark.parametrize("piece", [0, 1, 13])
-def test_text_tools_and_usage_are_streamed(piece: int) -> None:
+@pytest.mark.parametrize("write_size", [0, 1, 13])
+def test_text_tool_calls_and_usage_are_streamed(write_size: int) -> None:
     async def main() -> None:
         async with FakeChat() as server:
-            server.scripted_events, server.write_size = SCRIPT, piece
+            server.scripted_events, server.write_size = SCRIPT, write_size
             upstream = UpstreamChat(server.url + "/v1", model="large")
-            deltas = [one async for one in upstream.chat(HELLO)]
+            deltas = [delta async for delta in upstream.chat(HELLO)]
             assert deltas == [
                 ChatDelta(reasoning_content="hm"),
                 ChatDelta("hé"),
@@ -60,20 +60,19 @@ def test_text_tools_and_usage_are_streamed(piece: int) -> None:
                 ChatDelta(finish_reason="tool_calls"),
                 ChatDelta(usage=TokenUsage(7, 3)),
             ]
-            assert not upstream.exact
             await upstream.close()
 
     run(main())
 
 
-def test_the_request_is_the_clients_but_for_its_model() -> None:
+def test_request_is_passed_on_with_the_configured_model() -> None:
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events = (chat_event("stop", content="hi"),)
             upstream = UpstreamChat(ServerConfig(server.url + "/v1/", api_key="secret"), model="large")
             tools = [{"type": "function", "function": {"name": "ls"}}]
             options = {"temperature": 0.3, "model": "small", "n": 1, "stream": False}
-            assert [one async for one in upstream.chat(HELLO, tools=tools, options=options)]
+            assert [delta async for delta in upstream.chat(HELLO, tools=tools, options=options)]
             assert server.bodies == [
                 {
                     "model": "large",
@@ -91,7 +90,7 @@ def test_the_request_is_the_clients_but_for_its_model() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 500])
-def test_errors_are_the_upstreams_words(status: int) -> None:
+def test_error_has_the_upstreams_message(status: int) -> None:
     async def main() -> None:
         async with FakeChat() as server:
             server.refusal = (status, b'{"error": {"message": "not today", "code": "x"}}')
@@ -104,7 +103,7 @@ def test_errors_are_the_upstreams_words(status: int) -> None:
     run(main())
 
 
-def test_an_answer_that_does_not_end_is_an_error() -> None:
+def test_stream_without_a_finish_reason_is_an_error() -> None:
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events = (chat_event(content="hi"),)
@@ -118,7 +117,7 @@ def test_an_answer_that_does_not_end_is_an_error() -> None:
     run(main())
 
 
-def test_an_answer_closed_early_is_aborted() -> None:
+def test_closed_stream_is_aborted_at_the_upstream() -> None:
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events, server.hold_after = (chat_event(content="hi"),), 0
@@ -132,7 +131,7 @@ def test_an_answer_closed_early_is_aborted() -> None:
     run(main())
 
 
-def test_closing_ends_an_answer_with_an_error() -> None:
+def test_close_ends_a_running_stream_with_an_error() -> None:
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events, server.hold_after = (chat_event(content="hi"),), 0
@@ -142,48 +141,48 @@ def test_closing_ends_an_answer_with_an_error() -> None:
             waiting = asyncio.ensure_future(anext(stream))
             await server.is_held.wait()
             await upstream.close()
-            with pytest.raises(EngineError, match="closed by us"):
+            with pytest.raises(EngineError, match="closed by the client"):
                 await waiting
 
     run(main())
 
 
-def test_several_answers_are_asked_for_one_by_one() -> None:
+def test_n_above_one_is_refused() -> None:
     async def main() -> None:
         upstream = UpstreamChat("http://127.0.0.1:9/v1", model="large")
-        with pytest.raises(EngineInputError, match="n: "):
+        with pytest.raises(EngineInputError, match="n: got 2, expected 1"):
             await anext(upstream.chat(HELLO, options={"n": 2}))
         await upstream.close()
 
     run(main())
 
 
-# -- calls are told apart ----------------------------------------------------------------------------
+# -- indexes of tool calls ---------------------------------------------------------------------------
 
 
-def _joined_calls(*pieces: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """The id, name and arguments of each call that comes in these pieces."""
+def _joined_calls(*events: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """The id, name and arguments of each tool call in these events."""
     calls: dict[int, list[str]] = {}
 
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events = (
-                *(chat_event(tool_calls=piece) for piece in pieces),
+                *(chat_event(tool_calls=parts) for parts in events),
                 chat_event("tool_calls"),
             )
             upstream = UpstreamChat(server.url + "/v1", model="large")
             async for delta in upstream.chat(HELLO):
-                for tool in delta.tool_calls:
-                    known = calls.setdefault(tool.index, ["", "", ""])
-                    known[0], known[1] = known[0] or tool.id, known[1] or tool.name
-                    known[2] += tool.arguments
+                for part in delta.tool_calls:
+                    call = calls.setdefault(part.index, ["", "", ""])
+                    call[0], call[1] = call[0] or part.id, call[1] or part.name
+                    call[2] += part.arguments
             await upstream.close()
 
     run(main())
-    return [(one[0], one[1], one[2]) for _, one in sorted(calls.items())]
+    return [(call[0], call[1], call[2]) for _, call in sorted(calls.items())]
 
 
-def test_calls_that_are_numbered_are_told_apart_by_their_numbers() -> None:
+def test_tool_calls_are_distinguished_by_index() -> None:
     assert _joined_calls(
         [
             tool_call_delta(0, "a", name="f", arguments='{"x"'),
@@ -193,38 +192,36 @@ def test_calls_that_are_numbered_are_told_apart_by_their_numbers() -> None:
     ) == [("a", "f", '{"x": 1}'), ("b", "f", "{}")]
 
 
-@pytest.mark.parametrize("number", [None, 0])
-def test_calls_of_one_number_or_none_are_told_apart_by_their_ids(number: int | None) -> None:
+@pytest.mark.parametrize("index", [None, 0])
+def test_tool_calls_with_the_same_index_are_distinguished_by_id(index: int | None) -> None:
     assert _joined_calls(
-        [tool_call_delta(number, "a", name="f")],
-        [tool_call_delta(number, "b", name="f", arguments='{"x"')],
-        [tool_call_delta(number, "b", arguments=": 1}")],
-        [tool_call_delta(number, "c", name="f")],
+        [tool_call_delta(index, "a", name="f")],
+        [tool_call_delta(index, "b", name="f", arguments='{"x"')],
+        [tool_call_delta(index, "b", arguments=": 1}")],
+        [tool_call_delta(index, "c", name="f")],
     ) == [("a", "f", ""), ("b", "f", '{"x": 1}'), ("c", "f", "")]
 
 
-@pytest.mark.parametrize("number", [None, 0])
-def test_without_ids_a_name_begins_a_call_where_the_one_before_is_whole(number: int | None) -> None:
+@pytest.mark.parametrize("index", [None, 0])
+def test_name_begins_a_tool_call_when_the_arguments_before_it_are_complete(index: int | None) -> None:
     assert _joined_calls(
-        [tool_call_delta(number, name="f", arguments='{"x"')],
-        [tool_call_delta(number, name="f", arguments=": 1}")],
-        [tool_call_delta(number, name="f", arguments='{"y": 2}')],
-        [tool_call_delta(number, name="g")],
-        [tool_call_delta(number, name="h", arguments="{}")],
+        [tool_call_delta(index, name="f", arguments='{"x"')],
+        [tool_call_delta(index, name="f", arguments=": 1}")],
+        [tool_call_delta(index, name="f", arguments='{"y": 2}')],
+        [tool_call_delta(index, name="g")],
+        [tool_call_delta(index, name="h", arguments="{}")],
     ) == [("", "f", '{"x": 1}'), ("", "f", '{"y": 2}'), ("", "g", ""), ("", "h", "{}")]
 
 
-def test_an_id_that_changes_with_every_piece_makes_no_calls() -> None:
-    pieces = [
-        [tool_call_delta(0, f"id{place}", arguments=text)] for place, text in enumerate(('{"x"', ": 1}"), 1)
-    ]
-    assert _joined_calls([tool_call_delta(0, "id0", name="f")], *pieces) == [("id0", "f", '{"x": 1}')]
+def test_id_that_changes_with_every_part_begins_no_tool_call() -> None:
+    events = [[tool_call_delta(0, f"id{i}", arguments=text)] for i, text in enumerate(('{"x"', ": 1}"), 1)]
+    assert _joined_calls([tool_call_delta(0, "id0", name="f")], *events) == [("id0", "f", '{"x": 1}')]
 
 
-# -- what an upstream refuses ------------------------------------------------------------------------
+# -- refusals and errors -----------------------------------------------------------------------------
 
 
-def test_a_refusal_is_told_apart_from_a_text() -> None:
+def test_refusal_is_not_content() -> None:
     async def main() -> None:
         async with FakeChat() as server:
             server.scripted_events = (
@@ -233,7 +230,7 @@ def test_a_refusal_is_told_apart_from_a_text() -> None:
                 chat_event("stop"),
             )
             upstream = UpstreamChat(server.url + "/v1", model="large")
-            deltas = [one async for one in upstream.chat(HELLO)]
+            deltas = [delta async for delta in upstream.chat(HELLO)]
             assert deltas[:2] == [ChatDelta(refusal="I "), ChatDelta(refusal="can't.")]
             await upstream.close()
 
@@ -254,7 +251,7 @@ def test_a_refusal_is_told_apart_from_a_text() -> None:
         (500, {"message": "This model's maximum context length broke us"}, EngineError),
     ],
 )
-def test_a_refusal_is_the_error_that_it_means(
+def test_status_and_message_decide_the_error_type(
     status: int, problem: dict[str, Any], expected: type[Exception]
 ) -> None:
     async def main() -> None:
@@ -265,7 +262,7 @@ def test_a_refusal_is_the_error_that_it_means(
                 await anext(upstream.chat(HELLO))
             assert type(refused.value) is expected
             assert problem["message"] in str(refused.value)
-            # The same in a stream that has begun.
+            # The same error as an event of a stream.
             server.refusal, server.scripted_events = (
                 None,
                 (chat_event(content="hi"), {"error": {**problem, "code": status}}),

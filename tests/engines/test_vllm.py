@@ -10,7 +10,7 @@ from msgspec import Raw
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Engine, SamplingParams
-from branchline.engines.http import ServerConfig
+from branchline.engines.client import ServerConfig
 from branchline.engines.vllm import VllmEngine, VllmReader
 from tests.engines.fake_model import (
     EOS,
@@ -29,12 +29,12 @@ from tests.engines.fake_model import (
 from tests.engines.fake_servers import FakeVllm
 
 
-@pytest.mark.parametrize("piece", [0, 1, 7, 100, 4096])
-@pytest.mark.parametrize("per_event", [1, 3])
-def test_ids_and_logprobs_are_exact_across_any_boundary(piece: int, per_event: int) -> None:
+@pytest.mark.parametrize("write_size", [0, 1, 7, 100, 4096])
+@pytest.mark.parametrize("ids_per_event", [1, 3])
+def test_ids_and_logprobs_are_exact_for_any_split_of_the_bytes(write_size: int, ids_per_event: int) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
-            server.write_size, server.ids_per_event = piece, per_event
+            server.write_size, server.ids_per_event = write_size, ids_per_event
             engine: Engine = VllmEngine(server.url, version=3)
             chunks = await collect(engine.generate(PROMPT, params(8)))
             ids, logprobs = continuation(PROMPT, 8)
@@ -47,11 +47,11 @@ def test_ids_and_logprobs_are_exact_across_any_boundary(piece: int, per_event: i
     run(main())
 
 
-def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() -> None:
+def test_request_sends_every_parameter() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             engine = VllmEngine(ServerConfig(server.url + "/v1", api_key="k"), model="m", version=4)
-            asked = params(
+            sampling = params(
                 3,
                 temperature=0.5,
                 top_p=0.9,
@@ -62,11 +62,10 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
                 repetition_penalty=1.1,
                 seed=10,
                 stop_ids=(EOS,),
-                stop=("END",),
                 grammar={"type": "json_object"},
                 extra={"priority": 1, "max_tokens": 999},
             )
-            await collect(engine.generate(PROMPT, asked))
+            await collect(engine.generate(PROMPT, sampling))
             assert server.bodies == [
                 {
                     "prompt": [5, 6, 7],
@@ -84,7 +83,6 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
                     "seed": 13,
                     "stop_token_ids": [EOS],
                     "include_stop_str_in_output": True,
-                    "stop": ["END"],
                     "response_format": {"type": "json_object"},
                     "cache_salt": "v4",
                     "model": "m",
@@ -96,7 +94,7 @@ def test_a_request_says_everything_and_leaves_nothing_to_the_servers_defaults() 
     run(main())
 
 
-def test_max_tokens_is_always_sent_and_nothing_is_probed() -> None:
+def test_ready_samples_nothing_and_sets_model_and_context() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             server.json_by_path = {
@@ -116,7 +114,7 @@ def test_max_tokens_is_always_sent_and_nothing_is_probed() -> None:
 
 
 @pytest.mark.parametrize("stop_id", [EOS, 777])
-def test_the_stop_id_is_the_last_id(stop_id: int) -> None:
+def test_stop_id_is_the_last_id(stop_id: int) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             ids, _ = continuation(PROMPT, 4)
@@ -131,15 +129,15 @@ def test_the_stop_id_is_the_last_id(stop_id: int) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_events_that_say_nothing_of_ids_are_passed_over(whole: bool) -> None:
+@pytest.mark.parametrize("flush_s", [0, 60])
+def test_events_without_tokens_are_ignored(flush_s: float) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             usage = {"id": "cmpl-1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
             server.event_after = (3, usage)
             server.stop_at = 2
             engine = VllmEngine(server.url)
-            chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=(EOS,), whole=whole)))
+            chunks = await collect(engine.generate(PROMPT, params(9, stop_ids=(EOS,), flush_s=flush_s)))
             assert ids_of(chunks) == [*continuation(PROMPT, 2)[0], EOS]
             assert chunks[-1].finish_reason == "stop"
             await engine.close()
@@ -148,31 +146,33 @@ def test_events_that_say_nothing_of_ids_are_passed_over(whole: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "words"),
+    ("choice", "message"),
     [
         ({"token_ids": None}, "no token_ids in the stream"),
         ({"token_ids": [1]}, "1 ids with 0 logprobs, expected one each"),
         ({"token_ids": [1], "logprobs": {"token_logprobs": [None]}}, "1 ids with 1 logprobs"),
         ({"token_ids": [2**31]}, r"`int` .* in b'"),
-        ({"token_ids": [], "finish_reason": "abort"}, "ended a generation by 'abort'"),
+        ({"token_ids": [], "finish_reason": "abort"}, "ended a generation with 'abort'"),
     ],
 )
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_cannot_be_believed_is_an_error_behind_what_can(choice: Any, words: str, whole: bool) -> None:
+@pytest.mark.parametrize("flush_s", [0, 60])
+def test_invalid_event_is_an_error_after_the_tokens_before_it(
+    choice: Any, message: str, flush_s: float
+) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             server.event_after = (2, {"choices": [choice]})
             engine = VllmEngine(server.url)
-            stream = engine.generate(PROMPT, params(whole=whole))
+            stream = engine.generate(PROMPT, params(flush_s=flush_s))
             assert ids_of(await take_tokens(stream, 2)) == continuation(PROMPT, 2)[0]
-            with pytest.raises(EngineError, match=words):
+            with pytest.raises(EngineError, match=message):
                 await anext(stream)
             await engine.close()
 
     run(main())
 
 
-def test_a_server_that_saw_another_prompt_is_not_believed() -> None:
+def test_server_that_saw_another_prompt_is_an_error() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             server.add_to_prompt = (1,)
@@ -185,7 +185,7 @@ def test_a_server_that_saw_another_prompt_is_not_believed() -> None:
 
 
 def completion_event(prompt: str, text: str = "…", **more: Any) -> bytes:
-    """An event as a server that writes without spaces says it; the prompt stands in it as it is given."""
+    """An event in compact JSON, with the prompt as given."""
     choice = {
         "text": text,
         **more,
@@ -197,7 +197,7 @@ def completion_event(prompt: str, text: str = "…", **more: Any) -> bytes:
 
 
 @pytest.mark.parametrize("prompt", ["[5,6,7]", "[5, 6, 7]", " [5,6,7]", "[5,6,7 ]", "\n[ 5,\n6,7]", "null"])
-def test_a_prompt_is_ours_however_it_is_written(prompt: str) -> None:
+def test_prompt_may_be_formatted_differently(prompt: str) -> None:
     reader = VllmReader("e", b"[5,6,7]")
     reader.read([completion_event(prompt)])
     assert (reader.ids, reader.logprobs) == ([1], [-0.5])
@@ -207,43 +207,14 @@ def test_a_prompt_is_ours_however_it_is_written(prompt: str) -> None:
     "prompt", ["[5,6,7,8]", "[5,6]", "[]", "[15,6,7]", "[5,6,77]", "[[5,6,7]]", '"[5,6,7]"', "{}", "0"]
 )
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_prompt_that_is_not_ours_to_the_last_id_is_an_error(prompt: str, before: int) -> None:
+def test_prompt_that_differs_in_any_id_is_an_error(prompt: str, before: int) -> None:
     reader = VllmReader("e", b"[5,6,7]")
     with pytest.raises(EngineError, match="e: the server saw another prompt"):
         reader.read([completion_event("[5,6,7]")] * before + [completion_event(prompt)])
     assert reader.ids == [1] * before
 
 
-@pytest.mark.parametrize("seen", [[5, 6, 7], [5, 6, 8]])
-@pytest.mark.parametrize("spaces", [False, True])
-def test_a_text_that_looks_like_our_prompt_is_a_text(seen: list[int], spaces: bool) -> None:
-    text = '"prompt_token_ids":[5,6,7],\\"prompt_token_ids\\":[5,6,7]'
-    event = completion_event(str(seen) if spaces else str(seen).replace(" ", ""), text, stop_reason=text)
-    assert b'\\"prompt_token_ids' in event
-    reader = VllmReader("e", b"[5,6,7]")
-    if seen == [5, 6, 7]:
-        is_passed_over = reader._strip_prompt(event) != event
-        assert is_passed_over != spaces
-        reader.read([event])
-        assert reader.ids == [1]
-    else:
-        with pytest.raises(EngineError, match="another prompt"):
-            reader.read([event])
-
-
-@pytest.mark.parametrize("seen", ["[5,6,7]", "[5,6,8]"])
-def test_our_prompt_elsewhere_does_not_stand_for_the_one_that_was_seen(seen: str) -> None:
-    reader = VllmReader("e", b"[5,6,7]")
-    event = completion_event(seen, other={"prompt_token_ids": [5, 6, 7]})
-    if seen == "[5,6,7]":
-        reader.read([event])
-        assert reader.ids == [1]
-    else:
-        with pytest.raises(EngineError, match="another prompt"):
-            reader.read([event])
-
-
-def test_an_event_before_the_one_with_the_prompt_says_nothing_of_it() -> None:
+def test_prompt_may_come_after_the_first_event() -> None:
     reader = VllmReader("e", b"[5,6,7]")
     reader.read([b'{"choices":[]}'])
     with pytest.raises(EngineError, match="another prompt"):
@@ -254,7 +225,7 @@ def test_an_event_before_the_one_with_the_prompt_says_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("server_can_pause", [False, True])
-def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(server_can_pause: bool) -> None:
+def test_paused_generation_continues_after_its_own_ids_under_the_new_version(server_can_pause: bool) -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             if server_can_pause:
@@ -264,7 +235,7 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
             engine = VllmEngine(server.url, version=4)
             stream = engine.generate(PROMPT, params(8, seed=1))
             chunks = await take_tokens(stream, 3)
-            held = asyncio.create_task(collect(stream))
+            paused = asyncio.create_task(collect(stream))
             await engine.pause()
             await server.aborted.wait()
             late = asyncio.create_task(collect(engine.generate(PROMPT, params(2))))
@@ -273,7 +244,7 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
 
             server.weights, server.hold_after = 1, None
             await engine.resume(5)
-            chunks += await held
+            chunks += await paused
             late_chunks = await late
 
             before, _ = continuation(PROMPT, 3, weights=0)
@@ -284,8 +255,8 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
             assert chunks[-1].finish_reason == "length"
             assert ids_of(late_chunks) == continuation(PROMPT, 2, weights=1)[0]
             assert versions_of(late_chunks) == [5, 5]
-            went_on = next(body for body in server.bodies if len(body["prompt"]) == 6)
-            assert (went_on["max_tokens"], went_on["seed"], went_on["cache_salt"]) == (5, 7, "v5")
+            continued = next(body for body in server.bodies if len(body["prompt"]) == 6)
+            assert (continued["max_tokens"], continued["seed"], continued["cache_salt"]) == (5, 7, "v5")
             controls = [path for path in server.request_paths() if path in server.json_by_path]
             assert controls == list(server.json_by_path)[:1] + list(server.json_by_path)[:0:-1]
             await engine.close()
@@ -293,7 +264,7 @@ def test_a_held_generation_goes_on_behind_its_own_ids_under_the_new_version(serv
     run(main())
 
 
-def test_chunks_that_arrived_before_a_pause_are_handed_out_while_it_lasts() -> None:
+def test_generation_that_is_not_read_during_a_pause_continues_after_it() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             server.hold_after = 3
@@ -311,42 +282,23 @@ def test_chunks_that_arrived_before_a_pause_are_handed_out_while_it_lasts() -> N
     run(main())
 
 
-@pytest.mark.parametrize("more", [{"grammar": {"type": "json_object"}}, {"stop": ("END",)}])
-def test_what_cannot_be_continued_exactly_fails_instead(more: Any) -> None:
+def test_generation_with_a_grammar_is_not_continued() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             server.hold_after = 1
             engine = VllmEngine(server.url)
-            stream = engine.generate(PROMPT, params(**more))
+            stream = engine.generate(PROMPT, params(grammar={"type": "json_object"}))
             await anext(stream)
             await engine.pause()
             await engine.resume()
-            with pytest.raises(EngineError, match="cannot go on behind 1 ids"):
+            with pytest.raises(EngineError, match="cannot continue after 1 ids"):
                 await anext(stream)
             await engine.close()
 
     run(main())
 
 
-def test_sleep_pauses_and_says_whether_the_server_can() -> None:
-    async def main() -> None:
-        async with FakeVllm() as server:
-            engine = VllmEngine(server.url)
-            assert not await engine.sleep()
-            server.json_by_path = {"/sleep?level=2": None, "/wake_up": None}
-            assert await engine.sleep(2)
-            assert await engine.wake_up()
-            waiting = asyncio.create_task(collect(engine.generate(PROMPT, params())))
-            await round_trip(engine)
-            assert not server.bodies
-            await engine.resume()
-            assert ids_of(await waiting) == continuation(PROMPT, 5)[0]
-            await engine.close()
-
-    run(main())
-
-
-def test_nothing_is_asked_where_nothing_is_left_to_ask() -> None:
+def test_max_tokens_of_zero_sends_no_request() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             engine = VllmEngine(server.url, version=2)
@@ -358,7 +310,7 @@ def test_nothing_is_asked_where_nothing_is_left_to_ask() -> None:
     run(main())
 
 
-def test_a_long_prompt_travels_whole() -> None:
+def test_long_prompt_is_sent_completely() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             prompt = as_ids(list(range(40_000)))
@@ -369,7 +321,7 @@ def test_a_long_prompt_travels_whole() -> None:
     run(main())
 
 
-def test_a_resume_waits_for_the_pause_before_it() -> None:
+def test_resume_waits_for_the_pause_before_it() -> None:
     async def main() -> None:
         async with FakeVllm() as server:
             paths = ["/pause?mode=abort&clear_cache=true", "/resume"]

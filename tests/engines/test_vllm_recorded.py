@@ -1,4 +1,4 @@
-"""The adapter on what a real vLLM said: `scripts/record_vllm.py` made the recordings."""
+"""VllmEngine with recorded responses of a real vLLM, made by `scripts/record_vllm.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from branchline.core.errors import ContextLengthError, EngineError, EngineInputError
 from branchline.core.token_arrays import as_ids
-from branchline.engines.base import Chunk, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, Chunk, SamplingParams
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake_model import collect, float32, ids_of, logprobs_of, run, take_tokens, versions_of
 from tests.engines.recorded_server import RecordedServer
@@ -24,7 +24,7 @@ PARIS = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
 
 def recorded_params(name: str, **more: Any) -> SamplingParams:
-    """The parameters that a recorded request came from."""
+    """The parameters of a recorded request."""
     body = json.loads((FOLDER / f"{name}.request").read_bytes())
     seed = body.get("seed")
     return SamplingParams(
@@ -34,14 +34,13 @@ def recorded_params(name: str, **more: Any) -> SamplingParams:
         top_k=body["top_k"],
         seed=None if seed is None else seed - len(PROMPT),
         stop_ids=tuple(body["stop_token_ids"]),
-        stop=tuple(body.get("stop", ())),
         grammar=body.get("response_format"),
         **more,
     )
 
 
 def recorded_output(name: str) -> tuple[list[int], list[float]]:
-    """The ids and logprobs in a recording, read without the adapter."""
+    """The ids and logprobs of a recording, read without the engine."""
     ids: list[int] = []
     logprobs: list[float] = []
     for data in re.findall(rb"data: (\{.*\})", (FOLDER / f"{name}.reply").read_bytes()):
@@ -51,12 +50,12 @@ def recorded_output(name: str) -> tuple[list[int], list[float]]:
     return ids, logprobs
 
 
-def replay(name: str, piece: int = 0, **more: Any) -> list[Chunk]:
-    """What the engine makes of a recording."""
+def replay(name: str, write_size: int = 0, **more: Any) -> list[Chunk]:
+    """The chunks that the engine yields for a recording."""
     chunks: list[Chunk] = []
 
     async def main() -> None:
-        async with RecordedServer(FOLDER, name, piece=piece) as server:
+        async with RecordedServer(FOLDER, name, write_size=write_size) as server:
             engine = VllmEngine(server.url, model=MODEL, version=0)
             chunks.extend(await collect(engine.generate(PROMPT, recorded_params(name, **more))))
             await engine.close()
@@ -65,10 +64,10 @@ def replay(name: str, piece: int = 0, **more: Any) -> list[Chunk]:
     return chunks
 
 
-@pytest.mark.parametrize("piece", [0, 1, 13, 512])
-@pytest.mark.parametrize("name", ["stop", "length", "stop_id", "stop_text", "seeded", "grammar"])
-def test_ids_and_logprobs_are_the_servers_however_its_bytes_arrive(name: str, piece: int) -> None:
-    chunks = replay(name, piece)
+@pytest.mark.parametrize("write_size", [0, 1, 13, 512])
+@pytest.mark.parametrize("name", ["stop", "length", "stop_id", "seeded", "grammar"])
+def test_ids_and_logprobs_are_those_of_the_server(name: str, write_size: int) -> None:
+    chunks = replay(name, write_size)
     ids, logprobs = recorded_output(name)
     assert ids_of(chunks) == ids
     assert logprobs_of(chunks) == float32(logprobs)
@@ -82,50 +81,49 @@ def test_ids_and_logprobs_are_the_servers_however_its_bytes_arrive(name: str, pi
         ("stop", PARIS, "stop"),
         ("length", PARIS[:4], "length"),
         ("stop_id", PARIS[:5], "stop"),
-        ("stop_text", PARIS[:4], "stop"),
     ],
 )
-def test_what_ended_a_generation_is_its_last_id(name: str, ids: list[int], finish: str) -> None:
+def test_stop_id_is_the_last_id(name: str, ids: list[int], finish: str) -> None:
     chunks = replay(name)
     assert ids_of(chunks) == ids
     assert chunks[-1].finish_reason == finish
 
 
-@pytest.mark.parametrize("piece", [0, 100])
-def test_a_generation_nobody_reads_along_is_gathered_by_the_server(piece: int) -> None:
-    (chunk,) = replay("whole", piece, whole=True)
-    ids, logprobs = recorded_output("whole")
-    assert ids_of([chunk]) == ids
-    assert logprobs_of([chunk]) == float32(logprobs)
-    assert len(re.findall(rb"data: \{", (FOLDER / "whole.reply").read_bytes())) == 2
+@pytest.mark.parametrize("write_size", [0, 100])
+def test_call_that_is_not_streamed_gets_larger_events(write_size: int) -> None:
+    chunks = replay("buffered", write_size, flush_s=BUFFERED_FLUSH_S)
+    ids, logprobs = recorded_output("buffered")
+    assert ids_of(chunks) == ids
+    assert logprobs_of(chunks) == float32(logprobs)
+    assert len(re.findall(rb"data: \{", (FOLDER / "buffered.reply").read_bytes())) == 2
     assert len(ids) > 30
 
 
-def test_under_a_grammar_logprobs_are_of_what_it_allows() -> None:
-    """vLLM masks before it takes even its raw logprobs: a token that had to come has logprob 0."""
+def test_logprobs_under_a_grammar_are_masked() -> None:
+    """vLLM masks before it takes even its raw logprobs: a forced token has logprob 0."""
     chunks = replay("grammar")
     forced = {85, 2}  # The e of "blue", and the end.
-    told = dict(zip(ids_of(chunks), logprobs_of(chunks), strict=True))
-    assert {token for token, logprob in told.items() if logprob == 0.0} == forced
+    logprobs = dict(zip(ids_of(chunks), logprobs_of(chunks), strict=True))
+    assert {token for token, logprob in logprobs.items() if logprob == 0.0} == forced
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "words"),
+    ("name", "kind", "message"),
     [
         ("too_long", ContextLengthError, "status 400: This model's maximum context length is 512 tokens"),
         ("bad_request", EngineInputError, "status 400: temperature must be non-negative, got -1.0"),
         ("unknown_model", EngineError, "status 404: The model `nope` does not exist"),
     ],
 )
-@pytest.mark.parametrize("piece", [0, 7])
-def test_a_refusal_is_told_in_the_servers_words(
-    name: str, kind: type[EngineError], words: str, piece: int
+@pytest.mark.parametrize("write_size", [0, 7])
+def test_refusal_has_the_servers_message(
+    name: str, kind: type[EngineError], message: str, write_size: int
 ) -> None:
     async def main() -> None:
         prompt = as_ids(json.loads((FOLDER / f"{name}.request").read_bytes())["prompt"])
-        async with RecordedServer(FOLDER, name, piece=piece) as server:
+        async with RecordedServer(FOLDER, name, write_size=write_size) as server:
             engine = VllmEngine(server.url, model="nope" if name == "unknown_model" else MODEL)
-            with pytest.raises(kind, match=re.escape(words)) as raised:
+            with pytest.raises(kind, match=re.escape(message)) as raised:
                 await collect(engine.generate(prompt, recorded_params(name)))
             assert type(raised.value) is kind
             await engine.close()
@@ -133,20 +131,20 @@ def test_a_refusal_is_told_in_the_servers_words(
     run(main())
 
 
-def test_a_generation_that_somebody_else_aborts_at_the_server_fails_behind_what_was_said() -> None:
+def test_generation_aborted_at_the_server_fails_after_its_tokens() -> None:
     async def main() -> None:
         async with RecordedServer(FOLDER, "aborted") as server:
             engine = VllmEngine(server.url, model=MODEL)
             stream = engine.generate(PROMPT, recorded_params("aborted"))
             assert ids_of(await take_tokens(stream, 1)) == [504]
-            with pytest.raises(EngineError, match="ended a generation by 'abort'"):
+            with pytest.raises(EngineError, match="ended a generation with 'abort'"):
                 await anext(stream)
             await engine.close()
 
     run(main())
 
 
-def test_a_server_that_is_ready_says_its_model_and_length() -> None:
+def test_ready_reads_the_servers_model_and_context_length() -> None:
     async def main() -> None:
         async with RecordedServer(FOLDER, "health", "models") as server:
             engine = VllmEngine(server.url)
@@ -157,7 +155,7 @@ def test_a_server_that_is_ready_says_its_model_and_length() -> None:
     run(main())
 
 
-def test_a_server_with_development_endpoints_is_paused_and_told_the_version() -> None:
+def test_pause_and_resume_use_the_development_endpoints() -> None:
     async def main() -> None:
         async with RecordedServer(FOLDER, "pause", "weight_version", "resume") as server:
             engine = VllmEngine(server.url)
@@ -169,7 +167,7 @@ def test_a_server_with_development_endpoints_is_paused_and_told_the_version() ->
     run(main())
 
 
-def test_a_server_without_them_is_left_alone() -> None:
+def test_pause_and_resume_work_without_the_development_endpoints() -> None:
     async def main() -> None:
         async with RecordedServer(FOLDER, "pause_absent") as server:
             engine = VllmEngine(server.url)
@@ -180,7 +178,7 @@ def test_a_server_without_them_is_left_alone() -> None:
     run(main())
 
 
-def test_the_recordings_are_of_the_version_they_are_named_after() -> None:
+def test_recordings_are_of_the_version_in_their_folder_name() -> None:
     async def main() -> None:
         async with RecordedServer(FOLDER, "version") as server:
             engine = VllmEngine(server.url)

@@ -1,4 +1,4 @@
-"""A tiny llama model with a byte vocabulary, as the GGUF file that llama.cpp would make of it."""
+"""A tiny llama model with a byte vocabulary, as a GGUF file in the layout of llama.cpp."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ NAMES = {
 
 
 def draw_weights() -> dict[str, Any]:
-    """The weights by the names transformers has for them; quantized ones survive it exactly."""
-    draw = np.random.default_rng(0)
+    """The weights by their transformers names; 8-bit quantization preserves them exactly."""
+    rng = np.random.default_rng(0)
 
     def table(rows: int, columns: int) -> Any:
-        # Each block of 32 reaches 127 halves, so that 8 bits hold every value.
-        halves = draw.integers(-126, 127, (rows, columns))
+        # Each block of 32 has the maximum of 127 halves, so that 8 bits represent every value.
+        halves = rng.integers(-126, 127, (rows, columns))
         halves[:, ::32] = 127
         return (halves / 2).astype(np.float32)
 
     keys = KEY_HEADS * HEAD
-    found = {"model.embed_tokens.weight": table(len(TOKENS), SIZE)}
+    weights = {"model.embed_tokens.weight": table(len(TOKENS), SIZE)}
     for layer in range(LAYERS):
         shapes = {
             "self_attn.q_proj": (SIZE, SIZE),
@@ -56,14 +56,14 @@ def draw_weights() -> dict[str, Any]:
             "mlp.up_proj": (INNER, SIZE),
             "mlp.down_proj": (SIZE, INNER),
         }
-        found |= {f"model.layers.{layer}.{name}.weight": table(*shape) for name, shape in shapes.items()}
+        weights |= {f"model.layers.{layer}.{name}.weight": table(*shape) for name, shape in shapes.items()}
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{layer}.{norm}.weight"] = draw.random(SIZE, np.float32)
-    return found | {"model.norm.weight": draw.random(SIZE, np.float32)}
+            weights[f"model.layers.{layer}.{norm}.weight"] = rng.random(SIZE, np.float32)
+    return weights | {"model.norm.weight": rng.random(SIZE, np.float32)}
 
 
 def write_gguf(file: Path, weights: dict[str, Any], pre: str = "smollm") -> Path:
-    """The model as a GGUF file, the way llama.cpp writes a llama model."""
+    """Writes the model as a GGUF file, as llama.cpp does."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
@@ -81,8 +81,8 @@ def write_gguf(file: Path, weights: dict[str, Any], pre: str = "smollm") -> Path
     writer.add_token_list(TOKENS)
     writer.add_token_types([3 if token in CONTROLS else 1 for token in TOKENS])
     writer.add_token_merges(MERGES)
-    for name, place in (("bos", 1), ("eos", 2), ("pad", 2), ("unk", 0)):
-        getattr(writer, f"add_{name}_token_id")(place)
+    for name, token_id in (("bos", 1), ("eos", 2), ("pad", 2), ("unk", 0)):
+        getattr(writer, f"add_{name}_token_id")(token_id)
     writer.add_chat_template(TEMPLATE)
     for name, weight in weights.items():
         own = name.removeprefix("model.").removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""A tiny random model, what transformers itself gives for it, and an embedded engine that runs it."""
+"""A tiny random model, its reference outputs by transformers, and an embedded engine that runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason=SKIP_REASON)
 transformers = pytest.importorskip("transformers", reason=SKIP_REASON)
 hf = pytest.importorskip("branchline.engines.hf", reason=SKIP_REASON)
 
-# A second thread has nothing to do in models this small, and waiting for it costs all the time there is.
+# For a model this small a second thread only adds waiting.
 torch.set_num_threads(1)
 
 VOCAB = 1000
@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
 
 
 def tiny_model(seed: int = 0, kind: str = "Qwen3", **changes: Any) -> Any:
-    """A random model whose outputs do not repeat themselves."""
+    """A random model whose outputs are not repetitive."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**CONFIG, **changes})
     attention = changes.get("attn_implementation", "sdpa")
@@ -57,7 +57,7 @@ def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
 
 
 def reference_ids(model: Any, ids: Ids, max_tokens: int) -> list[int]:
-    """What `generate` gives for this prompt alone."""
+    """The ids that `generate` gives for this prompt alone."""
     batch = torch.from_numpy(ids.astype(np.int64))[None]
     with torch.inference_mode():
         output = model.generate(
@@ -67,7 +67,7 @@ def reference_ids(model: Any, ids: Ids, max_tokens: int) -> list[int]:
 
 
 def full_logprobs(model: Any, ids: Sequence[int], start: int) -> Any:
-    """The log-softmax before each id from `start` on, computed in one forward without a cache."""
+    """The log-softmax before each id from `start` on, computed in one forward pass without a cache."""
     with torch.inference_mode():
         logits = model(torch.tensor([list(ids)])).logits[0]
     return logits[start - 1 : -1].float().log_softmax(-1)
@@ -109,7 +109,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 class ForwardGate:
-    """Holds the computing thread in the model's n-th forward until the test has asked for something."""
+    """Holds the computing thread in the model's n-th forward pass until a test has submitted a task."""
 
     def __init__(self, model: Any, forwards: int) -> None:
         self.forward, self.remaining = model.forward, forwards
@@ -123,10 +123,10 @@ class ForwardGate:
             assert self.is_open.wait(60)
         return self.forward(*args, **kwargs)
 
-    async def run_during_step(self, asked: Coroutine[Any, Any, None]) -> None:
-        """Asks for something in the middle of a step."""
+    async def run_during_step(self, action: Coroutine[Any, Any, None]) -> None:
+        """Starts an action in the middle of a step, and returns when it is done."""
         await asyncio.to_thread(self.is_reached.wait)
-        task = asyncio.create_task(asked)
+        task = asyncio.create_task(action)
         await asyncio.sleep(0)
         self.is_open.set()
         await task

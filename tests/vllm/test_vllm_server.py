@@ -1,4 +1,7 @@
-"""Branchline before a real vLLM: `make test-vllm` starts the servers. What crosses is what is recorded."""
+"""The gateway with a real vLLM: what the engine received and returned is exactly what is recorded.
+
+`make test-vllm` starts the servers.
+"""
 
 from __future__ import annotations
 
@@ -41,47 +44,50 @@ def run(test: Test) -> None:
 
 
 async def assert_exact(agent: SessionClient, *engines: RecordingVllmEngine) -> None:
-    """C1: what the engine got and gave is a path of the tree; every path is something it got and gave."""
-    seen = [generation for engine in engines for generation in engine.generations]
-    assert sorted(await agent.sampled_paths()) == sorted(one.prompt + one.ids for one in seen)
+    """C1: the prompt and output of every generation are a path of the tree, and the tree has no other."""
+    generations = [generation for engine in engines for generation in engine.generations]
+    assert sorted(await agent.sampled_paths()) == sorted(
+        generation.prompt + generation.ids for generation in generations
+    )
     lines = {tuple(line["ids"]): line for line in (await agent.get("/timelines"))["timelines"]}
-    for one in seen:
-        whole = one.prompt + one.ids
-        line = next(line for ids, line in lines.items() if list(ids[: len(whole)]) == whole)
-        at = slice(len(one.prompt), len(whole))
-        assert all(line["mask"][at])
-        assert line["logprobs"][at] == one.logprobs
-        assert line["versions"][at] == one.versions
+    for generation in generations:
+        path = generation.prompt + generation.ids
+        line = next(line for ids, line in lines.items() if list(ids[: len(path)]) == path)
+        output = slice(len(generation.prompt), len(path))
+        assert all(line["mask"][output])
+        assert line["logprobs"][output] == generation.logprobs
+        assert line["versions"][output] == generation.versions
 
 
-def test_a_conversation_is_one_timeline_of_exactly_what_crossed() -> None:
+def test_conversation_is_one_exact_timeline() -> None:
     async def main() -> None:
         engine = await connect(DEV)
         assert (engine.model, engine.max_context) == (MODEL.name, 512)
         async with gateway_client(engine) as agent:
-            talk = ["What is the capital of France?"]
-            for ask in ("And of Italy?", "Say both again.\n\n1. ", "Thanks."):
-                talk += [await agent.chat_text(*talk, stream=len(talk) % 4 == 1), ask]
-            last = await agent.post_chat(*talk, logprobs=True, return_token_ids=True)
-            assert talk[1] == "The capital of France is Paris."
+            messages = ["What is the capital of France?"]
+            for question in ("And of Italy?", "Say both again.\n\n1. ", "Thanks."):
+                reply = await agent.chat_text(*messages, stream=len(messages) % 4 == 1)
+                messages += [reply, question]
+            last = await agent.post_chat(*messages, logprobs=True, return_token_ids=True)
+            assert messages[1] == "The capital of France is Paris."
             assert len(engine.generations) == 4
             await assert_exact(agent, engine)
             (line,) = (await agent.get("/timelines"))["timelines"]
             assert len(line["calls"]) == 4
-            sampled = [place for place, is_sampled in enumerate(line["mask"]) if is_sampled]
-            assert all(line["logprobs"][place] <= 0 for place in sampled)
-            assert {line["versions"][place] for place in sampled} == {0}
+            sampled = [index for index, is_sampled in enumerate(line["mask"]) if is_sampled]
+            assert all(line["logprobs"][index] <= 0 for index in sampled)
+            assert {line["versions"][index] for index in sampled} == {0}
             choice = last.json()["choices"][0]
             assert choice["token_ids"] == engine.generations[-1].ids
-            told = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-            assert told == pytest.approx(engine.generations[-1].logprobs)
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            assert logprobs == pytest.approx(engine.generations[-1].logprobs)
             report = (await agent.get("/samples"))["report"]
             assert report["trained_tokens"] == report["sampled_tokens"] == len(sampled)
 
     run(main)
 
 
-def test_our_prompt_is_the_one_the_server_would_have_made() -> None:
+def test_prompt_equals_the_one_the_server_would_render() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
         async with gateway_client(engine) as agent:
@@ -97,24 +103,23 @@ def test_our_prompt_is_the_one_the_server_would_have_made() -> None:
     run(main)
 
 
-def test_streamed_and_whole_record_the_same_tree() -> None:
+def test_streamed_and_buffered_calls_record_the_same_tree() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
-        async with gateway_client(engine) as whole:
-            streamed = await whole.open_session()
+        async with gateway_client(engine) as buffered:
+            streamed = await buffered.open_session()
             trees = []
-            for agent, stream in ((whole, False), (streamed, True)):
+            for agent, stream in ((buffered, False), (streamed, True)):
                 first = await agent.chat_text("Name three colors.", stream=stream)
                 await agent.chat_text("Name three colors.", first, "And a fourth?", stream=stream)
                 nodes = (await agent.get("/tree"))["nodes"]
                 trees.append([{**node, "call": node["call"] is not None} for node in nodes])
             assert trees[0] == trees[1]
             half = len(engine.generations) // 2
-            assert all(one.heard == 0 for one in engine.generations[:half])
-            assert all(one.heard > len(one.ids) // 2 for one in engine.generations[half:])
-            for one, other in zip(engine.generations[:half], engine.generations[half:], strict=True):
+            for first, second in zip(engine.generations[:half], engine.generations[half:], strict=True):
+                assert first.chunks <= second.chunks
                 # A prefix that the server had cached is computed by other kernels.
-                assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+                assert second.logprobs == pytest.approx(first.logprobs, abs=1e-3)
 
     run(main)
 
@@ -127,7 +132,7 @@ def test_two_choices_are_siblings() -> None:
                 "Pick a word.", n=2, temperature=1, max_tokens=8, return_token_ids=True
             )
             ids = [choice["token_ids"] for choice in answer.json()["choices"]]
-            assert sorted(ids) == sorted(one.ids for one in engine.generations)
+            assert sorted(ids) == sorted(generation.ids for generation in engine.generations)
             assert ids[0] != ids[1]
             assert engine.generations[0].prompt == engine.generations[1].prompt
             await assert_exact(agent, engine)
@@ -135,13 +140,13 @@ def test_two_choices_are_siblings() -> None:
     run(main)
 
 
-def test_a_seed_gives_the_same_again() -> None:
+def test_seed_gives_the_same_ids() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
         async with gateway_client(engine) as agent:
             for seed in (5, 5, 6):
                 await agent.chat_text("Invent a name.", temperature=1, seed=seed, max_tokens=16)
-            first, again, other = (one.ids for one in engine.generations)
+            first, again, other = (generation.ids for generation in engine.generations)
             assert first == again
             assert first != other
             await assert_exact(agent, engine)
@@ -149,7 +154,7 @@ def test_a_seed_gives_the_same_again() -> None:
     run(main)
 
 
-def test_the_stop_id_is_recorded_and_not_shown() -> None:
+def test_stop_id_is_recorded_and_not_returned() -> None:
     async def main() -> None:
         engine = await connect(DEV)
         async with gateway_client(engine) as agent:
@@ -162,7 +167,7 @@ def test_the_stop_id_is_recorded_and_not_shown() -> None:
     run(main)
 
 
-def test_a_stop_text_ends_the_answer_before_it() -> None:
+def test_stop_text_ends_the_answer_before_it() -> None:
     async def main() -> None:
         engine = await connect(DEV)
         async with gateway_client(engine) as agent:
@@ -178,24 +183,24 @@ def test_a_stop_text_ends_the_answer_before_it() -> None:
     run(main)
 
 
-def test_max_tokens_is_clamped_to_the_room_left() -> None:
+def test_max_tokens_is_limited_by_the_context_length() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
         async with gateway_client(engine) as agent:
             counting = "Go on counting: " + ", ".join(str(number) for number in range(115))
             answer = (await agent.post_chat(counting, max_tokens=100_000)).json()
-            (seen,) = engine.generations
-            assert 450 < len(seen.prompt) < 512
-            assert len(seen.prompt) + len(seen.ids) == 512
+            (generation,) = engine.generations
+            assert 450 < len(generation.prompt) < 512
+            assert len(generation.prompt) + len(generation.ids) == 512
             assert answer["choices"][0]["finish_reason"] == "length"
             await assert_exact(agent, engine)
 
     run(main)
 
 
-def test_a_prompt_beyond_the_context_is_refused_in_the_servers_words() -> None:
+def test_prompt_beyond_the_context_is_refused_with_the_servers_message() -> None:
     async def main() -> None:
-        engine = RecordingVllmEngine(DEV, model=MODEL.name)  # Not asked how long a prompt may be.
+        engine = RecordingVllmEngine(DEV, model=MODEL.name)  # Without `ready`, so without its context length.
         async with gateway_client(engine) as agent:
             answer = await agent.post_chat("river " * 600)
             assert answer.status_code == 400
@@ -212,14 +217,13 @@ def test_a_prompt_beyond_the_context_is_refused_in_the_servers_words() -> None:
 
 async def generate(engine: Engine, prompt: list[int], **params: Any) -> RecordedGeneration:
     """One generation, without a gateway."""
-    seen = RecordedGeneration(prompt)
-    asked = SamplingParams(stop_ids=(IM_END,), **params)
-    async for chunk in engine.generate(as_ids(prompt), asked):
-        seen.add(chunk)
-    return seen
+    generation = RecordedGeneration(prompt)
+    async for chunk in engine.generate(as_ids(prompt), SamplingParams(stop_ids=(IM_END,), **params)):
+        generation.add(chunk)
+    return generation
 
 
-def test_logprobs_are_those_of_the_model_however_it_is_sampled() -> None:
+def test_raw_logprobs_do_not_depend_on_sampling_parameters() -> None:
     async def main() -> None:
         engine = await connect(DEV)
         async with gateway_client(engine) as agent:
@@ -230,12 +234,12 @@ def test_logprobs_are_those_of_the_model_however_it_is_sampled() -> None:
             )
             assert cold.ids == greedy.ids
             assert cold.logprobs == pytest.approx(greedy.logprobs, abs=1e-3)
-            assert min(greedy.logprobs) < -1, "at this temperature every one of them would be near 0"
+            assert min(greedy.logprobs) < -1, "processed logprobs would be near 0 at this temperature"
 
     run(main)
 
 
-def test_the_embedded_engine_says_the_same() -> None:
+def test_embedded_engine_gives_the_same_ids() -> None:
     pytest.importorskip("torch")
     from branchline.engines.hf.engine import HfEngine
 
@@ -245,15 +249,15 @@ def test_the_embedded_engine_says_the_same() -> None:
             await agent.chat_text(LONG_PROMPT, max_tokens=32)
             (theirs,) = engine.generations
         ours = HfEngine.load(MODEL)
-        same = await generate(ours, theirs.prompt, max_tokens=32, temperature=0.0)
+        generation = await generate(ours, theirs.prompt, max_tokens=32, temperature=0.0)
         await ours.close()
-        assert same.ids == theirs.ids
-        assert same.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+        assert generation.ids == theirs.ids
+        assert generation.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
 
     run(main)
 
 
-def test_a_grammar_is_kept_to() -> None:
+def test_response_format_constrains_the_answer() -> None:
     async def main() -> None:
         engine = await connect(PLAIN)
         async with gateway_client(engine) as agent:
@@ -263,16 +267,16 @@ def test_a_grammar_is_kept_to() -> None:
                 "required": ["color"],
                 "additionalProperties": False,
             }
-            wanted = {"type": "json_schema", "json_schema": {"name": "color", "schema": schema}}
-            said = await agent.chat_text("Which color is the sky?", response_format=wanted, max_tokens=64)
-            assert json.loads(said)["color"] in ("red", "blue")
+            grammar = {"type": "json_schema", "json_schema": {"name": "color", "schema": schema}}
+            text = await agent.chat_text("Which color is the sky?", response_format=grammar, max_tokens=64)
+            assert json.loads(text)["color"] in ("red", "blue")
             await assert_exact(agent, engine)
 
     run(main)
 
 
 async def first_event(agent: SessionClient, *messages: str, **more: Any) -> None:
-    """Asks for a stream and hangs up once something was said."""
+    """Requests a stream and disconnects after its first text."""
     body = agent.body(*messages, stream=True, **more)
     async with agent.http.stream("POST", agent.url, json=body, headers=agent.headers) as response:
         async for line in response.aiter_lines():
@@ -280,16 +284,16 @@ async def first_event(agent: SessionClient, *messages: str, **more: Any) -> None
                 return
 
 
-def test_a_client_that_hangs_up_ends_its_generation_at_the_server() -> None:
+def test_disconnected_client_aborts_its_generation_at_the_server() -> None:
     async def main() -> None:
         engine = await connect(DEV)
         async with gateway_client(engine) as agent:
-            meter = VllmMetrics(DEV, agent.http)
-            before = await meter.generated_tokens()
+            metrics = VllmMetrics(DEV, agent.http)
+            before = await metrics.generated_tokens()
             await first_event(agent, LONG_PROMPT, max_tokens=400)
-            await meter.wait_until_idle()
-            (seen,) = engine.generations
-            assert 0 < len(seen.ids) <= await meter.generated_tokens() - before < 200
+            await metrics.wait_until_idle()
+            (generation,) = engine.generations
+            assert 0 < len(generation.ids) <= await metrics.generated_tokens() - before < 200
             await assert_exact(agent, engine)
             (node,) = [node for node in (await agent.get("/tree"))["nodes"] if node["call"]]
             assert node["finish"] == "cancelled"
@@ -302,81 +306,83 @@ def test_a_client_that_hangs_up_ends_its_generation_at_the_server() -> None:
 
 
 @pytest.mark.parametrize("url", [DEV, PLAIN], ids=["dev", "plain"])
-def test_a_pause_holds_a_generation_and_a_resume_goes_on_behind_its_ids(url: str) -> None:
+def test_paused_generation_continues_after_its_ids(url: str) -> None:
     async def main() -> None:
         engine = await connect(url)
         async with gateway_client(engine) as agent, httpx.AsyncClient(timeout=TIMEOUT_S) as http:
-            meter = VllmMetrics(url, http)
-            sampled = await meter.generated_tokens()
-            talking = asyncio.create_task(agent.chat_text(LONG_PROMPT, stream=True, max_tokens=48))
+            metrics = VllmMetrics(url, http)
+            sampled = await metrics.generated_tokens()
+            running = asyncio.create_task(agent.chat_text(LONG_PROMPT, stream=True, max_tokens=48))
             await engine.wait_for_tokens(5)
             await agent.post_admin("/policy/pause", {})
-            held = len(engine.generations[0].ids)
-            await meter.wait_until_idle()
-            assert await meter.generated_tokens() - sampled < 48
+            paused_at = len(engine.generations[0].ids)
+            await metrics.wait_until_idle()
+            assert await metrics.generated_tokens() - sampled < 48
             late = asyncio.create_task(agent.chat_text("What is the capital of France?"))
             await engine.wait_for_requests(2)
-            assert await meter.running_requests() == 0
+            assert await metrics.running_requests() == 0
             if url == DEV:
                 assert (await http.get(f"{url}/is_paused")).json() == {"is_paused": True}
             await agent.post_admin("/policy/resume", {"version": 7})
             if url == DEV:
                 assert (await http.get(f"{url}/weight_info")).json() == {"weight_version": "7"}
-            await talking
+            await running
             assert await late == "The capital of France is Paris."
 
-            story = next(one for one in engine.generations if len(one.ids) == 48)
+            story = next(generation for generation in engine.generations if len(generation.ids) == 48)
             assert story.versions == [0] * story.versions.count(0) + [7] * story.versions.count(7)
             before = story.versions.count(0)
-            assert held <= before < 48
+            assert paused_at <= before < 48
             await assert_exact(agent, engine)
-            behind = story.prompt + story.ids[:before]
-            fresh = await generate(engine, behind, max_tokens=48 - before, temperature=0.0)
+            prefix = story.prompt + story.ids[:before]
+            fresh = await generate(engine, prefix, max_tokens=48 - before, temperature=0.0)
             assert story.ids[before:] == fresh.ids
 
     run(main)
 
 
-def test_a_removed_replica_hands_its_generation_over() -> None:
+def test_generation_of_a_removed_replica_continues_on_another() -> None:
     async def main() -> None:
         engines = [await connect(url, name=name) for url, name in ((DEV, "a"), (PLAIN, "b"))]
         replicas = Replicas(engines)
         async with gateway_client(replicas) as agent:
-            talking = asyncio.create_task(agent.chat_text(LONG_PROMPT, stream=True, max_tokens=48))
-            said = [asyncio.create_task(engine.wait_for_tokens(5)) for engine in engines]
-            _, waiting = await asyncio.wait(said, return_when=asyncio.FIRST_COMPLETED)
+            running = asyncio.create_task(agent.chat_text(LONG_PROMPT, stream=True, max_tokens=48))
+            waits = [asyncio.create_task(engine.wait_for_tokens(5)) for engine in engines]
+            _, waiting = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
                 task.cancel()
             used, other = engines if engines[0].generations else engines[::-1]
             await replicas.remove(used.name)
             await VllmMetrics(used.url, agent.http).wait_until_idle()
-            await talking
+            await running
             (first,), (rest,) = used.generations, other.generations
             assert rest.prompt == first.prompt + first.ids
             assert len(first.ids) + len(rest.ids) == 48
             assert await agent.sampled_paths() == [first.prompt + first.ids + rest.ids]
             alone = await connect(used.url)
-            whole = await generate(alone, first.prompt, max_tokens=48, temperature=0.0)
-            assert whole.ids == first.ids + rest.ids
+            full = await generate(alone, first.prompt, max_tokens=48, temperature=0.0)
+            assert full.ids == first.ids + rest.ids
             await alone.close()
 
     run(main)
 
 
-def test_many_sessions_at_once_are_each_exact() -> None:
+def test_concurrent_sessions_are_exact() -> None:
     async def main() -> None:
         engine = await connect(DEV)
-        async with gateway_client(engine) as one:
-            agents = [one] + [await one.open_session() for _ in range(7)]
+        async with gateway_client(engine) as first:
+            agents = [first] + [await first.open_session() for _ in range(7)]
 
-            async def talk(agent: SessionClient, number: int) -> None:
-                ask = f"What is {number} plus {number}?"
-                reply = await agent.chat_text(ask, stream=bool(number % 2), max_tokens=12)
-                await agent.chat_text(ask, reply, "And plus one?", max_tokens=12)
+            async def converse(agent: SessionClient, number: int) -> None:
+                question = f"What is {number} plus {number}?"
+                reply = await agent.chat_text(question, stream=bool(number % 2), max_tokens=12)
+                await agent.chat_text(question, reply, "And plus one?", max_tokens=12)
 
-            await asyncio.gather(*(talk(agent, number) for number, agent in enumerate(agents)))
+            await asyncio.gather(*(converse(agent, number) for number, agent in enumerate(agents)))
             paths = [path for agent in agents for path in await agent.sampled_paths()]
-            assert sorted(paths) == sorted(seen.prompt + seen.ids for seen in engine.generations)
+            assert sorted(paths) == sorted(
+                generation.prompt + generation.ids for generation in engine.generations
+            )
             assert len(paths) == 16
 
     run(main)

@@ -1,4 +1,4 @@
-"""A gateway in front of a real vLLM server, with somebody watching what crosses between them."""
+"""A gateway in front of a real vLLM server, and a record of what crosses between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import httpx
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, Engine, SamplingParams, Tokens
+from branchline.engines.base import Chunk, Engine, SamplingParams
 from branchline.engines.vllm import VllmEngine
 from branchline.gateway.server import Gateway, GatewaySession
 
@@ -24,29 +24,29 @@ URLS = os.environ.get("BRANCHLINE_VLLM_URLS", "").split()
 """The first server has vLLM's development endpoints, the second does not."""
 MODEL = Path(os.environ.get("BRANCHLINE_VLLM_MODEL", ""))
 TIMEOUT_S = 120.0
-"""How long anything may take; the first request to a server takes longest."""
+"""Timeout of every wait; the first request to a server takes longest."""
 
 
 @dataclass
 class RecordedGeneration:
-    """A generation as it crossed the engine's interface."""
+    """The prompt and output of one call of the engine."""
 
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    heard: int = 0
-    """How many ids were told while nobody had to be woken."""
+    chunks: int = 0
 
     def add(self, chunk: Chunk) -> None:
         assert chunk.logprobs is not None
         self.ids += chunk.ids.tolist()
         self.logprobs += chunk.logprobs.tolist()
         self.versions += [chunk.version] * len(chunk.ids)
+        self.chunks += 1
 
 
 class RecordingVllmEngine(VllmEngine):
-    """A vLLM engine that remembers what was asked and what was said."""
+    """A vLLM engine that records its generations."""
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
@@ -57,24 +57,12 @@ class RecordingVllmEngine(VllmEngine):
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        seen = RecordedGeneration(prompt_ids.tolist())
-        self.generations.append(seen)
+        generation = RecordedGeneration(prompt_ids.tolist())
+        self.generations.append(generation)
         self._progressed.set()
-        hear = params.hear
-        if hear is not None:
-
-            def heard(tokens: Tokens) -> bool:
-                if not hear(tokens):
-                    return False
-                seen.add(tokens.chunk())
-                seen.heard += len(tokens.ids)
-                self._progressed.set()
-                return True
-
-            params = replace(params, hear=heard)
         async with aclosing(super().generate(prompt_ids, params, session=session)) as chunks:
             async for chunk in chunks:
-                seen.add(chunk)
+                generation.add(chunk)
                 self._progressed.set()
                 yield chunk
 
@@ -84,10 +72,10 @@ class RecordingVllmEngine(VllmEngine):
 
     async def wait_for_tokens(self, count: int) -> None:
         """Waits until a generation has this many ids."""
-        await self._wait_until(lambda: any(len(one.ids) >= count for one in self.generations))
+        await self._wait_until(lambda: any(len(generation.ids) >= count for generation in self.generations))
 
-    async def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             self._progressed.clear()
             await self._progressed.wait()
 
@@ -101,12 +89,10 @@ class SessionClient:
     http: httpx.AsyncClient
 
     def body(self, *messages: str, **more: Any) -> dict[str, Any]:
-        """Strings are the user's words and the replies to them, in turn; greedy unless said otherwise."""
-        given = [
-            {"role": "assistant" if place % 2 else "user", "content": text}
-            for place, text in enumerate(messages)
-        ]
-        return {"model": "any", "messages": given, "temperature": 0, "max_tokens": 24, **more}
+        """A greedy request; the strings are user and assistant messages in turn."""
+        roles = ("user", "assistant")
+        turns = [{"role": roles[index % 2], "content": text} for index, text in enumerate(messages)]
+        return {"model": "any", "messages": turns, "temperature": 0, "max_tokens": 24, **more}
 
     @property
     def url(self) -> str:
@@ -175,28 +161,28 @@ async def connect(url: str, **options: Any) -> RecordingVllmEngine:
 
 
 class VllmMetrics:
-    """A server's own account of what it does."""
+    """The metrics of a server."""
 
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self._url = url
         self._http = http
 
     async def read(self, name: str) -> int:
-        told = (await self._http.get(f"{self._url}/metrics")).text
-        found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", told, re.MULTILINE)
-        assert found is not None, told[:500]
-        return int(float(found[1]))
+        text = (await self._http.get(f"{self._url}/metrics")).text
+        match = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.MULTILINE)
+        assert match is not None, text[:500]
+        return int(float(match[1]))
 
     async def running_requests(self) -> int:
-        """Requests that are being computed."""
+        """The number of requests that are being computed."""
         return await self.read("num_requests_running")
 
     async def generated_tokens(self) -> int:
-        """Tokens that were sampled since the server began."""
+        """The number of tokens sampled since the server started."""
         return await self.read("generation_tokens_total")
 
     async def wait_until_idle(self) -> None:
-        """A server says how it is only when it is asked, so it is asked until it is idle."""
+        """Polls the server until no request runs: it does not report this by itself."""
         async with asyncio.timeout(TIMEOUT_S):
             while await self.running_requests():
                 pass

@@ -1,39 +1,30 @@
-"""A model's tokenizer directory, read lightly: ids, their exact bytes, and the prompt its template writes.
+"""A model's tokenizer directory: ids, the exact bytes of each token, stop ids and chat template sources.
 
-For a byte-level tokenizer the bytes of a text's tokens are the bytes of the text (as the tokenizer
-normalises it), whichever ids spell it: `[71, 4791]` and `[14990]` are both `hello`. That is what makes a
-repair certain. What is encoded here was not sampled, and whoever uses it has to say so.
+The bytes of a text's tokens are the bytes of the text (as the tokenizer normalises it), whichever ids encode
+it: `[71, 4791]` and `[14990]` are both `hello`. This makes it possible to compare ids by their text.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from branchline.chat.generic.chat_template import ChatTemplate, to_json
-from branchline.chat.generic.pretoken_cache import pretoken_pattern
-from branchline.chat.generic.template_traits import TemplateTraits, probe_template_traits
 from branchline.core.errors import CodecError
 from branchline.core.json_fields import replace_surrogates
-from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Ids, as_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Tools = Sequence[Mapping[str, Any]]
-ChatTemplateKwargs = Mapping[str, Any]
-_NO_KWARGS: ChatTemplateKwargs = {}
 _INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
-"""What sentencepiece writes for a space."""
+"""The character that sentencepiece vocabularies use for a space."""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -47,7 +38,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The parts of `tokenizer.json` that say how its tokens spell bytes; the rest is for `tokenizers`."""
+    """The parts of `tokenizer.json` that determine the bytes of tokens; `tokenizers` reads the rest."""
 
     added_tokens: list[_AddedToken] = []
     normalizer: Any = None
@@ -56,14 +47,14 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class _TokenBytesCache(dict[int, bytes]):
-    """The bytes of each token, found once: what is spelled again is looked up without a line of Python."""
+    """The bytes of each token, computed once. A hit is a plain dict lookup, without a Python call."""
 
-    def __init__(self, spell: Callable[[int], bytes]) -> None:
-        self._compute = spell
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        self._compute = compute
 
     def __missing__(self, token: int) -> bytes:
-        spelled = self[token] = self._compute(token)
-        return spelled
+        data = self[token] = self._compute(token)
+        return data
 
 
 class TokenizerDir:
@@ -75,31 +66,28 @@ class TokenizerDir:
         self.path = path
         self._tokenizer = tokenizer
         self._is_byte_level = _contains_step([file.decoder, file.pre_tokenizer], "ByteLevel")
-        self._normalizes_nfc = _contains_step(file.normalizer, "NFC")
-        self.pretoken_pattern = pretoken_pattern(file.normalizer, file.pre_tokenizer)
-        """The expression that words are found with, where that is all there is to it."""
+        self.normalizes_nfc = _contains_step(file.normalizer, "NFC")
+        """Whether text is composed (Unicode NFC) before it is encoded."""
         self._added = {token.id: token for token in file.added_tokens}
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self._known_ids = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
         self._known_ids[ids] = True
         self._token_bytes_cache = _TokenBytesCache(self._compute_token_bytes)
         self.token_bytes: Callable[[int], bytes] = self._token_bytes_cache.__getitem__
-        """The exact bytes that one token spells; CodecError for an id that is none."""
+        """Returns the exact bytes of one token. Raises CodecError for an unknown id."""
         self._template_sources = _read_template_sources(path, config)
-        self._special_tokens = _read_special_tokens(config)
-        self._chat_templates: dict[str, ChatTemplate] = {}
-        self._template_traits: dict[ChatTemplate, TemplateTraits] = {}
-        self._stop_ids = _read_stop_ids(path, config, self.added_tokens)
-        # Equal prompts must stay equal however long a log takes to read.
-        self._render_time = datetime.now()
+        self.special_tokens: Mapping[str, str] = _read_special_tokens(config)
+        """`bos_token`, `eos_token` and so on, which templates use by name."""
+        self.stop_ids = _read_stop_ids(path, config, self.added_tokens)
+        """The ids that end an output, according to the files of the directory."""
 
     @classmethod
     def open(cls, path: str | Path) -> TokenizerDir:
-        """Reads `tokenizer.json`, and the config and chat template beside it where there are any."""
+        """Reads `tokenizer.json`, and the config and chat template in the same directory if they exist."""
         path = Path(path)
         if not path.is_dir():
             raise CodecError(f"{path}: not a directory, expected one with a tokenizer.json")
-        # The fast call is one for batches; a pool of threads for a batch of one would only forbid forking.
+        # The fast method encodes batches; a thread pool would not help a batch of one and warns after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             from tokenizers import Tokenizer
@@ -110,7 +98,7 @@ class TokenizerDir:
             file = msgspec.json.decode(raw, type=_TokenizerFile)
             tokenizer = Tokenizer.from_buffer(raw)
         except Exception as error:
-            # The Rust side raises bare Exceptions.
+            # The Rust extension raises plain Exceptions.
             raise CodecError(f"{path / 'tokenizer.json'}: not a tokenizer: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -118,38 +106,27 @@ class TokenizerDir:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id."""
+        """The highest id plus one."""
         return len(self._known_ids)
 
     def encode(self, text: str) -> Ids:
-        """The ids of a text; none are added around it, those written out in it (`<|im_end|>`) are one id."""
-        (ids,) = self.encode_batch([text])
-        return as_ids(ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each of many texts."""
-        texts = [replace_surrogates(text) for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def pretoken_ends(self, text: str) -> list[int]:
-        """Where the words of a text end that are encoded each by itself; the text is composed already."""
-        found = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        return [end for _, (_, end) in found]
+        """Returns the ids of a text, without adding any; an added token (`<|im_end|>`) in it is one id."""
+        (encoding,) = self._tokenizer.encode_batch_fast([replace_surrogates(text)], add_special_tokens=False)
+        return as_ids(encoding.ids)
 
     def decode(self, ids: Ids) -> str:
-        """Text for people to read: special tokens are shown, an id that does not decode is `<id>`."""
-        spelled = [
+        """Returns readable text: special tokens are included, an unknown id is `<id>`."""
+        parts = [
             self.token_bytes(token) if self._is_known(token) else b"<%d>" % token for token in ids.tolist()
         ]
-        return b"".join(spelled).decode("utf-8", "replace")
+        return b"".join(parts).decode("utf-8", "replace")
 
     def invalid_id_error(self, ids: Ids) -> str | None:
-        """None where every id decodes, else which one does not."""
-        good = (ids >= 0) & (ids < self.vocab_size)
-        good[good] = self._known_ids[ids[good]]
-        place = int(good.argmin()) if len(good) else 0
-        return None if good.all() else f"id {int(ids[place])} at place {place} {self._expected_ids}"
+        """Returns None if every id is known, else an error text about the first unknown one."""
+        known = (ids >= 0) & (ids < self.vocab_size)
+        known[known] = self._known_ids[ids[known]]
+        index = int(known.argmin()) if len(known) else 0
+        return None if known.all() else f"id {int(ids[index])} at index {index} {self._expected_ids}"
 
     @property
     def _expected_ids(self) -> str:
@@ -163,96 +140,44 @@ class TokenizerDir:
             raise CodecError(f"id {token} {self._expected_ids}")
         added = self._added.get(token)
         if added is not None:
-            plain = self._is_byte_level or added.special
-            return (added.content if plain else added.content.replace(_SENTENCEPIECE_SPACE, " ")).encode()
-        spelling = self._tokenizer.id_to_token(token) or ""
+            is_literal = self._is_byte_level or added.special
+            return (
+                added.content if is_literal else added.content.replace(_SENTENCEPIECE_SPACE, " ")
+            ).encode()
+        piece = self._tokenizer.id_to_token(token) or ""
         if self._is_byte_level:
-            # A few vocabularies hold letters beside the 256 that stand for bytes; those mean themselves.
-            return b"".join(_BYTE_LEVEL_DECODER.get(letter) or letter.encode() for letter in spelling)
-        byte = _BYTE_FALLBACK.fullmatch(spelling)
-        return bytes.fromhex(byte[1]) if byte else spelling.replace(_SENTENCEPIECE_SPACE, " ").encode()
+            # A few vocabularies contain characters other than the 256 that represent bytes.
+            return b"".join(_BYTE_LEVEL_DECODER.get(char) or char.encode() for char in piece)
+        byte = _BYTE_FALLBACK.fullmatch(piece)
+        return bytes.fromhex(byte[1]) if byte else piece.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Tokens that are found in a text before anything else is looked at, by what they say."""
+        """Text and id of the tokens that are matched in a text before the tokenizer's model runs."""
         return {token.content: token.id for token in self._added.values()}
 
     @property
     def splits_at_added_tokens(self) -> bool:
-        """Whether an added token ends one piece of text and begins another, whatever stands around it."""
+        """Whether every added token splits a text, whatever surrounds it."""
         return not any(
             token.lstrip or token.rstrip or token.single_word or not token.content
             for token in self._added.values()
         )
 
     @property
-    def normalizes_nfc(self) -> bool:
-        """Whether letters and accents are composed (NFC) before encoding."""
-        return self._normalizes_nfc
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """`bos_token`, `eos_token` and their like."""
-        return self._special_tokens
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The ids that end an output, as far as the directory says."""
-        return self._stop_ids
-
-    @property
     def has_template(self) -> bool:
         return bool(self._template_sources)
 
-    def chat_template(self, *, tools: bool = False) -> ChatTemplate:
-        """The chat template; some models have one of its own for conversations with tools."""
+    def template_source(self, *, tools: bool = False) -> str:
+        """Returns the source of the chat template; some models have a separate one for prompts with tools.
+
+        Raises CodecError if there is no template.
+        """
         name = "tool_use" if tools and "tool_use" in self._template_sources else "default"
         if name not in self._template_sources:
-            named = ", ".join(sorted(self._template_sources)) or "none"
-            raise CodecError(f"{self.path}: no chat template named {name!r}, it has {named}")
-        if name not in self._chat_templates:
-            try:
-                self._chat_templates[name] = ChatTemplate(self._template_sources[name], self._special_tokens)
-            except CodecError as error:
-                raise CodecError(f"{self.path}: chat template {name!r}: {error}") from error
-        return self._chat_templates[name]
-
-    def render_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = (),
-        chat_template_kwargs: ChatTemplateKwargs = _NO_KWARGS,
-    ) -> str:
-        """The prompt as the model's chat template writes it, generation prompt included."""
-        chosen = self.chat_template(tools=bool(tools))
-        dialect = self._template_traits.get(chosen)
-        if dialect is None:
-            dialect = self._template_traits[chosen] = probe_template_traits(chosen)
-        try:
-            return chosen.render(
-                dialect.to_template_messages(messages),
-                [dict(tool) for tool in tools],
-                chat_template_kwargs,
-                now=self._render_time,
-            )
-        except CodecError as error:
-            raise CodecError(f"{self.path}: {error}") from error
-
-    def encode_prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = (),
-        chat_template_kwargs: ChatTemplateKwargs = _NO_KWARGS,
-    ) -> Ids:
-        """Ids for a prompt that was logged without; where there is no template, `role: text` lines."""
-        if self._template_sources:
-            return self.encode(self.render_prompt(messages, tools, chat_template_kwargs))
-        lines = [f"{message.role}: {_reply_text(message)}\n" for message in messages]
-        return self.encode("".join([*lines, "assistant: "]))
-
-    def encode_reply(self, message: Message) -> Ids:
-        """Ids for an output that was logged without: its text, then each tool call as a line of JSON."""
-        return self.encode(_reply_text(message))
+            names = ", ".join(sorted(self._template_sources)) or "none"
+            raise CodecError(f"{self.path}: no chat template named {name!r}, it has {names}")
+        return self._template_sources[name]
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -270,71 +195,53 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name; a file of its own goes before what the config holds."""
+    """Returns chat templates by name; `chat_template.jinja` takes precedence over the config."""
     file = path / "chat_template.jinja"
     if file.exists():
         try:
             return {"default": _read_bytes(file).decode()}
         except UnicodeError as error:
             raise CodecError(f"{file}: expected UTF-8: {error}") from error
-    given = config.get("chat_template") or []
-    if isinstance(given, str):
-        return {"default": given}
+    configured = config.get("chat_template") or []
+    if isinstance(configured, str):
+        return {"default": configured}
     try:
-        return {str(entry["name"]): str(entry["template"]) for entry in given}
+        return {str(entry["name"]): str(entry["template"]) for entry in configured}
     except (TypeError, KeyError) as error:
         expected = "chat_template: expected a string or a list of named templates"
         raise CodecError(f"{path / 'tokenizer_config.json'}: {expected}") from error
 
 
 def _read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and their like, which templates use by name."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     contents = {name: v.get("content") if isinstance(v, dict) else v for name, v in tokens.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
 def _read_stop_ids(path: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> frozenset[int]:
-    """The end-of-text tokens of the tokenizer and, where there is one, of the generation config."""
-    end = _read_special_tokens(config).get("eos_token", "")
-    ends = {added[end]} if end in added else set()
+    """Returns the end-of-text ids of the tokenizer and of `generation_config.json`."""
+    eos_token = _read_special_tokens(config).get("eos_token", "")
+    stop_ids = {added[eos_token]} if eos_token in added else set()
     file = path / "generation_config.json"
     if file.exists():
-        given = _read_config(file).get("eos_token_id") or []
-        ends.update(given if isinstance(given, list) else [given])
-    return frozenset(ends)
+        configured = _read_config(file).get("eos_token_id") or []
+        stop_ids.update(configured if isinstance(configured, list) else [configured])
+    return frozenset(stop_ids)
 
 
 def _contains_step(part: object, kind: str) -> bool:
-    """Whether a step of a tokenizer, or one inside it, is of a kind."""
+    """Whether a part of a tokenizer is a step of a type, or contains one."""
     if isinstance(part, dict):
         return part.get("type") == kind or any(_contains_step(inner, kind) for inner in part.values())
     return isinstance(part, list) and any(_contains_step(inner, kind) for inner in part)
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """The byte that each letter of a byte-level token stands for; unprintable ones were moved up."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = [*shown, *range(256, 256 + len(hidden))]
-    return {chr(letter): bytes([byte]) for letter, byte in zip(letters, shown + hidden, strict=True)}
+    """Returns the byte that each character of a byte-level token represents (GPT-2's mapping)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*printable, *range(256, 256 + len(others))]
+    return {chr(char): bytes([byte]) for char, byte in zip(characters, printable + others, strict=True)}
 
 
 _BYTE_LEVEL_DECODER = _byte_level_alphabet()
-
-
-def _reply_text(message: Message) -> str:
-    calls = [
-        to_json({"name": call.name, "arguments": _parse_arguments(call)}, separators=(",", ":"))
-        for call in message.tool_calls
-    ]
-    return "\n".join([message.content, *calls] if message.content else calls)
-
-
-def _parse_arguments(call: ToolCall) -> Any:
-    try:
-        # Not the canonical meaning: keys stay in the order the model wrote them.
-        value = msgspec.json.decode(call.arguments or "{}")
-    except ValueError:
-        return call.arguments
-    return value if isinstance(value, dict) else call.arguments

@@ -1,8 +1,8 @@
-"""Images in prompts: how many placeholder ids an image takes, and the pixels behind them.
+"""Images in prompts: the number of placeholder ids of an image, and its pixels.
 
-An image is known by its digest. Its size alone says how many placeholders it takes, so building a prompt
-decodes nothing but a header, once; pixels are made when an engine or a trainer asks for them. Resizing,
-normalising and patching are those of Qwen's image processor, with numpy and Pillow and nothing else.
+An image is identified by its digest. The number of placeholders depends only on its size, so building a
+prompt decodes only the header, once; pixels are computed on demand. Resizing, normalisation and patching
+equal those of Qwen's image processor, with numpy and Pillow only.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """How a model family cuts images into patches; the defaults are Qwen3-VL's."""
+    """How a model family splits images into patches; the defaults are Qwen3-VL's."""
 
     patch_size: int = 16
     merge_size: int = 2
-    """Patches per side that become one placeholder."""
+    """Patches per side of one placeholder."""
     temporal_patch_size: int = 2
     min_pixels: int = 256 * 256
     max_pixels: int = 4096 * 4096
@@ -46,27 +46,27 @@ class VisionConfig:
 
     @classmethod
     def from_directory(cls, directory: Path) -> VisionConfig:
-        """What a `preprocessor_config.json` says; the defaults where there is none."""
+        """Reads `preprocessor_config.json`; returns the defaults if there is none."""
         file = directory / "preprocessor_config.json"
         if not file.exists():
             return cls()
         try:
-            given = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-            size = given.get("size") or {}
-            least = given.get("min_pixels") or size.get("shortest_edge")
-            most = given.get("max_pixels") or size.get("longest_edge")
+            config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            size = config.get("size") or {}
+            min_pixels = config.get("min_pixels") or size.get("shortest_edge")
+            max_pixels = config.get("max_pixels") or size.get("longest_edge")
             names = ("patch_size", "merge_size", "temporal_patch_size")
-            found: dict[str, Any] = {name: int(given[name]) for name in names if name in given}
-            found |= {"min_pixels": int(least)} if least else {}
-            found |= {"max_pixels": int(most)} if most else {}
-            found |= {"mean": tuple(given["image_mean"])} if "image_mean" in given else {}
-            found |= {"std": tuple(given["image_std"])} if "image_std" in given else {}
+            values: dict[str, Any] = {name: int(config[name]) for name in names if name in config}
+            values |= {"min_pixels": int(min_pixels)} if min_pixels else {}
+            values |= {"max_pixels": int(max_pixels)} if max_pixels else {}
+            values |= {"mean": tuple(config["image_mean"])} if "image_mean" in config else {}
+            values |= {"std": tuple(config["image_std"])} if "image_std" in config else {}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CodecError(f"{file}: not the settings of an image processor: {error}") from error
-        return cls(**found)
+        return cls(**values)
 
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
-        """The size an image is brought to: whole placeholders, and a number of pixels within bounds."""
+        """Returns the size to which an image is resized: whole placeholders, and pixels within the bounds."""
         if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
             raise CodecError(f"image: got {width}x{height}, expected sides of at most 1:{_MAX_ASPECT_RATIO}")
         unit = self.patch_size * self.merge_size
@@ -81,18 +81,18 @@ class VisionConfig:
         return wide, high
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """Patches in time, down and across."""
+        """Returns the number of patches in time, vertically and horizontally."""
         wide, high = self.resized_size(width, height)
         return 1, high // self.patch_size, wide // self.patch_size
 
     def placeholder_count(self, width: int, height: int) -> int:
-        """How many ids stand for an image of a size."""
+        """Returns the number of placeholder ids of an image of this size."""
         return math.prod(self.grid(width, height)) // self.merge_size**2
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """An image of a prompt: its placeholders stand from `offset` on. The payload travels with the media."""
+    """An image of a prompt: its placeholders start at `offset`. The media holds the payload."""
 
     media: Media
     offset: int
@@ -101,7 +101,7 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True)
 class PixelPatches:
-    """An image as a vision encoder takes it."""
+    """The input of a vision encoder for one image."""
 
     values: NDArray[np.float32]
     """One row per patch."""
@@ -109,7 +109,7 @@ class PixelPatches:
 
 
 class ImageProcessor:
-    """Images of one model family. In the shape that `renderers` calls, it answers with sizes only."""
+    """The images of one model family, with the processor interface that `renderers` expects."""
 
     def __init__(self, config: VisionConfig) -> None:
         self.config = config
@@ -121,31 +121,31 @@ class ImageProcessor:
         return self
 
     def placeholder(self, media: Media) -> Image:
-        """A few pixels that spell an image's digest: `renderers` knows images by their bytes."""
+        """Returns a tiny image whose pixels are the digest: `renderers` identifies images by their bytes."""
         image = _import_pillow()
         size = self.image_size(media)
         name = f"{media.digest} {size[0]}x{size[1]}".encode()
         name += b" " * (-len(name) % 3)
-        stand_in: Image = image.frombytes("RGB", (len(name) // 3, 1), name)
-        stand_in.info["size"] = size
-        return stand_in
+        placeholder: Image = image.frombytes("RGB", (len(name) // 3, 1), name)
+        placeholder.info["size"] = size
+        return placeholder
 
     def __call__(self, images: Sequence[Image], **_: Any) -> Mapping[str, Any]:
-        """The grids of stand-ins."""
+        """Returns the grids of placeholder images; called by `renderers`."""
         grids = [self.config.grid(*image.info["size"]) for image in images]
         return {"pixel_values": None, "image_grid_thw": np.array(grids, np.int64)}
 
     def image_size(self, media: Media) -> tuple[int, int]:
-        """Width and height, read from the header."""
-        known = self._sizes.get(media.digest)
-        if known is None:
+        """Returns width and height, read from the header."""
+        size = self._sizes.get(media.digest)
+        if size is None:
             with _open_image(media) as image:
-                known = image.size
-            self._sizes.put(media.digest, known)
-        return known
+                size = image.size
+            self._sizes.put(media.digest, size)
+        return size
 
     def pixels(self, media: Media) -> PixelPatches:
-        """The patches of an image, as Qwen's processor makes them."""
+        """Returns the patches of an image, equal to those of Qwen's processor."""
         config = self.config
         with _open_image(media) as opened:
             try:
@@ -160,14 +160,14 @@ class ImageProcessor:
         patch, merge, times = config.patch_size, config.merge_size, config.temporal_patch_size
         down, across = high // patch, wide // patch
         blocks = values.reshape(3, down // merge, merge, patch, across // merge, merge, patch)
-        # Patches that become one placeholder stand together; each is shown as often as time has steps.
+        # The patches of one placeholder are adjacent; each is repeated for every time step.
         blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         blocks = np.broadcast_to(blocks, (*blocks.shape[:5], times, patch, patch))
         return PixelPatches(blocks.reshape(down * across, 3 * times * patch * patch), (1, down, across))
 
 
 def find_image_spans(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> tuple[ImageSpan, ...]:
-    """Where the images of a conversation stand in its prompt: each is a run of placeholders, in order."""
+    """Returns where the images of a conversation stand in its prompt: each is a run of placeholders."""
     media = [part for message in messages for part in message.media]
     is_pad = np.concatenate(([False], prompt_ids == pad, [False]))
     edges = np.flatnonzero(is_pad[1:] != is_pad[:-1]).tolist()
@@ -180,32 +180,26 @@ def find_image_spans(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> 
 
 
 def reject_media(messages: Sequence[Message], model: str, first_index: int = 0) -> None:
-    """Raises where a message carries what a model that only reads text cannot see."""
+    """Raises CodecError if a message carries media; the model reads text only."""
     for index, message in enumerate(messages, start=first_index):
         for media in message.media:
-            raise CodecError(
-                f"messages[{index}]: carries {_with_article(media)}, but {model} takes no {_plural(media)}"
-            )
+            raise _unsupported(index, media, model)
 
 
 def check_media(messages: Sequence[Message], model: str) -> None:
-    """Raises where a message carries what a model that sees images cannot see, or only a link to it."""
+    """Raises CodecError if a message carries media other than images, or an image without its data."""
     for index, message in enumerate(messages):
         for media in message.media:
             if media.kind != "image":
-                raise CodecError(
-                    f"messages[{index}]: carries {_with_article(media)}, but {model} takes no {_plural(media)}"
-                )
+                raise _unsupported(index, media, model)
             if not media.payload:
                 raise CodecError(f"messages[{index}]: got an image by link, {media.url!r}, expected its data")
 
 
-def _with_article(media: Media) -> str:
-    return f"{'an' if media.kind in ('image', 'audio') else 'a'} {media.kind}"
-
-
-def _plural(media: Media) -> str:
-    return media.kind if media.kind == "audio" else f"{media.kind}s"
+def _unsupported(index: int, media: Media, model: str) -> CodecError:
+    article = "an" if media.kind in ("image", "audio") else "a"
+    plural = media.kind if media.kind == "audio" else f"{media.kind}s"
+    return CodecError(f"messages[{index}]: carries {article} {media.kind}, but {model} takes no {plural}")
 
 
 def _import_pillow() -> Any:

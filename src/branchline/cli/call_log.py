@@ -14,8 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
+from branchline.chat.base import reply_to_text
+from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.call import Request
 from branchline.core.errors import CodecError, InputError, LogError
+from branchline.core.message import Message
+from branchline.core.token_arrays import Ids
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.diagnosis import Diagnosis, diagnose
 from branchline.timelines.links import CompareLevel, MergePolicy
@@ -156,9 +161,10 @@ def load_call_log(options: argparse.Namespace) -> CallLogFile:
 def _encode_missing_ids(
     calls: Iterable[LoggedCall], tokenizer: TokenizerDir, reading: LogReader
 ) -> Iterator[LoggedCall]:
+    encoder = _LogEncoder(tokenizer)
     for call in calls:
         try:
-            yield _fill_missing_ids(call, tokenizer)
+            yield _fill_missing_ids(call, encoder)
         except CodecError as error:
             bad = LogError(str(reading.path), call.line, f"cannot be encoded: {error}")
             if not reading.skip_bad:
@@ -166,16 +172,36 @@ def _encode_missing_ids(
             reading.errors.append(bad)
 
 
-def _fill_missing_ids(call: LoggedCall, tokenizer: TokenizerDir) -> LoggedCall:
+@dataclass(frozen=True)
+class _LogEncoder:
+    """Encodes prompts and outputs that were logged without ids."""
+
+    tokenizer: TokenizerDir
+
+    @cached_property
+    def _codec(self) -> GenericCodec | None:
+        return GenericCodec(self.tokenizer) if self.tokenizer.has_template else None
+
+    def encode_prompt(self, request: Request) -> Ids:
+        """Returns the ids of the rendered prompt, or of `role: text` lines if there is no template."""
+        if self._codec is not None:
+            return self._codec.encode_prompt(request.messages, request.tools, request.chat_template_kwargs)
+        lines = [f"{message.role}: {reply_to_text(message)}\n" for message in request.messages]
+        return self.tokenizer.encode("".join([*lines, "assistant: "]))
+
+    def encode_output(self, message: Message) -> Ids:
+        return self.tokenizer.encode(reply_to_text(message))
+
+
+def _fill_missing_ids(call: LoggedCall, encoder: _LogEncoder) -> LoggedCall:
     """The call with ids where it had none; an output keeps those it was logged with."""
     if call.prompt_ids is not None and all(output.ids is not None for output in call.outputs):
         return call
     prompt_ids = call.prompt_ids
     if prompt_ids is None:
-        request = call.request
-        prompt_ids = tokenizer.encode_prompt(request.messages, request.tools, request.chat_template_kwargs)
+        prompt_ids = encoder.encode_prompt(call.request)
     output_ids = [
-        tokenizer.encode_reply(output.message) if output.ids is None else output.ids
+        encoder.encode_output(output.message) if output.ids is None else output.ids
         for output in call.outputs
     ]
     made = with_encoded_ids(call, prompt_ids, output_ids)

@@ -1,4 +1,4 @@
-"""`branchline doctor`: what a model's chat template does to conversations, and what that costs a log."""
+"""`branchline doctor`: reports what a model's chat template does to conversations, and what that costs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from branchline.chat.audit.findings import Finding, Severity
-from branchline.chat.audit.template_audit import TemplateAudit, audit_codec
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import InputError, LogError
-from branchline.timelines.log import LoggedCall, LogReader
-from branchline.timelines.replay_report import (
+from branchline.doctor.findings import Finding, Severity
+from branchline.doctor.replay_report import (
     MAX_FORK_RATE,
     ReplayReport,
     SafetyVerdict,
     assess_safety,
     replay_log,
 )
+from branchline.doctor.template_audit import TemplateAudit, audit_codec
+from branchline.timelines.log import LoggedCall, LogReader
 
-HELP = "say whether a model's chat template is safe to train with, and what it costs"
+HELP = "check whether a model's chat template is safe to train with, and what it costs"
 _DESCRIPTION = """\
-Tries a model's chat template: is it append-only, does it strip thinking, move the system text, drop text
-beside tool calls, print dates, and can what the model says be read back. With a log, its conversations are
-replayed under both history policies, to see how often each forks and what that costs in tokens. Ends with
-safe (exit code 0) or unsafe (1), and the sentence that says what to do.
+Checks a model's chat template: whether it is append-only, strips thinking, moves the system text, drops text
+next to tool calls or prints dates, and whether the model's replies can be parsed. With a log, its
+conversations are replayed under both history policies, to show how often each forks and what that costs in
+tokens. Ends with safe (exit code 0) or unsafe (1), and one sentence of advice.
 """
 _EPILOG = """\
 example:
@@ -42,9 +42,9 @@ example:
   branchline doctor --tokenizer ~/models/Qwen3-8B --json | jq '.findings[] | select(.ok | not)'
 
 history policies:
-  template  a prompt shows what the chat template shows for the conversation. Where the template leaves out
-            or moves something, the prompt forks from the path that was sampled.
-  verbatim  the path stays as it was sampled, and only new messages are rendered behind it.
+  template  a prompt shows what the chat template shows for the conversation. If the template leaves out or
+            moves something, the prompt forks from the path that was sampled.
+  verbatim  the path stays as it was sampled, and only new messages are rendered after it.
 
 `branchline merge --help` shows what a line of CALLS.jsonl looks like.
 """
@@ -57,7 +57,7 @@ JsonDict = dict[str, Any]
 
 
 def add_doctor(commands: Any) -> None:
-    """Adds the command to a parser."""
+    """Adds the command to the argument parser."""
     parser = commands.add_parser(
         "doctor",
         help=HELP,
@@ -66,7 +66,7 @@ def add_doctor(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "calls", type=Path, nargs="?", metavar="CALLS.jsonl", help="a log to replay, one call a line"
+        "calls", type=Path, nargs="?", metavar="CALLS.jsonl", help="a log to replay, one call per line"
     )
     parser.add_argument(
         "--tokenizer",
@@ -79,43 +79,43 @@ def add_doctor(commands: Any) -> None:
         "--history",
         choices=get_args(HistoryPolicy),
         default="template",
-        help="the policy that the verdict is about (default: %(default)s); figures are given for both",
+        help="the policy to judge (default: %(default)s); figures are given for both",
     )
     parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out lines that cannot be read, and count them"
+        "--skip-bad", action="store_true", help="skip lines that cannot be read, and count them"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """What the command prints, and its exit code."""
+    """Returns what the command prints, and its exit code."""
     codec = GenericCodec.open(options.tokenizer)
-    reading = LogReader(
+    reader = LogReader(
         options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error
     )
-    calls = _read_calls(reading) if options.calls is not None else []
+    calls = _read_calls(reader) if options.calls is not None else []
     audit = audit_codec(codec)
     replays = [replay_log(calls, codec, history) for history in get_args(HistoryPolicy)] if calls else []
     verdict = assess_safety(audit, options.history, replays)
     if options.json:
-        told = _report_to_json(audit, verdict, options.history, replays, reading.errors)
-        text = msgspec.json.encode(told).decode() + "\n"
+        report = _report_to_json(audit, verdict, options.history, replays, reader.errors)
+        text = msgspec.json.encode(report).decode() + "\n"
     else:
-        text = to_text(*_render_report(audit, verdict, options.history, replays, reading.errors))
+        text = to_text(*_render_report(audit, verdict, options.history, replays, reader.errors))
     return text, 0 if verdict.safe else _EXIT_UNSAFE
 
 
-def _read_calls(reading: LogReader) -> list[LoggedCall]:
-    calls = list(reading)
+def _read_calls(reader: LogReader) -> list[LoggedCall]:
+    calls = list(reader)
     if not calls:
-        bad = reading.errors
+        bad = reader.errors
         problem = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
-        raise InputError(f"{reading.path}: no calls in it, expected one JSON object a line{problem}")
+        raise InputError(f"{reader.path}: no calls in it, expected one JSON object a line{problem}")
     return calls
 
 
-# -- as one object --------------------------------------------------------------------------------------
+# -- as JSON --------------------------------------------------------------------------------------
 
 
 def _report_to_json(
@@ -142,35 +142,35 @@ def _report_to_json(
         ],
         "parsers": dict(audit.parsers),
         "stop_ids": list(audit.stop_ids),
-        "log": {told.history: _replay_to_json(told) for told in replays} or None,
+        "log": {report.history: _replay_to_json(report) for report in replays} or None,
         "skipped": [{"line": error.line, "problem": error.problem} for error in skipped],
     }
 
 
-def _replay_to_json(told: ReplayReport) -> JsonDict:
+def _replay_to_json(report: ReplayReport) -> JsonDict:
     return {
-        "calls": told.calls,
-        "continuing_calls": told.continuing_calls,
-        "forked_calls": told.forked_calls,
-        "fork_rate": round(told.fork_rate, 4),
-        "forks": sum(told.causes.values()),
-        "causes": dict(told.causes.most_common()),
-        "prompt_tokens": told.prompt_tokens,
-        "encoded_tokens": told.encoded_tokens,
-        "tokens_computed_again": told.tokens_computed_again,
-        "timelines": told.timelines,
+        "calls": report.calls,
+        "continuing_calls": report.continuing_calls,
+        "forked_calls": report.forked_calls,
+        "fork_rate": round(report.fork_rate, 4),
+        "forks": sum(report.causes.values()),
+        "causes": dict(report.causes.most_common()),
+        "prompt_tokens": report.prompt_tokens,
+        "encoded_tokens": report.encoded_tokens,
+        "tokens_computed_again": report.tokens_computed_again,
+        "timelines": report.timelines,
         "drift": {
-            "compared": told.compared_prompts,
-            "differing": len(told.drifts),
-            "same_text": sum(drift.same_text for drift in told.drifts),
-            "lines": [drift.line for drift in told.drifts],
-            "first": asdict(told.drifts[0]) if told.drifts else None,
+            "compared": report.compared_prompts,
+            "differing": len(report.drifts),
+            "same_text": sum(drift.same_text for drift in report.drifts),
+            "lines": [drift.line for drift in report.drifts],
+            "first": asdict(report.drifts[0]) if report.drifts else None,
         },
-        "refused": [asdict(refusal) for refusal in told.refusals],
+        "refused": [{"line": refusal.line, "words": refusal.message} for refusal in report.refusals],
     }
 
 
-# -- as lines -------------------------------------------------------------------------------------------
+# -- as text -------------------------------------------------------------------------------------------
 
 
 def _render_report(
@@ -188,14 +188,14 @@ def _render_report(
     yield Text(f"parsers: {calls} for tool calls, {reasoning} for reasoning; stop ids: {stops}")
     if replays:
         yield _replay_table(replays)
-        for told in replays:
-            yield from _render_replay(told)
+        for report in replays:
+            yield from _render_replay(report)
     if skipped:
         yield Text(f"skipped {pluralize(len(skipped), 'bad line')}")
         for error in skipped[:_MAX_SKIPPED]:
             yield Text(f"  {sanitize(str(error))}")
     counts = [f"{len(audit.findings_with(severity))} {severity}" for severity in Severity]
-    chosen = [told for told in replays if told.history == history]
+    chosen = [report for report in replays if report.history == history]
     figures = "; ".join(
         [f"{pluralize(len(audit.findings), 'check')}: {', '.join(counts)}", *map(_fork_rate_text, chosen)]
     )
@@ -217,7 +217,7 @@ def _render_finding(finding: Finding, width: int) -> Iterator[Text]:
 
 
 def _escape(text: str) -> str:
-    """Somebody's text with its line ends to be seen, harmless to a terminal."""
+    """Returns the text with control characters and newlines escaped."""
     return repr(text)[1:-1]
 
 
@@ -227,45 +227,47 @@ def _replay_table(replays: Sequence[ReplayReport]) -> Table:
     headings = ("calls", "continuing", "forked", "prompt tokens", "encoded", "again", "timelines", "drifted")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for told in replays:
+    for report in replays:
         counts = (
-            told.calls,
-            told.continuing_calls,
-            told.forked_calls,
-            told.prompt_tokens,
-            told.encoded_tokens,
-            told.tokens_computed_again,
-            told.timelines,
+            report.calls,
+            report.continuing_calls,
+            report.forked_calls,
+            report.prompt_tokens,
+            report.encoded_tokens,
+            report.tokens_computed_again,
+            report.timelines,
         )
         drifted = (
-            f"{format_count(len(told.drifts))} of {format_count(told.compared_prompts)}"
-            if told.compared_prompts
+            f"{format_count(len(report.drifts))} of {format_count(report.compared_prompts)}"
+            if report.compared_prompts
             else "-"
         )
-        table.add_row(told.history, *map(format_count, counts), drifted)
+        table.add_row(report.history, *map(format_count, counts), drifted)
     return table
 
 
-def _render_replay(told: ReplayReport) -> Iterator[Text]:
-    if told.causes:
-        causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in told.causes.most_common())
-        yield Text(f"{told.history}: {pluralize(sum(told.causes.values()), 'fork')}: {causes}")
-    if told.drifts:
-        first, same = told.drifts[0], sum(drift.same_text for drift in told.drifts)
+def _render_replay(report: ReplayReport) -> Iterator[Text]:
+    if report.causes:
+        causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in report.causes.most_common())
+        yield Text(f"{report.history}: {pluralize(sum(report.causes.values()), 'fork')}: {causes}")
+    if report.drifts:
+        first, same = report.drifts[0], sum(drift.same_text for drift in report.drifts)
         yield Text(
-            f"{told.history}: {pluralize(len(told.drifts), 'logged prompt')} not as we would have sent them, "
-            f"{format_count(same)} in ids alone; line {first.line} from token {first.first_divergent_token}:"
+            f"{report.history}: {pluralize(len(report.drifts), 'logged prompt')} with other ids than ours, "
+            f"{format_count(same)} of them with the same text; "
+            f"line {first.line} from token {first.first_divergent_token}:"
         )
         yield Text(f"         logged  {_escape(first.logged)}", "dim")
         yield Text(f"         ours    {_escape(first.ours)}", "dim")
-    if told.refusals:
-        yield Text(f"{told.history}: the template refuses {pluralize(len(told.refusals), 'call')}")
-        for refusal in told.refusals[:_MAX_REFUSALS]:
-            yield Text(f"         line {refusal.line}: {_escape(refusal.words)}", "dim")
+    if report.refusals:
+        yield Text(f"{report.history}: the template refuses {pluralize(len(report.refusals), 'call')}")
+        for refusal in report.refusals[:_MAX_REFUSALS]:
+            yield Text(f"         line {refusal.line}: {_escape(refusal.message)}", "dim")
 
 
-def _fork_rate_text(told: ReplayReport) -> str:
+def _fork_rate_text(report: ReplayReport) -> str:
     return (
-        f"history={told.history} forks {format_count(told.forked_calls)} of "
-        f"{pluralize(told.continuing_calls, 'continuing call')} ({told.fork_rate:.0%}; unsafe above {MAX_FORK_RATE:.0%})"
+        f"history={report.history} forks {format_count(report.forked_calls)} of "
+        f"{pluralize(report.continuing_calls, 'continuing call')} "
+        f"({report.fork_rate:.0%}; unsafe above {MAX_FORK_RATE:.0%})"
     )

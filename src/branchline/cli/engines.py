@@ -97,7 +97,7 @@ def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
 
 
 def _engine_factory(kind: str) -> Callable[[str], Engine]:
-    from branchline.engines.http import ServerConfig
+    from branchline.engines.client import ServerConfig
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine
 
@@ -114,7 +114,7 @@ def _parse_upstream(text: str) -> tuple[str, UpstreamChat]:
 
 def _upstream(name: str, url: str, key_name: str) -> UpstreamChat:
     """An upstream with the key that is meant for it, else OpenAI's; one set to nothing is none at all."""
-    from branchline.engines.http import ServerConfig
+    from branchline.engines.client import ServerConfig
     from branchline.engines.upstream_chat import UpstreamChat
 
     key = os.environ.get(key_name, os.environ.get(OPENAI_KEY_ENV, ""))

@@ -1,8 +1,8 @@
-"""What an engine is: ids in, ids out, as they are sampled. Only `chat` knows text.
+"""The engine protocol: token ids in, token ids out, streamed as they are sampled. Only `chat` knows text.
 
-A generation is an async stream of chunks; closing the stream aborts it. Every chunk says which policy
-version sampled it, so that weights may change under a running generation. The last chunk, and only the
-last, has a finish reason.
+A generation is an async generator of chunks; closing it aborts the generation. Each chunk carries the policy
+version that sampled it, so weights may change while a generation runs. The last chunk, and only the last,
+has a finish reason.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ FinishReason = Literal["stop", "length"]
 LogprobKind = Literal["raw", "processed"]
 
 BUFFERED_FLUSH_S = 0.25
-"""`flush_s` of a call that is not streamed. From here on engines may also ask their server for larger events."""
+"""`flush_s` of a call that is not streamed. From this value on an engine may also ask its server for larger
+events."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. The defaults are what training wants: untruncated, unpenalised, temperature 1."""
+    """Sampling parameters. The defaults suit training: no truncation, no penalties, temperature 1."""
 
     max_tokens: int = 1024
     temperature: float = 1.0
@@ -37,55 +38,58 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
-    """Ids that end a generation; the one that did is the last id of the output."""
+    """Ids that end a generation. The id that ended it is the last id of the output."""
     grammar: Mapping[str, Any] | None = None
-    """A `response_format`, handed to engines that can keep to it."""
+    """A `response_format`, for engines that support constrained decoding."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to an HTTP engine as it is."""
+    """Further fields for the request body of an HTTP engine."""
     flush_s: float = 0.0
-    """The least time between two chunks, so that tokens are coalesced: the first chunk and the last are
-    yielded at once, the others carry all that has arrived. 0: every chunk as it arrives."""
+    """Minimum time between two chunks. The first chunk and the end are yielded at once; each chunk in between
+    holds all tokens that arrived meanwhile. 0: tokens are yielded as they arrive."""
 
     def for_continuation(self, produced: int) -> SamplingParams:
-        """What is left to ask for behind ids that were produced already."""
+        """The parameters of a request that continues a generation after `produced` tokens."""
         return replace(self, max_tokens=self.max_tokens - produced)
 
 
 class Chunk(Struct, frozen=True):
-    """The next ids of a generation."""
+    """The next tokens of a generation."""
 
     ids: Ids = NO_IDS
     logprobs: Floats | None = None
-    """One for each id; None where the engine gives none."""
+    """One for each id, or None if the engine gives none."""
     version: int = 0
     finish_reason: FinishReason | None = None
 
 
 class Engine(Protocol):
-    """Something that samples."""
+    """Samples token ids for a prompt of token ids."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def version(self) -> int:
-        """The policy version that samples now."""
+        """The policy version of the weights that sample now."""
         ...
 
     @property
     def logprob_kind(self) -> LogprobKind:
-        """`raw`: of the model's own distribution. `processed`: of the one that was sampled from."""
+        """`raw`: under the model's own distribution. `processed`: under the distribution sampled from."""
         ...
 
     @property
     def max_context(self) -> int | None:
-        """Prompt and output together may have this many ids; None: not known."""
+        """The maximum number of prompt and output ids together; None if unknown."""
         ...
 
     def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        """Samples behind a prompt. Closing the stream aborts. Raises EngineError or EngineInputError."""
+        """Samples a continuation of the prompt. Closing the generator aborts it.
+
+        Raises EngineInputError for a request that cannot be served, EngineError if the engine fails.
+        """
         ...
 
     async def ready(self) -> None:
@@ -97,13 +101,13 @@ class Engine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Holds every generation where it is; new ones wait. After one that failed, pause again or resume."""
+        """Pauses every generation; new ones wait. If it fails, call `pause` again, or `resume`."""
         ...
 
     async def resume(self, version: int | None = None) -> None:
-        """Goes on, under a new version if one is given: held generations continue behind their own ids.
+        """Continues paused generations after their own ids, under a new version if one is given.
 
-        One that fails leaves them held and the version as it was; it can be tried again.
+        If it fails, generations stay paused, the version is unchanged and `resume` can be called again.
         """
         ...
 

@@ -1,13 +1,13 @@
-"""One HTTP/1.1 connection and what arrives on it.
+"""One HTTP/1.1 connection, and the buffer that its responses are read into.
 
-A connection serves one exchange at a time: it is asked once and fills an inbox until the answer has ended or
-has broken. Nobody has to read for that to happen, and the inbox outlives the connection.
+A connection serves one request at a time. Its protocol callbacks fill a `ResponseBuffer` whether or not a
+consumer is waiting, so a consumer that wakes up finds everything that has arrived. The buffer outlives the
+connection: data that arrived before a failure can still be read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import cast
 
 from branchline.core.errors import requires_extra
@@ -17,23 +17,22 @@ with requires_extra("serve"):
 
 
 class ResponseBuffer:
-    """What has arrived of one answer and was not taken yet."""
+    """The received and not yet read part of one response."""
 
     def __init__(self) -> None:
         self.status = 0
-        """0: not known yet."""
+        """0 until the headers have arrived."""
         self.retry_after = ""
-        """When to come again, as a refusal said it."""
+        """The Retry-After header, if there is one."""
         self.is_ended = False
-        """Nothing more will come."""
+        """No more data will arrive."""
         self.error = ""
-        """Why an answer that is over is not all of it."""
+        """Why the response ended before it was complete; "" if it is complete."""
         self.is_stale = False
-        """The connection was kept from an earlier exchange, and its server closed it without a word."""
+        """The server closed a reused connection before it answered, so the request can be sent again."""
         self._pieces: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._is_throttled = False
-        """The reader is waiting for its interval to pass: only the end of the response wakes it."""
+        self._wakes_on_data = True
 
     @property
     def is_success(self) -> bool:
@@ -41,7 +40,7 @@ class ResponseBuffer:
 
     def feed_data(self, piece: bytes) -> None:
         self._pieces.append(piece)
-        if not self._is_throttled:
+        if self._wakes_on_data:
             self._wake()
 
     def feed_eof(self, error: str = "") -> None:
@@ -49,7 +48,7 @@ class ResponseBuffer:
         self._wake()
 
     def read_nowait(self) -> bytes:
-        """All that has arrived since the last time."""
+        """Removes and returns all data in the buffer."""
         pieces = self._pieces
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -61,12 +60,12 @@ class ResponseBuffer:
         loop = asyncio.get_running_loop()
         if loop.time() < not_before and not self.is_ended:
             timer = loop.call_at(not_before, self._wake)
-            self._is_throttled = True
+            self._wakes_on_data = False
             try:
                 await self._wait_for_wake()
             finally:
                 timer.cancel()
-                self._is_throttled = False
+                self._wakes_on_data = True
         while not self.is_ended and not (self._pieces and self.is_success):
             await self._wait_for_wake()
 
@@ -85,23 +84,18 @@ class ResponseBuffer:
 
 
 class HttpConnection(asyncio.Protocol):
-    """A connection to a server. The parser's callbacks are its methods beginning with `on_`."""
+    """A connection to a server. Methods whose names begin with `on_` are httptools callbacks."""
 
-    def __init__(
-        self,
-        keep: Callable[[HttpConnection], None],
-        forget: Callable[[HttpConnection], None],
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.idle_since = 0.0
+        """The loop time of its last release to the connection pool."""
         self._loop = asyncio.get_running_loop()
-        self._on_idle, self._on_lost, self._timeout_s = keep, forget, timeout_s
+        self._timeout_s = timeout_s
         self._parser = httptools.HttpResponseParser(self)
         self._buffer: ResponseBuffer | None = None
         self._timeout_timer: asyncio.TimerHandle | None = None
         self._last_data_at = 0.0
-        self._response_count = 0
-        """How many answers have ended here."""
+        self._is_reused = False
         self._has_received_data = self._has_length = False
         self._connection_lost = self._loop.create_future()
 
@@ -109,23 +103,22 @@ class HttpConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def send_request(self, request: bytes, inbox: ResponseBuffer) -> None:
-        """Sends a request; its answer goes into the inbox."""
-        self._buffer, self._has_received_data = inbox, False
+    def send_request(self, request: bytes, buffer: ResponseBuffer) -> None:
+        """Sends a request; its response is read into the buffer."""
+        self._buffer, self._has_received_data = buffer, False
         self._last_data_at = self._loop.time()
         self._timeout_timer = self._loop.call_later(self._timeout_s, self._check_timeout)
-        if self._connection_lost.done():  # uvloop's transports raise where one writes to them then.
-            self._fail("the connection broke before anything was asked")
+        if self._connection_lost.done():  # uvloop's transports raise on a write after this.
+            self._fail("the connection was lost before the request was sent")
         else:
             self._transport.write(request)
 
     def abort(self) -> None:
-        """Ends whatever runs; its inbox keeps what it has."""
-        self._fail("closed by us")
+        """Closes the connection. The buffer of a running request keeps its data and ends with an error."""
+        self._fail("closed by the client")
 
-    async def close(self) -> None:
-        """Aborts, and returns when the socket is closed."""
-        self.abort()
+    async def wait_closed(self) -> None:
+        """Returns when the socket is closed."""
         await asyncio.wait([self._connection_lost])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -136,24 +129,23 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"not an HTTP/1.1 answer: {error}")
+            self._fail(f"not an HTTP/1.1 response: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        inbox = self._detach_buffer()
-        if inbox is not None:
-            if exc is None and inbox.status and not self._has_length:
-                inbox.feed_eof()  # It was said that the answer lasts as long as the connection.
+        buffer = self._detach_buffer()
+        if buffer is not None:
+            if exc is None and buffer.status and not self._has_length:
+                buffer.feed_eof()  # Without a length the response ends with the connection.
             else:
-                inbox.is_stale = bool(self._response_count) and not self._has_received_data
-                words = f"{type(exc).__name__}: {exc}" if exc else "closed by the server"
-                inbox.feed_eof(f"the connection broke before the answer ended: {words}")
-        self._on_lost(self)
+                buffer.is_stale = self._is_reused and not self._has_received_data
+                reason = f"{type(exc).__name__}: {exc}" if exc else "closed by the server"
+                buffer.feed_eof(f"the connection was lost before the response ended: {reason}")
         self._connection_lost.set_result(None)
 
     def on_message_begin(self) -> None:
         self._has_length = False
         if self._buffer is None:
-            self._transport.abort()  # Nobody asked.
+            self._transport.abort()  # A response without a request.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -162,9 +154,9 @@ class HttpConnection(asyncio.Protocol):
             self._buffer.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        inbox, status = self._buffer, self._parser.get_status_code()
-        if inbox is not None and status >= 200:
-            inbox.status = status
+        status = self._parser.get_status_code()
+        if self._buffer is not None and status >= 200:
+            self._buffer.status = status
 
     def on_body(self, body: bytes) -> None:
         if self._buffer is not None:
@@ -172,33 +164,32 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
-            return  # `100 Continue` and its like: the answer is yet to come.
-        inbox = self._detach_buffer()
-        self._response_count += 1
-        if self._parser.should_keep_alive():
-            self._on_idle(self)
-        else:
+            return  # `100 Continue`: the response follows.
+        buffer = self._detach_buffer()
+        self._is_reused = True
+        if not self._parser.should_keep_alive():
             self._transport.close()
-        if inbox is not None:
-            inbox.feed_eof()
+        if buffer is not None:
+            buffer.feed_eof()
 
     def _check_timeout(self) -> None:
-        """Whether something came within the time; moved on seldom, so that a piece costs no timer."""
+        """Fails the request after `timeout_s` without data. Rescheduled only when it fires, so that received
+        data costs no timer."""
         silent_s = self._loop.time() - self._last_data_at
         if silent_s < self._timeout_s:
             self._timeout_timer = self._loop.call_later(self._timeout_s - silent_s, self._check_timeout)
         else:
-            self._fail(f"nothing came for {self._timeout_s:g} s")
+            self._fail(f"no data for {self._timeout_s:g} s")
 
-    def _fail(self, words: str) -> None:
-        inbox = self._detach_buffer()
+    def _fail(self, reason: str) -> None:
+        buffer = self._detach_buffer()
         self._transport.abort()
-        if inbox is not None:
-            inbox.feed_eof(words)
+        if buffer is not None:
+            buffer.feed_eof(reason)
 
     def _detach_buffer(self) -> ResponseBuffer | None:
-        inbox, self._buffer = self._buffer, None
+        buffer, self._buffer = self._buffer, None
         if self._timeout_timer is not None:
             self._timeout_timer.cancel()
             self._timeout_timer = None
-        return inbox
+        return buffer

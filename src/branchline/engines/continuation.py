@@ -1,14 +1,14 @@
-"""A generation that outlives the requests it is made of: paused, moved, continued behind its own ids.
+"""A generation that is made of several requests: paused, moved to another replica, continued after its ids.
 
-`Progress` keeps what was emitted, so that the next request asks for exactly the rest: a chunk that was
-handed out is never asked for again, and one that was not is sampled anew. `Cuttable` lets somebody else end
-a stream between any two chunks, without a task or a queue between it and its consumer.
+`GenerationState` holds what was yielded, so that the next request asks for exactly the rest: a token that was
+yielded is never sampled again. `CancellableStream` lets other code end a stream between two chunks, without a
+task or a queue between the stream and its consumer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from branchline.engines.base import Chunk, FinishReason, SamplingParams
 
 
 class GenerationState:
-    """What a generation has emitted, and what is left to ask for.
+    """What a generation has yielded, and the request for the rest.
 
-    Penalties that count the output alone do not see the ids before a continuation; those that count
-    prompt and output (`repetition_penalty`) do.
+    Penalties on the output alone do not count tokens from before a continuation; `repetition_penalty` counts
+    prompt and output and so includes them.
     """
 
     def __init__(self, prompt_ids: Ids, params: SamplingParams) -> None:
@@ -39,61 +39,56 @@ class GenerationState:
 
     @property
     def prompt_ids(self) -> Ids:
-        """What to go on behind."""
+        """The prompt and all ids yielded so far."""
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]
 
     @property
     def remaining_params(self) -> SamplingParams:
-        """What is left to ask for. Raises EngineError where an engine cannot be asked for the rest.
-
-        A grammar and stop texts are matched against a request's own output: asked behind half of it, an
-        engine would begin the grammar again, or miss a stop text that was half said.
-        """
+        """The parameters of the next request. Raises EngineError if a grammar prevents a continuation: an
+        engine matches it against the output of one request, and would begin again."""
         if not self.produced:
             return self._params
         if self._params.grammar is not None:
-            raise EngineError(f"cannot go on behind {self.produced} ids: the grammar would begin again")
+            raise EngineError(f"cannot continue after {self.produced} ids: the grammar would begin again")
         return self._params.for_continuation(self.produced)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why nothing is left to ask for, where an engine was cut before it could say so."""
+        """The reason why no token is left to sample, for an engine that was stopped before it reported it."""
         if self.produced and int(self._parts[-1][-1]) in self._params.stop_ids:
             return "stop"
         return "length" if self.produced >= self._params.max_tokens else None
 
-    def final_chunk(self, finish: FinishReason, version: int) -> Chunk:
-        """The last chunk of a generation whose engine did not say it."""
-        return Chunk(version=version if self.version is None else self.version, finish_reason=finish)
+    def final_chunk(self, finish_reason: FinishReason, version: int) -> Chunk:
+        """The last chunk of a generation whose engine did not report its end."""
+        version = version if self.version is None else self.version
+        return Chunk(version=version, finish_reason=finish_reason)
 
 
 class CancellableStream:
-    """A stream that is read in its consumer's own task, and can be cut from outside while it is waited for.
+    """A stream that is read in its consumer's task, and that other code can end while the consumer waits.
 
-    Who cuts cancels the wait, not the task: the consumer finds its stream ended. A stream that ends with
-    neither a finish reason nor a cut raises EngineError.
+    `cancel` cancels the wait and not the task: to the consumer the stream has ended. A stream that ends
+    without a finish reason and without `cancel` raises EngineError.
     """
 
-    def __init__(self, stream: AsyncIterator[Chunk]) -> None:
+    def __init__(self, stream: AsyncGenerator[Chunk, None]) -> None:
         self._stream = stream
         self._is_cancelled = self._is_finished = False
         self._waiting_task: asyncio.Task[Any] | None = None
         self._cancelled_task: asyncio.Task[Any] | None = None
 
     def cancel(self) -> None:
-        """Ends the stream where it is; its consumer closes it."""
+        """Ends the stream after the chunks it has yielded; its consumer closes it."""
         if not self._is_cancelled:
             self._is_cancelled, self._cancelled_task = True, self._waiting_task
             if self._cancelled_task is not None:
                 self._cancelled_task.cancel()
 
-    async def close(self) -> None:
-        """Closing is what aborts; not every async iterator can be closed."""
-        close = getattr(self._stream, "aclose", None)
-        if close is not None:
-            await close()
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
     def __aiter__(self) -> CancellableStream:
         return self
@@ -111,7 +106,7 @@ class CancellableStream:
                 raise EngineError("the stream ended before its generation did") from None
             raise
         except asyncio.CancelledError:
-            # By the cut alone, or by the consumer's own wish too?
+            # The stream ends, unless the consumer's task was cancelled as well.
             if self._cancelled_task is not None and task.cancelling() <= cancelling + 1:
                 raise StopAsyncIteration from None
             raise

@@ -1,6 +1,6 @@
-"""Prompts as servers take them: ids as JSON, of which only what is new is written.
+"""Encodes prompts as JSON lists of ids; of a known session only the ids that are new are encoded.
 
-The next prompt of a session mostly begins with its last one, and at 100,000 tokens writing all of it takes
+The next prompt of a session mostly begins with its last one, and at 100,000 ids encoding all of it takes
 milliseconds.
 """
 
@@ -16,10 +16,10 @@ _MAX_CACHE_BYTES = 64 * 2**20
 
 
 class PromptEncoder:
-    """Writes the prompts of many sessions.
+    """Encodes the prompts of many sessions.
 
-    >>> writer = PromptEncoder()
-    >>> writer.encode(np.array([1, 2], np.int32), "s"), writer.encode(np.array([1, 2, 3], np.int32), "s")
+    >>> encoder = PromptEncoder()
+    >>> encoder.encode(np.array([1, 2], np.int32), "s"), encoder.encode(np.array([1, 2, 3], np.int32), "s")
     (b'[1,2]', b'[1,2,3]')
     """
 
@@ -29,23 +29,23 @@ class PromptEncoder:
         )
 
     def encode(self, ids: Ids, session: str = "") -> bytes:
-        """The ids as JSON; those of a named session are remembered for its next prompt."""
-        written = self._extend_cached(ids, session) if session else None
-        if written is None:
-            written = msgspec.json.encode(ids.tolist())
+        """Returns the ids as JSON, and caches them for the session's next prompt if it has a name."""
+        encoded = self._extend_cached(ids, session) if session else None
+        if encoded is None:
+            encoded = msgspec.json.encode(ids.tolist())
         if session:
-            self._cache.put(session, (ids, written))
-        return written
+            self._cache.put(session, (ids, encoded))
+        return encoded
 
     def _extend_cached(self, ids: Ids, session: str) -> bytes | None:
-        """Behind the session's last prompt, where this one begins with it."""
-        known = self._cache.get(session)
-        if known is None:
+        """Returns the session's last prompt extended to `ids`; None if `ids` do not begin with it."""
+        cached = self._cache.get(session)
+        if cached is None:
             return None
-        before, written = known
-        count = len(before)
-        if not count or not np.array_equal(ids[:count], before):
+        cached_ids, encoded = cached
+        count = len(cached_ids)
+        if not count or not np.array_equal(ids[:count], cached_ids):
             return None
         if len(ids) == count:
-            return written
-        return b"%b,%b" % (written[:-1], msgspec.json.encode(ids[count:].tolist())[1:])
+            return encoded
+        return b"%b,%b" % (encoded[:-1], msgspec.json.encode(ids[count:].tolist())[1:])

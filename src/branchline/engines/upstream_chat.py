@@ -1,6 +1,7 @@
-"""Any OpenAI-compatible upstream: messages in, text out. Not an engine, because no ids come with it.
+"""An OpenAI-compatible upstream: messages in, text out. It is not an engine: it returns no token ids.
 
-What it says can be recorded, but the ids that were sampled are not known: every record of it is inexact.
+Its answers can be recorded, but not as the ids that were sampled, so such a record is never exact. Deltas are
+yielded as they arrive; `SamplingParams.flush_s` does not apply.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from branchline.engines.client import HttpClient, ServerConfig, error_from_event
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """The next piece of the tool call at `index`, one number for each call; its name comes once."""
+    """The next part of the tool call with this index; only the first part has a name."""
 
     index: int
     id: str = ""
@@ -26,24 +27,23 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True)
-class TokenUsage:
-    prompt_tokens: int
-    completion_tokens: int
+class TokenUsage(Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class ChatDelta:
-    """The next piece of an answer."""
+    """The next part of an answer."""
 
     content: str = ""
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     refusal: str = ""
     finish_reason: str | None = None
-    """`stop`, `length`, `tool_calls`, `content_filter` or whatever else the upstream says."""
+    """`stop`, `length`, `tool_calls`, `content_filter` or another value of the upstream."""
     usage: TokenUsage | None = None
-    """Once, after the finish, where the upstream counts at all."""
+    """At most once, after the finish reason."""
 
 
 class _UpstreamFunction(Struct):
@@ -70,30 +70,22 @@ class _UpstreamChoice(Struct):
     finish_reason: str | None = None
 
 
-class _UpstreamUsage(Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class _UpstreamEvent(Struct):
     choices: list[_UpstreamChoice] | None = None
-    usage: _UpstreamUsage | None = None
+    usage: TokenUsage | None = None
 
 
 _decode_event = msgspec.json.Decoder(_UpstreamEvent).decode
 
 
 class UpstreamChat:
-    """One model of an upstream, asked with whole conversations.
+    """A chat completions endpoint of an upstream.
 
-    upstream = UpstreamChat(Server("https://api.example.com/v1", api_key=key), model="large")
+    upstream = UpstreamChat(ServerConfig("https://api.example.com/v1", api_key=key), model="large")
     """
 
-    exact = False
-    """Its outputs come without the ids that were sampled."""
-
     def __init__(self, server: ServerConfig | str, *, model: str = "", name: str = "") -> None:
-        """Without a model the name that each request brings is passed on."""
+        """Without `model`, the model name of each request is passed on."""
         server = ServerConfig(server) if isinstance(server, str) else server
         self.model = model
         self.name = name or f"openai@{server.host_port}"
@@ -106,10 +98,10 @@ class UpstreamChat:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[ChatDelta, None]:
-        """Streams one answer; `options` are the other fields of a chat completion request. Closing aborts."""
+        """Streams one answer; closing aborts it. `options` are the other fields of the request body."""
         options = dict(options or {})
-        if options.pop("n", None) not in (None, 1):
-            raise EngineInputError("n: an upstream is asked for one answer at a time")
+        if (n := options.pop("n", None)) not in (None, 1):
+            raise EngineInputError(f"n: got {n}, expected 1: an upstream is asked for one answer at a time")
         body: dict[str, Any] = {
             **options,
             "model": self.model or options.get("model", ""),
@@ -119,19 +111,19 @@ class UpstreamChat:
         }
         if tools:
             body["tools"] = tools
-        finished = False
-        calls = _ToolCallTracker()
-        reply = self.client.post("/chat/completions", msgspec.json.encode(body))
+        is_finished = False
+        tool_calls = _ToolCallTracker()
+        response = self.client.request("POST", "/chat/completions", msgspec.json.encode(body))
         try:
-            while events := await reply.next_events():
+            while events := await response.next_events():
                 for data in events:
-                    delta = self._parse_event(data, calls)
-                    finished = finished or delta.finish_reason is not None
+                    delta = self._parse_event(data, tool_calls)
+                    is_finished = is_finished or delta.finish_reason is not None
                     if delta != ChatDelta():
                         yield delta
         finally:
-            await reply.close()
-        if not finished:
+            await response.close()
+        if not is_finished:
             raise EngineError(f"{self.name}: the stream ended before its answer did")
 
     async def ready(self) -> None:
@@ -143,67 +135,65 @@ class UpstreamChat:
     async def close(self) -> None:
         await self.client.close()
 
-    def _parse_event(self, data: bytes, calls: _ToolCallTracker) -> ChatDelta:
+    def _parse_event(self, data: bytes, tool_calls: _ToolCallTracker) -> ChatDelta:
         try:
             event = _decode_event(data)
         except msgspec.DecodeError as error:
             raise EngineError(f"{self.name}: {error} in {data[:200]!r}") from error
         if event.choices is None:
             raise error_from_event(self.name, data)
-        counted = event.usage
-        usage = None if counted is None else TokenUsage(counted.prompt_tokens, counted.completion_tokens)
         if not event.choices:
-            return ChatDelta(usage=usage)
+            return ChatDelta(usage=event.usage)
         choice = event.choices[0]
         delta = choice.delta or _UpstreamDelta()
         return ChatDelta(
             delta.content or "",
             delta.reasoning_content or delta.reasoning or "",
-            tuple([calls.assign_index(place, piece) for place, piece in enumerate(delta.tool_calls or ())]),
+            tuple([tool_calls.assign_index(i, part) for i, part in enumerate(delta.tool_calls or ())]),
             delta.refusal or "",
             choice.finish_reason,
-            usage,
+            event.usage,
         )
 
 
 @dataclass
 class _OpenToolCall:
-    """A call of which more may come."""
+    """A tool call that may receive further parts."""
 
     index: int
     id: str = ""
     name: str = ""
     arguments: str = ""
 
-    def continues(self, piece: ToolCallDelta) -> bool:
-        """Whether a piece belongs to it: one with a name may begin another call, any other never does."""
-        if not (piece.name and self.name):
+    def is_continued_by(self, part: ToolCallDelta) -> bool:
+        """Whether a part belongs to this call. Only a part with a name can begin another call."""
+        if not (part.name and self.name):
             return True
-        if piece.id and self.id:
-            return piece.id == self.id
-        return piece.name == self.name and not _is_json(self.arguments)
+        if part.id and self.id:
+            return part.id == self.id
+        return part.name == self.name and not _is_json(self.arguments)
 
 
 class _ToolCallTracker:
-    """Tells calls apart. Upstreams number them, or give all the same number, or none at all."""
+    """Gives each tool call its own index: some upstreams send the same index for all calls, or none."""
 
     def __init__(self) -> None:
         self._open_calls: dict[int, _OpenToolCall] = {}
-        """By the number that the upstream gave it, else by its place among those that came with it."""
+        """By the upstream's index, or by the position in its event if there is none."""
         self._used_indexes: set[int] = set()
 
-    def assign_index(self, place: int, piece: _UpstreamToolCall) -> ToolCallDelta:
-        function = piece.function or _UpstreamFunction()
-        number = place if piece.index is None else piece.index
-        said = ToolCallDelta(number, piece.id or "", function.name or "", function.arguments or "")
-        call = self._open_calls.get(number)
-        if call is None or not call.continues(said):
-            index = number if number not in self._used_indexes else max(self._used_indexes) + 1
+    def assign_index(self, position: int, part: _UpstreamToolCall) -> ToolCallDelta:
+        function = part.function or _UpstreamFunction()
+        key = position if part.index is None else part.index
+        delta = ToolCallDelta(key, part.id or "", function.name or "", function.arguments or "")
+        call = self._open_calls.get(key)
+        if call is None or not call.is_continued_by(delta):
+            index = key if key not in self._used_indexes else max(self._used_indexes) + 1
             self._used_indexes.add(index)
-            call = self._open_calls[number] = _OpenToolCall(index)
-        call.id, call.name = call.id or said.id, call.name or said.name
-        call.arguments += said.arguments
-        return replace(said, index=call.index)
+            call = self._open_calls[key] = _OpenToolCall(index)
+        call.id, call.name = call.id or delta.id, call.name or delta.name
+        call.arguments += delta.arguments
+        return replace(delta, index=call.index)
 
 
 def _is_json(text: str) -> bool:

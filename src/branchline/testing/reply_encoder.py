@@ -1,7 +1,7 @@
-"""Says messages as a real model would: in its template's format, and not always in its tokenizer's words.
+"""Encodes replies as a real model would: in its template's format, but not always as its tokenizer encodes.
 
-Sampled ids need not be what the tokenizer would make of their text. An odd speaker cuts words anywhere and
-writes compact JSON, so that whatever encodes a sampled text again is found out.
+Sampled ids may differ from the tokenizer's encoding of their text. With `vary_tokenization` words are split
+at random places and JSON is compact, so that a codec that encodes sampled text again is detected.
 """
 
 from __future__ import annotations
@@ -13,67 +13,44 @@ from random import Random
 import numpy as np
 
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.template_profile import EMPTY_THINK
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, as_ids
 
 
 class TemplateReplyEncoder:
-    """A model that writes as its chat template shows its own replies."""
+    """A model that writes replies as its chat template shows them."""
 
     def __init__(self, codec: GenericCodec, rng: Random, *, vary_tokenization: bool = True) -> None:
         self._codec = codec
         self._rng = rng
         self._vary_tokenization = vary_tokenization
-        self._template = codec.tokenizer.chat_template(tools=True)
-        self._dialect = codec.template_traits(self._template)
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
-        text = self._render(message)
-        ids = self._encode(text)
+        ids = self._encode(self._render(message))
         if stop:
-            (terminator, *_) = sorted(self._codec.terminator_ids)
-            ids = np.append(ids, terminator)
+            ids = np.append(ids, min(self._codec.profile(tools=True).terminator_ids))
         return as_ids(ids)
 
     def _render(self, message: Message) -> str:
-        """The reply as the template shows it when it is the last thing said."""
-        ask = Message("user", ".")
-        prompt = self._template.render(self._dialect.to_template_messages([ask]), now=self._codec.now)
-        whole = self._template.render(
-            self._dialect.to_template_messages([ask, message]),
-            now=self._codec.now,
-            add_generation_prompt=False,
-        )
-        assert whole.startswith(prompt), (prompt, whole)
-        said = whole[len(prompt) :]
-        ends = [
-            start
-            for start, _, token in self._codec.segment_encoder.find_added_tokens(said)
-            if token in self._codec.stop_ids
-        ]
-        said = said[: ends[-1]] if ends else said
-        if not message.reasoning_content:
-            said = said.removeprefix(EMPTY_THINK)
+        """Returns the text that the template shows for the reply if it is the last message."""
+        reply = self._codec.render_reply(message)
+        assert reply is not None, f"the template does not show {message}"
+        text, _ = reply
         if self._vary_tokenization and self._rng.random() < 0.5:
             for call in message.tool_calls:
                 compact = json.dumps(json.loads(call.arguments), separators=(",", ":"))
-                said = said.replace(json.dumps(json.loads(call.arguments)), compact)
-        return said
+                text = text.replace(json.dumps(json.loads(call.arguments)), compact)
+        return text
 
     def _encode(self, text: str) -> Ids:
         if not self._vary_tokenization:
             return self._codec.tokenizer.encode(text)
         parts: list[Ids] = []
-        place = 0
-        for start, end, token in [
-            *self._codec.segment_encoder.find_added_tokens(text),
-            (len(text), len(text), -1),
-        ]:
-            parts += self._encode_split(text[place:start])
-            if token >= 0:
-                parts.append(as_ids([token]))
-            place = end
+        position = 0
+        for start, end, token in self._codec.segment_encoder.find_added_tokens(text):
+            parts += [*self._encode_split(text[position:start]), as_ids([token])]
+            position = end
+        parts += self._encode_split(text[position:])
         return np.concatenate(parts) if parts else as_ids([])
 
     def _encode_split(self, text: str) -> list[Ids]:

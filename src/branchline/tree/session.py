@@ -11,7 +11,6 @@ A failed generation changes nothing. A commit is planned, written to the journal
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -67,8 +66,7 @@ class Session:
         self.id = id
         self.started_at = started_at or datetime.now()
         """The time that templates show during the whole session; stored with every call for restarts."""
-        stop_clock: Callable[[datetime], Codec] | None = getattr(codec, "with_clock", None)
-        self.codec = codec if stop_clock is None else stop_clock(self.started_at)
+        self.codec = codec.with_clock(self.started_at)
         self.history: HistoryPolicy = history
         self.tree = tree or Tree()
         self._matcher = PathMatcher(self.tree, restore_reasoning=restore_reasoning)

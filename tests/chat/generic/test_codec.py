@@ -1,8 +1,7 @@
-"""The generic codec on real templates, edge by edge."""
+"""The generic codec with real templates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -10,47 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from branchline import CodecError, Generation, Media, Message, Request, Session, ToolCall, Turn, timelines_of
+from branchline import CodecError, Generation, Media, Message, Request, ToolCall, timelines_of
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import TemplateError
 from branchline.core.token_arrays import as_ids
-from branchline.tree.tree import Node
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
-from tests.chat.test_tokenizer import save_byte_level
-
-TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
-
-
-def user(text: str) -> Message:
-    return Message("user", text)
-
-
-def assistant(text: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
-    return Message("assistant", text, tool_calls=calls, reasoning_content=reasoning)
-
-
-class SessionDriver:
-    """A session on a real codec, driven by hand-written ids and texts."""
-
-    def __init__(self, codec: GenericCodec, **options: object) -> None:
-        self.codec = codec
-        self.session = Session("s", codec, **options)  # type: ignore[arg-type]
-
-    def encode(self, text: str) -> list[int]:
-        return self.codec.tokenizer.encode(text).tolist()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.codec.decode(as_ids(ids))
-
-    def commit_reply(
-        self, messages: list[Message], ids: list[int], finish_reason: str = "stop", **about: object
-    ) -> Node:
-        turn = self.prepare(*messages, **about)
-        call = self.session.commit(turn, Generation(as_ids(ids), finish_reason=finish_reason)).call
-        return self.session.tree.nodes[call.outputs[0]]
-
-    def prepare(self, *messages: Message, **about: object) -> Turn:
-        return self.session.prepare(Request(messages, **about))  # type: ignore[arg-type]
+from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user
 
 
 @pytest.fixture
@@ -69,7 +33,7 @@ IM_START, IM_END, ASSISTANT, NEWLINE = 151644, 151645, 77091, 198
     ],
     ids=["stopped", "cut"],
 )
-def test_a1_container_and_terminator_on_the_real_tokenizer(
+def test_a1_masks_of_reply_prefix_and_terminator_with_the_real_tokenizer(
     qwen: SessionDriver, sampled: list[int], finish: str, mask: list[int]
 ) -> None:
     node = qwen.commit_reply([user("p")], sampled, finish)
@@ -81,7 +45,7 @@ def test_a1_container_and_terminator_on_the_real_tokenizer(
     assert line.mask[start : start + 8].tolist() == mask
 
 
-def test_a7_an_oddly_spelled_reply_stays_as_it_was_sampled(qwen: SessionDriver) -> None:
+def test_a7_a_reply_with_unusual_ids_keeps_them(qwen: SessionDriver) -> None:
     node = qwen.commit_reply([user("p")], [71, 4791, IM_END])
     assert node.message.content == "hello"
     assert qwen.encode("hello") == [14990]
@@ -93,31 +57,31 @@ def test_a7_an_oddly_spelled_reply_stays_as_it_was_sampled(qwen: SessionDriver) 
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
-def test_a_compact_tool_call_is_kept_although_the_template_would_space_it(history: str) -> None:
-    talk = SessionDriver(load_codec("qwen3"), history=history)
+def test_a_compact_tool_call_keeps_its_ids_although_the_template_adds_spaces(history: str) -> None:
+    driver = SessionDriver(load_codec("qwen3"), history=history)
     text = '<tool_call>\n{"name":"look","arguments":{"at":1,"far":false}}\n</tool_call>'
-    node = talk.commit_reply([user("p")], [*talk.encode(text), IM_END], tools=TOOLS)
+    node = driver.commit_reply([user("p")], [*driver.encode(text), IM_END], tools=TOOLS)
     (call,) = node.message.tool_calls
     assert (call.name, call.arguments) == ("look", '{"at":1,"far":false}')
     echoed = assistant("", ToolCall("look", '{"far": false, "at": 1}', "renamed"))
-    turn = talk.prepare(user("p"), echoed, Message("tool", "seen", tool_call_id="renamed"), tools=TOOLS)
+    turn = driver.prepare(user("p"), echoed, Message("tool", "seen", tool_call_id="renamed"), tools=TOOLS)
     assert turn.parent is node
     assert not turn.rewrite_reason
-    assert '{"name":"look","arguments":{"at":1,"far":false}}' in talk.decode(turn.prompt_ids.tolist())
+    assert '{"name":"look","arguments":{"at":1,"far":false}}' in driver.decode(turn.prompt_ids.tolist())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_empty_reply_can_be_continued(family: str) -> None:
-    talk = SessionDriver(load_codec(family))
-    node = talk.commit_reply([user("p")], [], "length")
+    driver = SessionDriver(load_codec(family))
+    node = driver.commit_reply([user("p")], [], "length")
     assert node.message.is_empty
-    turn = talk.prepare(user("p"), assistant(""), user("go on"))
-    assert "go on" in talk.decode(turn.prompt_ids.tolist())
-    talk.session.commit(turn, Generation(as_ids(talk.encode("yes"))))
+    turn = driver.prepare(user("p"), assistant(""), user("go on"))
+    assert "go on" in driver.decode(turn.prompt_ids.tolist())
+    driver.session.commit(turn, Generation(as_ids(driver.encode("yes"))))
     assert turn.parent is node or family == "qwen3"
 
 
-def test_a_stop_that_the_template_does_not_write_forks(qwen: SessionDriver) -> None:
+def test_a_stop_token_that_the_template_does_not_write_forks(qwen: SessionDriver) -> None:
     end_of_text = qwen.encode("<|endoftext|>")
     qwen = SessionDriver(GenericCodec(qwen.codec.tokenizer, stop_ids=end_of_text))
     node = qwen.commit_reply([user("p")], [*qwen.encode("yes"), *end_of_text])
@@ -127,7 +91,7 @@ def test_a_stop_that_the_template_does_not_write_forks(qwen: SessionDriver) -> N
     assert turn.parent.message.content == "p"
 
 
-def test_thinking_that_was_cut_is_closed_by_the_template_as_context(qwen: SessionDriver) -> None:
+def test_cut_reasoning_is_closed_by_the_template_as_context(qwen: SessionDriver) -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     first = qwen.commit_reply(
         [user("p")], [*qwen.encode("<think>\nhm\n</think>\n\n" + call), IM_END], tools=TOOLS
@@ -143,7 +107,7 @@ def test_thinking_that_was_cut_is_closed_by_the_template_as_context(qwen: Sessio
     assert follows.startswith("\n</think>\n\n<|im_end|>\n")
 
 
-def test_thinking_is_left_out_where_the_template_leaves_it_out_and_kept_inside_a_tool_cycle(
+def test_reasoning_is_stripped_under_template_and_kept_under_verbatim(
     qwen: SessionDriver,
 ) -> None:
     node = qwen.commit_reply([user("p")], [*qwen.encode("<think>\nplan\n</think>\n\nanswer"), IM_END])
@@ -156,31 +120,33 @@ def test_thinking_is_left_out_where_the_template_leaves_it_out_and_kept_inside_a
     assert verbatim.prepare(user("p"), assistant("answer"), user("q")).parent is node
 
 
-def test_a_client_that_drops_reasoning_gets_it_back_unless_it_may_really_drop_it(qwen: SessionDriver) -> None:
+def test_reasoning_that_a_client_drops_is_restored_only_with_restore_reasoning(qwen: SessionDriver) -> None:
     call = "<think>\nplan\n</think>\n\n" + '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     for restore in (True, False):
-        talk = SessionDriver(qwen.codec, restore_reasoning=restore)
-        node = talk.commit_reply([user("p")], [*qwen.encode(call), IM_END], tools=TOOLS)
+        driver = SessionDriver(qwen.codec, restore_reasoning=restore)
+        node = driver.commit_reply([user("p")], [*qwen.encode(call), IM_END], tools=TOOLS)
         dropped = assistant("", *node.message.tool_calls)
-        turn = talk.prepare(user("p"), dropped, Message("tool", "seen"), tools=TOOLS)
-        assert ("plan" in talk.decode(turn.prompt_ids.tolist())) is restore
+        turn = driver.prepare(user("p"), dropped, Message("tool", "seen"), tools=TOOLS)
+        assert ("plan" in driver.decode(turn.prompt_ids.tolist())) is restore
         assert (turn.parent is node) is restore
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_an_empty_thought_of_the_generation_prompt_may_stand(keep: bool) -> None:
-    talk = SessionDriver(GenericCodec(load_tokenizer("qwen3"), keep_empty_think=keep))
+def test_keep_empty_think_keeps_the_empty_block_of_the_generation_prompt(keep: bool) -> None:
+    driver = SessionDriver(GenericCodec(load_tokenizer("qwen3"), keep_empty_think=keep))
     off = {"enable_thinking": False}
     history = [user("p")]
     for count in range(3):
-        turn = talk.prepare(*history, template=off)
-        assert talk.decode(turn.generation_prompt_ids.tolist()).endswith("<think>\n\n</think>\n\n")
+        turn = driver.prepare(*history, chat_template_kwargs=off)
+        assert driver.decode(turn.generation_prompt_ids.tolist()).endswith("<think>\n\n</think>\n\n")
         assert (turn.parent.depth == len(history) - 1) is (keep or count == 0)
-        node = talk.commit_reply(history, [*talk.encode(f"answer {count}"), IM_END], template=off)
+        node = driver.commit_reply(
+            history, [*driver.encode(f"answer {count}"), IM_END], chat_template_kwargs=off
+        )
         history += [node.message, user(f"and {count}?")]
 
 
-def test_consecutive_tool_results_are_folded_as_the_template_folds_them(qwen: SessionDriver) -> None:
+def test_consecutive_tool_results_are_folded_by_the_template(qwen: SessionDriver) -> None:
     text = "\n".join(
         f'<tool_call>\n{{"name": "look", "arguments": {{"at": {n}}}}}\n</tool_call>' for n in (1, 2)
     )
@@ -188,14 +154,14 @@ def test_consecutive_tool_results_are_folded_as_the_template_folds_them(qwen: Se
     results = [Message("tool", "one"), Message("tool", "two")]
     turn = qwen.prepare(user("p"), node.message, *results, tools=TOOLS)
     assert turn.parent is node
-    behind = qwen.decode(turn.prompt_ids.tolist()[node.end :])
-    assert behind.count("<|im_start|>user") == 1
+    rest = qwen.decode(turn.prompt_ids.tolist()[node.end :])
+    assert rest.count("<|im_start|>user") == 1
     assert len(turn.message_tokens) == 2
     assert "one" in qwen.decode(turn.message_tokens[0].ids.tolist())
     assert "two" in qwen.decode(turn.message_tokens[1].ids.tolist())
 
 
-def test_b6_an_assistant_message_anywhere_is_context(qwen: SessionDriver) -> None:
+def test_b6_assistant_messages_of_the_client_are_context(qwen: SessionDriver) -> None:
     shots = [user("1+1"), assistant("2"), user("2+2"), assistant("4"), user("3+3")]
     node = qwen.commit_reply(shots, [*qwen.encode("6"), IM_END])
     assert [entry.is_sampled for entry in node.path()] == [False] * 5 + [True]
@@ -209,24 +175,24 @@ def test_b6_an_assistant_message_anywhere_is_context(qwen: SessionDriver) -> Non
 @pytest.mark.parametrize(
     "text", ["größer 中文 🙂", "e\u0301tude", "a\u200bb", "tab\tand\r\nreturn", "<|im_end|>"]
 )
-def test_letters_of_any_kind_survive_both_ways(qwen: SessionDriver, text: str) -> None:
+def test_unusual_characters_survive_encoding_and_parsing(qwen: SessionDriver, text: str) -> None:
     node = qwen.commit_reply([user(text)], [*qwen.encode("antwort: größer 🙂"), IM_END])
     assert node.message.content == "antwort: größer 🙂"
-    qwen.codec.clear_prompt_cache()
+    qwen.codec.prompt_cache.clear()
     turn = qwen.prepare(user(text), node.message, user("q"))
     assert turn.parent is node
 
 
-def test_a_reply_that_spells_a_stop_token_letter_by_letter_is_not_trusted_to_the_template(
+def test_a_reply_that_contains_the_text_of_a_stop_token_forks_under_template(
     qwen: SessionDriver,
 ) -> None:
-    letters = [token for letter in "x<|im_end|>y" for token in qwen.encode(letter)]
-    node = qwen.commit_reply([user("p")], [*letters, IM_END])
+    ids = [token for char in "x<|im_end|>y" for token in qwen.encode(char)]
+    node = qwen.commit_reply([user("p")], [*ids, IM_END])
     assert node.message.content == "x<|im_end|>y"
     turn = qwen.prepare(user("p"), node.message, user("q"))
     assert turn.rewrite_reason
     verbatim = SessionDriver(qwen.codec, history="verbatim")
-    node = verbatim.commit_reply([user("p")], [*letters, IM_END])
+    node = verbatim.commit_reply([user("p")], [*ids, IM_END])
     assert verbatim.prepare(user("p"), node.message, user("q")).parent is node
 
 
@@ -236,37 +202,40 @@ def test_a_lone_surrogate_in_a_request_does_not_raise(qwen: SessionDriver) -> No
     assert "half \ufffd pair" in qwen.decode(turn.prompt_ids.tolist())
 
 
-def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
-    talk = SessionDriver(load_codec("mistral_nemo"))
+def test_the_error_message_of_a_template_is_passed_on() -> None:
+    driver = SessionDriver(load_codec("mistral_nemo"))
     with pytest.raises(TemplateError, match="conversation roles must alternate"):
-        talk.prepare(assistant("a"), user("b"))
-    assert len(talk.session.tree.nodes) == 1
+        driver.prepare(assistant("a"), user("b"))
+    assert len(driver.session.tree.nodes) == 1
 
 
-def test_ids_of_calls_are_what_the_template_requires_and_results_follow_them() -> None:
-    talk = SessionDriver(load_codec("mistral_nemo"))
+def test_call_ids_are_those_the_template_requires_and_results_refer_to_them() -> None:
+    driver = SessionDriver(load_codec("mistral_nemo"))
     text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": 1}, "id": "abc123def"}]'
-    node = talk.commit_reply([user("p")], [*talk.encode(text), *talk.encode("</s>")], tools=TOOLS)
+    node = driver.commit_reply([user("p")], [*driver.encode(text), *driver.encode("</s>")], tools=TOOLS)
     assert node.message.tool_calls[0].id == "abc123def"
     shown = assistant("", ToolCall("look", '{"at": 1}', "call_renamed_by_client"))
-    turn = talk.prepare(
+    turn = driver.prepare(
         user("p"), shown, Message("tool", "7", tool_call_id="call_renamed_by_client"), tools=TOOLS
     )
     assert turn.parent is node
-    assert '"call_id": "abc123def"' in talk.decode(turn.prompt_ids.tolist())
+    assert '"call_id": "abc123def"' in driver.decode(turn.prompt_ids.tolist())
 
 
-def test_the_clock_of_a_template_is_one_moment_for_a_session() -> None:
-    talk = SessionDriver(load_codec("llama3_2"), started=datetime(2026, 3, 1))
-    node = talk.commit_reply([user("p")], [*talk.encode("yes"), *talk.encode("<|eot_id|>")])
-    turn = talk.prepare(user("p"), node.message, user("q"))
+def test_the_template_clock_is_fixed_for_a_session() -> None:
+    driver = SessionDriver(load_codec("llama3_2"), started_at=datetime(2026, 3, 1))
+    node = driver.commit_reply([user("p")], [*driver.encode("yes"), *driver.encode("<|eot_id|>")])
+    turn = driver.prepare(user("p"), node.message, user("q"))
     assert turn.parent is node
-    assert "01 Mar 2026" in talk.decode(turn.prompt_ids.tolist())
+    assert "01 Mar 2026" in driver.decode(turn.prompt_ids.tolist())
 
 
-def test_template_arguments_are_part_of_a_prompts_identity(qwen: SessionDriver) -> None:
+def test_other_template_arguments_start_another_path(qwen: SessionDriver) -> None:
     qwen.commit_reply([user("p")], [*qwen.encode("yes"), IM_END])
-    assert qwen.prepare(user("p"), template={"enable_thinking": False}).parent is qwen.session.tree.root
+    assert (
+        qwen.prepare(user("p"), chat_template_kwargs={"enable_thinking": False}).parent
+        is qwen.session.tree.root
+    )
 
 
 GLM_LIKE = (
@@ -275,24 +244,28 @@ GLM_LIKE = (
 )
 
 
-def test_a_stop_token_may_be_the_next_messages_opener(tmp_path: Path) -> None:
+def test_a_stop_token_may_open_the_next_message(tmp_path: Path) -> None:
     added = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
-    talk = SessionDriver(GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, added=added)))
-    stop = talk.encode("<|user|>")
-    assert set(stop) <= talk.codec.stop_ids
-    node = talk.commit_reply([user("p")], [*talk.encode("yes"), *stop])
+    driver = SessionDriver(
+        GenericCodec.open(save_byte_level(tmp_path, chat_template=GLM_LIKE, special=added))
+    )
+    stop = driver.encode("<|user|>")
+    assert set(stop) <= driver.codec.stop_ids
+    node = driver.commit_reply([user("p")], [*driver.encode("yes"), *stop])
     assert node.message.content == "yes"
-    turn = talk.prepare(user("p"), assistant("yes"), user("q"))
+    turn = driver.prepare(user("p"), assistant("yes"), user("q"))
     assert turn.parent is node
-    assert talk.decode(turn.prompt_ids.tolist()) == "<|user|>\np<|assistant|>\nyes<|user|>\nq<|assistant|>\n"
-    other = talk.prepare(user("p"), assistant("yes"), Message("tool", "t"))
+    assert (
+        driver.decode(turn.prompt_ids.tolist()) == "<|user|>\np<|assistant|>\nyes<|user|>\nq<|assistant|>\n"
+    )
+    other = driver.prepare(user("p"), assistant("yes"), Message("tool", "t"))
     assert other.rewrite_reason
-    cut = talk.commit_reply([user("r")], talk.encode("no"), "length")
-    turn = talk.prepare(user("r"), assistant("no"), user("s"))
+    cut = driver.commit_reply([user("r")], driver.encode("no"), "length")
+    turn = driver.prepare(user("r"), assistant("no"), user("s"))
     assert turn.parent is cut
 
 
-def test_one_prompt_is_cheap_behind_what_is_recorded_whatever_the_length(qwen: SessionDriver) -> None:
+def test_only_new_messages_of_a_long_path_are_encoded(qwen: SessionDriver) -> None:
     history = [user("word " * 3000)]
     node = qwen.commit_reply(history, [*qwen.encode("yes"), IM_END])
     turn = qwen.prepare(*history, node.message, user("q"))
@@ -319,7 +292,7 @@ def test_logprobs_and_masks_of_a_real_conversation_are_aligned(qwen: SessionDriv
     assert line.logprobs[line.mask == 1].tolist() == [-1] * len(ids)
 
 
-def test_an_image_for_a_text_model_is_refused_by_name(qwen: SessionDriver) -> None:
+def test_an_image_for_a_text_model_is_refused(qwen: SessionDriver) -> None:
     picture = Message("user", "look", parts=("look", Media("image", "cat", b"...")))
     with pytest.raises(
         CodecError, match=r"messages\[1\]: carries an image, but generic:qwen3 takes no images"
@@ -329,19 +302,19 @@ def test_an_image_for_a_text_model_is_refused_by_name(qwen: SessionDriver) -> No
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
-@pytest.mark.parametrize("places", list(product((False, True), repeat=4)))
-def test_somebody_who_writes_our_nonce_changes_nothing(history: str, places: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("has_nonce", list(product((False, True), repeat=4)))
+def test_messages_that_contain_the_nonce_change_nothing(history: str, has_nonce: tuple[bool, ...]) -> None:
     tokenizer = load_codec("qwen3").tokenizer
     codec = GenericCodec(tokenizer)
-    talk = SessionDriver(codec, history=history)
-    salt = codec._markers.nonce
+    driver = SessionDriver(codec, history=history)
+    nonce = codec.prompt_cache.markers.nonce
 
-    def text(place: int, words: str) -> str:
-        return f"{words} {salt}{place}x0a_ {salt}1x0b_ end" if places[place] else words
+    def text(number: int, content: str) -> str:
+        return f"{content} {nonce}{number}x0a_ {nonce}1x0b_ end" if has_nonce[number] else content
 
     messages = [user(text(0, "ask"))]
     for reply, more in ((1, 2), (3, 0)):
-        assert talk.prepare(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
-        node = talk.commit_reply(messages, [*talk.encode(text(reply, "reply")), IM_END])
+        assert driver.prepare(*messages).prompt_ids.tolist() == codec.encode_prompt(messages).tolist()
+        node = driver.commit_reply(messages, [*driver.encode(text(reply, "reply")), IM_END])
         messages += [node.message, user(text(more, "more"))]
-    assert talk.prepare(*messages).prompt_ids.tolist() == tokenizer.encode_prompt(messages).tolist()
+    assert driver.prepare(*messages).prompt_ids.tolist() == codec.encode_prompt(messages).tolist()

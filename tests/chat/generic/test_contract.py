@@ -1,6 +1,6 @@
-"""The contract with every real template: random behaviours, oddly tokenized replies, both histories.
+"""The contract with every real template: random plans, varied tokenization, both history policies.
 
-`verify` is the whole of it; the last tests break the codec on purpose and show that `verify` sees it.
+`verify` checks it; the last tests break the codec on purpose to show that `verify` detects it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from branchline import Session, export_samples, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.field_markers import Mismatch, SpanFinder, TextSpan
+from branchline.chat.generic.field_markers import SpanFinder, TextSpan
 from branchline.chat.generic.prompt_builder import PromptBuilder
 from branchline.core.message import Message
 from branchline.testing.plan_runner import PlanRunner, causal_order
@@ -23,6 +23,7 @@ from branchline.testing.plans import PlanGenerator, PlannedCall
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.tree.tree import Tree
 from tests.chat.families import FAMILIES, load_codec
+from tests.chat.harness import without_whitespace
 
 seeds = st.integers(0, 2**32)
 steps = st.integers(0, 6)
@@ -37,32 +38,26 @@ def plan_of(family: str, seed: int, count: int) -> list[PlannedCall]:
 
 
 def run_plan(
-    family: str, seed: int, count: int, history: str = "template", *, odd: bool = True
+    family: str, seed: int, count: int, history: str = "template", *, vary_tokenization: bool = True
 ) -> PlanRunner:
     codec, rng = load_codec(family), Random(seed)
     plan = plan_of(family, seed, count)
     session = Session("s", codec, history=history)  # type: ignore[arg-type]
-    player = PlanRunner(session, TemplateReplyEncoder(codec, Random(seed), vary_tokenization=odd))
-    player.run(plan, causal_order(plan, rng), overlap=rng)
-    return player
-
-
-def without_whitespace(text: str) -> str:
-    return "".join(text.split())
+    runner = PlanRunner(
+        session, TemplateReplyEncoder(codec, Random(seed), vary_tokenization=vary_tokenization)
+    )
+    runner.run(plan, causal_order(plan, rng), overlap=rng)
+    return runner
 
 
 def plain_text(codec: GenericCodec, messages: list[Message], planned: PlannedCall) -> str:
-    """The conversation as the template writes it, nothing reused."""
-    template = codec.tokenizer.chat_template(tools=bool(planned.tools))
-    tools = [dict(tool) for tool in planned.tools]
-    return template.render(
-        codec.template_traits(template).to_template_messages(messages), tools, now=codec.now
-    )
+    """Returns the conversation as the template renders it, without reused ids."""
+    return codec.probe(tools=bool(planned.tools)).render(messages, [dict(tool) for tool in planned.tools])
 
 
-def verify(family: str, player: PlanRunner) -> None:
-    codec, tree, history = load_codec(family), player.session.tree, player.session.history
-    for one in player.executed:
+def verify(family: str, runner: PlanRunner) -> None:
+    codec, tree, history = load_codec(family), runner.session.tree, runner.session.history
+    for one in runner.executed:
         for node_id, ids in zip(one.call.outputs, one.outputs, strict=True):
             path = tree.path_ids(tree.nodes[node_id])
             assert path.tolist() == [*one.prompt_ids.tolist(), *ids.tolist()]
@@ -71,17 +66,17 @@ def verify(family: str, player: PlanRunner) -> None:
             plain = plain_text(codec, [node.message for node in shown], one.planned)
             assert without_whitespace(codec.decode(one.prompt_ids)) == without_whitespace(plain)
         fork = tree.nodes[one.call.outputs[0]]
-        for place, node in enumerate(shown):
+        for index, node in enumerate(shown):
             if node.sampled_ids is not None and not node.ends_sampled:
-                # Shown otherwise than it was sampled: the template must really have dropped something.
+                # Not shown as sampled: the template must have dropped something.
                 assert family == "qwen3"
                 assert node.message.reasoning_content
-                assert any(later.message.role == "user" for later in shown[place + 1 :])
+                assert any(later.message.role == "user" for later in shown[index + 1 :])
         if one.call.rewrite_reason:
-            # Where users must not speak twice, a second one is written into what the first had said.
+            # If roles must alternate, a second user message is merged into the first.
             roles = [node.message.role for node in shown]
-            is_joined = family == "gemma3" and ("user", "user") in pairwise(roles)
-            assert family in ("qwen3", "mistral_nemo") or is_joined, (
+            is_merged = family == "gemma3" and ("user", "user") in pairwise(roles)
+            assert family in ("qwen3", "mistral_nemo") or is_merged, (
                 f"{fork} forks: {one.call.rewrite_reason}"
             )
     assert export_samples(tree).report.is_balanced
@@ -89,7 +84,7 @@ def verify(family: str, player: PlanRunner) -> None:
 
 @families
 @some
-@example(seed=231223, count=6, history="template")  # a stripped thought is shown again
+@example(seed=231223, count=6, history="template")  # stripped reasoning is shown again
 @given(seed=seeds, count=steps, history=histories)
 def test_every_call_is_exact_and_forks_only_where_the_template_drops_something(
     family: str, seed: int, count: int, history: str
@@ -109,24 +104,24 @@ def test_the_order_of_calls_does_not_matter(family: str, seed: int, count: int, 
     plan = plan_of(family, seed, count)
     sets = []
     for order in (None, causal_order(plan, Random(seed + 1))):
-        # Plain spelling: one message is always the same ids, whoever speaks first.
-        player = PlanRunner(
+        # Canonical tokenization: a message has the same ids in every order.
+        runner = PlanRunner(
             Session("s", codec, history=history),
             TemplateReplyEncoder(codec, Random(0), vary_tokenization=False),
         )  # type: ignore[arg-type]
-        player.run(plan, order)
-        sets.append(timeline_set(player.session.tree))
+        runner.run(plan, order)
+        sets.append(timeline_set(runner.session.tree))
     assert sets[0] == sets[1]
 
 
 @families
 @settings(max_examples=12, deadline=None)
 @given(seed=seeds, count=steps)
-def test_plainly_spelled_replies_give_the_ids_of_the_plain_render(family: str, seed: int, count: int) -> None:
+def test_canonical_replies_give_the_ids_of_the_plain_render(family: str, seed: int, count: int) -> None:
     codec = load_codec(family)
-    player = run_plan(family, seed, count, odd=False)
-    for one in player.executed:
-        shown = player.session.tree.nodes[one.call.prompt_node].path()
+    runner = run_plan(family, seed, count, vary_tokenization=False)
+    for one in runner.executed:
+        shown = runner.session.tree.nodes[one.call.prompt_node].path()
         plain = plain_text(codec, [node.message for node in shown], one.planned)
         assert one.prompt_ids.tolist() == codec.tokenizer.encode(plain).tolist()
 
@@ -134,8 +129,8 @@ def test_plainly_spelled_replies_give_the_ids_of_the_plain_render(family: str, s
 @families
 @settings(max_examples=12, deadline=None)
 @given(seed=seeds, count=steps)
-def test_what_is_remembered_changes_nothing(family: str, seed: int, count: int) -> None:
-    """The cheap path (compare with the last render) equals the full one (spell out what was recorded)."""
+def test_the_prompt_cache_does_not_change_prompts(family: str, seed: int, count: int) -> None:
+    """Comparing with the remembered prompt equals decoding the recorded ids."""
     codec = load_codec(family)
     warm = run_plan(family, seed, count)
     rng = Random(seed)
@@ -150,14 +145,14 @@ def test_what_is_remembered_changes_nothing(family: str, seed: int, count: int) 
 
 
 def _clearing_prompt_cache(codec: GenericCodec, prepare: Any) -> Any:
-    def forget_and_prepare(planned: PlannedCall) -> Any:
-        codec.clear_prompt_cache()
+    def clear_and_prepare(planned: PlannedCall) -> Any:
+        codec.prompt_cache.clear()
         return prepare(planned)
 
-    return forget_and_prepare
+    return clear_and_prepare
 
 
-# -- broken on purpose: each of these must be caught -------------------------------------------------
+# -- broken codecs, each of which must be detected ---------------------------------------------------
 
 
 def detects_violation(family: str) -> bool:
@@ -169,34 +164,34 @@ def detects_violation(family: str) -> bool:
     return False
 
 
-def test_a_codec_that_ignores_what_the_template_drops_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_ignores_dropped_text_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     load_codec("qwen3")
     find = SpanFinder.find
 
-    def careless(self: SpanFinder, text: str, index: int, message: Message, sampled: Any, start: int) -> Any:
+    def ignoring(self: SpanFinder, text: str, index: int, message: Message, sampled: Any, start: int) -> Any:
         found = find(self, text, index, message, sampled, start)
-        if isinstance(found, Mismatch):
+        if not isinstance(found, TextSpan):
             stop = self.find_next_stop(text, start)
             return TextSpan(start, stop[1]) if stop else found
         return found
 
-    monkeypatch.setattr(SpanFinder, "find", careless)
+    monkeypatch.setattr(SpanFinder, "find", ignoring)
     assert detects_violation("qwen3")
 
 
-def test_a_codec_that_encodes_a_sampled_message_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_encodes_a_sampled_message_again_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     load_codec("qwen3")
-    monkeypatch.setattr(PromptBuilder, "_is_slot", lambda self, index: False)
+    monkeypatch.setattr(PromptBuilder, "_is_marked", lambda self, index: False)
     assert detects_violation("qwen3")
     assert detects_violation("qwen2_5")
 
 
-def test_a_codec_that_loses_a_separator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_loses_a_separator_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     load_codec("qwen3")
     find = SpanFinder.find
 
-    def greedy(self: SpanFinder, *about: Any) -> Any:
-        found = find(self, *about)
+    def greedy(self: SpanFinder, *fields: Any) -> Any:
+        found = find(self, *fields)
         return TextSpan(found.start, found.end + 12) if isinstance(found, TextSpan) else found
 
     monkeypatch.setattr(SpanFinder, "find", greedy)

@@ -1,7 +1,7 @@
-"""Calls whose arguments are no JSON object, in the next prompt: no template refuses them, and none forks.
+"""Calls whose arguments are not a JSON object, in the next prompt: no template refuses them or forks.
 
-What was sampled stands as it was sampled, whatever the template could make of it; only where somebody else
-said it does the template show it, and then every word of it.
+Sampled calls keep their ids, whatever the template would render. Calls that were not sampled are rendered by
+the template, with all of their text.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 
 from branchline import Message, Request, Session, ToolCall, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.template_traits import TemplateTraits
+from branchline.chat.template_traits import TemplateTraits
 from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator, PlannedOutput
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from tests.chat.families import FAMILIES, load_codec, load_codec_with_template
-from tests.chat.generic.test_codec import TOOLS, SessionDriver, assistant, user
 from tests.chat.generic.test_contract import verify
-from tests.chat.test_tokenizer import save_byte_level
+from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user
 
 VALUES = ["[1]", '"x"', '"{}"', "null", "3", "[]", '""']
 NO_JSON = [
@@ -47,24 +46,24 @@ FORMATTED_CALLS = {
     "llama3_2": '{{"name": "look", "parameters": {}}}',
     "mistral_nemo": '[TOOL_CALLS][{{"name": "look", "arguments": {}}}]',
 }
-"""A call as each family writes it."""
+"""A call in the format of each family."""
 
 
 @pytest.mark.parametrize(
-    ("family", "odd"),
+    ("family", "malformed"),
     [("qwen3", "text"), ("qwen2_5", "value"), ("llama3_2", "value"), ("mistral_nemo", "value")],
 )
-def test_each_template_is_asked_how_it_takes_them(family: str, odd: str) -> None:
+def test_the_format_that_each_template_accepts_is_probed(family: str, malformed: str) -> None:
     codec = load_codec(family)
-    dialect = codec.template_traits(codec.tokenizer.chat_template(tools=True))
-    assert (dialect.arguments_format, dialect.malformed_arguments_format) == ("object", odd)
+    traits = codec.profile(tools=True).traits
+    assert (traits.arguments_format, traits.malformed_arguments_format) == ("object", malformed)
 
 
-def assert_continues(talk: SessionDriver, text: str, finish: str = "stop") -> None:
-    """A reply is sampled, and a client sends it back with results: the next prompt must begin with it."""
-    prompt = talk.prepare(user("p"), tools=TOOLS).prompt_ids.tolist()
-    sampled = [*talk.encode(text), *[min(talk.codec.terminator_ids)] * (finish == "stop")]
-    node = talk.commit_reply([user("p")], sampled, finish, tools=TOOLS)
+def assert_continues(driver: SessionDriver, text: str, finish: str = "stop") -> None:
+    """Checks that the next prompt starts with a sampled reply that a client sends back with results."""
+    prompt = driver.prepare(user("p"), tools=TOOLS).prompt_ids.tolist()
+    sampled = [*driver.encode(text), *[min(driver.codec.profile().terminator_ids)] * (finish == "stop")]
+    node = driver.commit_reply([user("p")], sampled, finish, tools=TOOLS)
     assert node.message.tool_calls, node.message
     messages: list[Any] = [{"role": "user", "content": "p"}]
     calls = [
@@ -79,28 +78,30 @@ def assert_continues(talk: SessionDriver, text: str, finish: str = "stop") -> No
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "Invalid JSON"} for call in calls]
     for _ in range(2):
         request = Request.read({"messages": messages, "tools": [dict(tool) for tool in TOOLS]})
-        turn = talk.session.prepare(request)
+        turn = driver.session.prepare(request)
         assert turn.prompt_ids.tolist()[: len(prompt) + len(sampled)] == prompt + sampled
         assert (turn.parent, turn.rewrite_reason) == (node, "")
-        behind = talk.decode(turn.prompt_ids.tolist()[node.end :])
-        assert "Invalid JSON" in behind
+        rest = driver.decode(turn.prompt_ids.tolist()[node.end :])
+        assert "Invalid JSON" in rest
         if finish == "length":
-            assert behind.startswith(talk.decode([min(talk.codec.terminator_ids)])), "and is closed once"
-        # Once more without what is remembered: found by brackets instead of by comparing.
-        talk.codec.clear_prompt_cache()
+            assert rest.startswith(driver.decode([min(driver.codec.profile().terminator_ids)])), (
+                "and is closed once"
+            )
+        # Once more without the remembered prompt.
+        driver.codec.prompt_cache.clear()
 
 
 SAMPLED = [
     (family, arguments)
     for family in FORMATTED_CALLS
-    # What is no JSON is no call of Llama's.
+    # In Llama's format text that is not JSON is not a call.
     for arguments in (VALUES if family == "llama3_2" else MALFORMED)
 ]
 
 
 @histories
 @pytest.mark.parametrize(("family", "arguments"), SAMPLED)
-def test_a_sampled_one_is_kept_as_it_was_sampled(family: str, history: str, arguments: str) -> None:
+def test_a_sampled_call_keeps_its_ids(family: str, history: str, arguments: str) -> None:
     assert_continues(
         SessionDriver(load_codec(family), history=history), FORMATTED_CALLS[family].format(arguments)
     )
@@ -119,19 +120,19 @@ def test_a_sampled_one_is_kept_as_it_was_sampled(family: str, history: str, argu
         '<tool_call>\n{"name": "look", "arguments": {at: 2}}\n</tool_call>',
     ],
 )
-def test_so_is_one_that_is_malformed_in_other_ways(family: str, history: str, text: str) -> None:
+def test_a_call_that_is_malformed_in_other_ways_keeps_its_ids(family: str, history: str, text: str) -> None:
     assert_continues(SessionDriver(load_codec(family), history=history), text)
 
 
 @histories
-def test_so_is_one_with_thinking_before_it(history: str) -> None:
+def test_a_malformed_call_after_reasoning_keeps_its_ids(history: str) -> None:
     text = "<think>\nwhere?\n</think>\n\n" + FORMATTED_CALLS["qwen3"].format("{at: 1")
     assert_continues(SessionDriver(load_codec("qwen3"), history=history), text)
 
 
 @histories
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5"])
-def test_so_is_one_behind_which_the_output_was_cut(family: str, history: str) -> None:
+def test_a_malformed_call_in_a_cut_output_keeps_its_ids(family: str, history: str) -> None:
     for arguments in MALFORMED:
         assert_continues(
             SessionDriver(load_codec(family), history=history),
@@ -140,18 +141,20 @@ def test_so_is_one_behind_which_the_output_was_cut(family: str, history: str) ->
         )
 
 
-def test_what_the_template_drops_beside_one_still_forks() -> None:
-    talk = SessionDriver(load_codec("qwen3"))
+def test_reasoning_dropped_before_a_malformed_call_still_forks() -> None:
+    driver = SessionDriver(load_codec("qwen3"))
     text = "<think>\nwhere?\n</think>\n\n" + FORMATTED_CALLS["qwen3"].format("{at: 1")
-    node = talk.commit_reply([user("p")], [*talk.encode(text), min(talk.codec.terminator_ids)], tools=TOOLS)
-    turn = talk.prepare(
+    node = driver.commit_reply(
+        [user("p")], [*driver.encode(text), min(driver.codec.profile().terminator_ids)], tools=TOOLS
+    )
+    turn = driver.prepare(
         user("p"), node.message, Message("tool", "r"), assistant("so"), user("q"), tools=TOOLS
     )
     assert turn.rewrite_reason == "think_strip"
-    assert "{at: 1" in talk.decode(turn.prompt_ids.tolist())
+    assert "{at: 1" in driver.decode(turn.prompt_ids.tolist())
 
 
-# -- templates that walk through arguments -----------------------------------------------------------
+# -- templates that iterate over arguments -----------------------------------------------------------
 
 OPENING = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
 CLOSING = (
@@ -199,66 +202,68 @@ TAGGED = [
 def codec_with_template(template: str, path: Path) -> GenericCodec:
     if template is not GLM:
         return load_codec_with_template(template)
-    # Its tags are tokens of their own.
-    return GenericCodec.open(save_byte_level(path, chat_template=template, added=GLM_TOKENS))
+    # Its tags are added tokens.
+    return GenericCodec.open(save_byte_level(path, chat_template=template, special=GLM_TOKENS))
 
 
 @histories
 @pytest.mark.parametrize(("template", "text"), TAGGED)
-def test_a_template_that_walks_through_arguments_is_given_an_object(
+def test_a_template_that_iterates_over_arguments_gets_an_object(
     template: str, text: str, history: str, tmp_path: Path
 ) -> None:
     codec = codec_with_template(template, tmp_path)
-    dialect = codec.template_traits(codec.tokenizer.chat_template(tools=True))
-    assert (dialect.arguments_format, dialect.malformed_arguments_format) == ("object", "object")
+    traits = codec.profile(tools=True).traits
+    assert (traits.arguments_format, traits.malformed_arguments_format) == ("object", "object")
     assert_continues(SessionDriver(codec, history=history), text)
     assert_continues(SessionDriver(codec, history=history), f"Well.\n{text}\n{text}")
     assert_continues(SessionDriver(codec, history=history), text, "length")
 
 
-def test_an_empty_thought_that_the_template_puts_before_one_forks_as_before_any_other() -> None:
+def test_an_empty_reasoning_block_before_a_malformed_call_forks() -> None:
     shown = "('<think>\\n\\n</think>\\n\\n' if m.role == 'assistant' else '') + (m.content or '')"
     codec = load_codec_with_template(
         QWEN3_CODER.replace("(m.content or '')", shown), reasoning_parser="think"
     )
     for arguments in ("[1]", "<parameter=at>\n1\n</parameter>"):
-        talk = SessionDriver(codec)
+        driver = SessionDriver(codec)
         text = f"<tool_call>\n<function=look>\n{arguments}\n</function>\n</tool_call>"
-        node = talk.commit_reply([user("p")], [*talk.encode(text), min(codec.terminator_ids)], tools=TOOLS)
-        turn = talk.prepare(user("p"), node.message, Message("tool", "r"), tools=TOOLS)
+        node = driver.commit_reply(
+            [user("p")], [*driver.encode(text), min(codec.profile().terminator_ids)], tools=TOOLS
+        )
+        turn = driver.prepare(user("p"), node.message, Message("tool", "r"), tools=TOOLS)
         assert (len(node.message.tool_calls), turn.rewrite_reason) == (1, "rewritten")
 
 
-# -- said by somebody else ---------------------------------------------------------------------------
+# -- calls that were not sampled ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [*FORMATTED_CALLS, "deepseek_v3", QWEN3_CODER, MINIMAX])
 @pytest.mark.parametrize("arguments", MALFORMED)
-def test_a_foreign_one_is_shown_with_every_word(family: str, arguments: str) -> None:
+def test_a_call_of_the_client_is_shown_with_all_of_its_text(family: str, arguments: str) -> None:
     codec = load_codec(family) if family in FAMILIES else load_codec_with_template(family)
-    talk = SessionDriver(codec)
+    driver = SessionDriver(codec)
     foreign = assistant("", ToolCall("look", arguments, "abcdefghi"))
-    turn = talk.prepare(user("p"), foreign, Message("tool", "r", tool_call_id="abcdefghi"), tools=TOOLS)
-    shown = talk.decode(turn.prompt_ids.tolist())
+    turn = driver.prepare(user("p"), foreign, Message("tool", "r", tool_call_id="abcdefghi"), tools=TOOLS)
+    shown = driver.decode(turn.prompt_ids.tolist())
     quoted = json.dumps(arguments, ensure_ascii=False)
     value = arguments in VALUES and json.dumps(json.loads(arguments))
     assert any(spelling and spelling in shown for spelling in (arguments, quoted, value))
 
 
 @pytest.mark.parametrize("arguments", [*VALUES, "{at: 1"])
-@pytest.mark.parametrize("odd", ["text", "value", "object"])
-def test_marks_stand_around_one_and_do_not_change_it(arguments: str, odd: Any) -> None:
-    dialect = TemplateTraits(malformed_arguments_format=odd)
+@pytest.mark.parametrize("malformed", ["text", "value", "object"])
+def test_markers_do_not_change_malformed_arguments(arguments: str, malformed: Any) -> None:
+    traits = TemplateTraits(malformed_arguments_format=malformed)
     message = assistant("", ToolCall("look", arguments))
-    (plain,) = dialect.to_template_messages([message])
-    (marked,) = dialect.to_template_messages([message], {0: lambda field, text: f"<{field}>{text}</{field}>"})
+    (plain,) = traits.to_template_messages([message])
+    (marked,) = traits.to_template_messages([message], {0: lambda field, text: f"<{field}>{text}</{field}>"})
     written = json.dumps(marked["tool_calls"][0]["function"])
     assert written.count("<2>") == written.count("</2>") == 1
     assert json.loads(written.replace("<2>", "").replace("</2>", "")) == plain["tool_calls"][0]["function"]
 
 
 @pytest.mark.parametrize("arguments", ["", " \n"])
-def test_arguments_that_are_nothing_are_an_empty_object(arguments: str) -> None:
+def test_empty_arguments_are_an_empty_object(arguments: str) -> None:
     (written,) = TemplateTraits().to_template_messages([assistant("", ToolCall("look", arguments))])
     assert written["tool_calls"][0]["function"]["arguments"] == {}
 
@@ -267,11 +272,11 @@ def test_arguments_that_are_nothing_are_an_empty_object(arguments: str) -> None:
 
 
 class MalformedPlanGenerator(PlanGenerator):
-    """A model that slips: half of its calls have arguments that are no object."""
+    """Plans in which half of the calls have arguments that are not an object."""
 
-    def __init__(self, rng: Random, odd: list[str], **options: Any) -> None:
+    def __init__(self, rng: Random, malformed: list[str], **options: Any) -> None:
         super().__init__(rng, **options)
-        self._odd = odd
+        self._odd = malformed
 
     def _reply(self, *, calls: int = 0) -> PlannedOutput:
         planned = super()._reply(calls=calls)
@@ -280,67 +285,67 @@ class MalformedPlanGenerator(PlanGenerator):
             ToolCall(call.name, self._rng.choice(self._odd), call.id) if self._rng.random() < 0.5 else call
             for call in message.tool_calls
         )
-        said = Message(
+        reply = Message(
             "assistant", message.content, reasoning_content=message.reasoning_content, tool_calls=made
         )
-        return replace(planned, message=said)
+        return replace(planned, message=reply)
 
 
 class MalformedReplyEncoder(TemplateReplyEncoder):
-    """Writes what is no JSON where its template would have written an object."""
+    """Writes malformed arguments where the template would write an object."""
 
     def _render(self, message: Message) -> str:
-        stand_ins = {
-            n: f'{{"stand_in": {n}}}'
+        placeholders = {
+            n: f'{{"placeholder": {n}}}'
             for n, call in enumerate(message.tool_calls)
             if call.arguments in MALFORMED
         }
         calls = [
-            ToolCall(call.name, stand_ins.get(n, call.arguments), call.id)
+            ToolCall(call.name, placeholders.get(n, call.arguments), call.id)
             for n, call in enumerate(message.tool_calls)
         ]
         shown = Message(
             "assistant", message.content, reasoning_content=message.reasoning_content, tool_calls=tuple(calls)
         )
         text = super()._render(shown)
-        for n, stand_in in stand_ins.items():
-            compact = stand_in.replace(" ", "")
-            assert stand_in in text or compact in text
-            text = text.replace(stand_in, message.tool_calls[n].arguments)
+        for n, placeholder in placeholders.items():
+            compact = placeholder.replace(" ", "")
+            assert placeholder in text or compact in text
+            text = text.replace(placeholder, message.tool_calls[n].arguments)
             text = text.replace(compact, message.tool_calls[n].arguments)
         return text
 
 
-def run_malformed_plan(family: str, seed: int, count: int, history: Any, odd: list[str]) -> PlanRunner:
+def run_malformed_plan(family: str, seed: int, count: int, history: Any, malformed: list[str]) -> PlanRunner:
     codec, rng = load_codec(family), Random(seed)
-    # Clients that send everything back in their own spelling have theirs for objects only.
-    manners = replace(FAMILIES[family], mangle=False)
-    behaviour = MalformedPlanGenerator(Random(seed), odd, reasoning=family == "qwen3", manners=manners)
-    plan = behaviour.generate(count)
-    player = PlanRunner(Session("s", codec, history=history), MalformedReplyEncoder(codec, Random(seed)))
-    player.run(plan, causal_order(plan, rng), overlap=rng)
-    return player
+    # Clients that re-serialise echoes do so for objects only.
+    style = replace(FAMILIES[family], reserialize_echoes=False)
+    generator = MalformedPlanGenerator(Random(seed), malformed, reasoning=family == "qwen3", style=style)
+    plan = generator.generate(count)
+    runner = PlanRunner(Session("s", codec, history=history), MalformedReplyEncoder(codec, Random(seed)))
+    runner.run(plan, causal_order(plan, rng), overlap=rng)
+    return runner
 
 
 @pytest.mark.parametrize(
-    ("family", "odd"),
+    ("family", "malformed"),
     [("qwen3", MALFORMED), ("qwen2_5", VALUES), ("llama3_2", VALUES), ("mistral_nemo", VALUES)],
     ids=["qwen3", "qwen2_5", "llama3_2", "mistral_nemo"],
 )
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 6), history=st.sampled_from(["template", "verbatim"]))
-def test_the_contract_holds_for_models_that_slip(
-    family: str, odd: list[str], seed: int, count: int, history: str
+def test_the_contract_holds_with_malformed_calls(
+    family: str, malformed: list[str], seed: int, count: int, history: str
 ) -> None:
-    verify(family, run_malformed_plan(family, seed, count, history, odd))
+    verify(family, run_malformed_plan(family, seed, count, history, malformed))
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(0, 6), history=st.sampled_from(["template", "verbatim"]))
-def test_no_slip_forks_where_the_template_would_quote_it(seed: int, count: int, history: str) -> None:
-    player = run_malformed_plan("qwen2_5", seed, count, history, NO_JSON)
-    tree = player.session.tree
-    for one in player.executed:
+def test_malformed_calls_do_not_fork_if_the_template_quotes_them(seed: int, count: int, history: str) -> None:
+    runner = run_malformed_plan("qwen2_5", seed, count, history, NO_JSON)
+    tree = runner.session.tree
+    for one in runner.executed:
         assert one.call.rewrite_reason == ""
         for node_id, ids in zip(one.call.outputs, one.outputs, strict=True):
             path = tree.path_ids(tree.nodes[node_id]).tolist()

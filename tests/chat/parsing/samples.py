@@ -1,4 +1,4 @@
-"""Outputs as each family's template writes them, and the scraps that outputs are broken into."""
+"""Writers of outputs in each format, and helpers to parse them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from branchline.chat.parsing import OutputParser, ParsedOutput, TextParser, create_text_parser
+from branchline.chat.parsing.base import OutputParser, ParsedOutput, TextParser
+from branchline.chat.parsing.registry import create_text_parser
 from branchline.core.message import ToolCall
 
 Writer = Callable[[str, Sequence[ToolCall]], str]
@@ -106,7 +107,7 @@ def plain(text: str, calls: Sequence[ToolCall]) -> str:
 
 
 def bare_arguments(call: ToolCall) -> list[tuple[str, str]]:
-    """Arguments as the tagged formats write them: strings as they are, the rest as JSON."""
+    """Returns arguments as the tagged formats write them: strings unquoted, other values as JSON."""
     values: dict[str, Any] = json.loads(call.arguments)
     return [(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for k, v in values.items()]
 
@@ -132,7 +133,7 @@ WITH_CALLS = [pair for pair in WRITERS if pair[0] != "plain"]
 TAGGED = {"qwen3_coder", "glm", "minimax"}
 """Formats that write values as bare text."""
 NAMED_IDS = {"kimi", "mistral"}
-"""Formats in which the model samples the ids of its calls."""
+"""Formats in which the model generates the ids of its calls."""
 
 TOOLS = [
     {
@@ -156,20 +157,25 @@ TOOLS = [
 
 
 def call(name: str, arguments: str = "{}", number: int = 0, *, format: str = "") -> ToolCall:
-    """A call as the format would have it read: with an id only where models sample one."""
+    """Returns a call as the format parses it: with an id only if models generate one."""
     sampled = {"kimi": f"functions.{name}:{number}", "mistral": f"call{number:05}"}.get(format, "")
     return ToolCall(name, arguments, id=sampled)
 
 
 def byte_parser(parser: TextParser, stop_ids: Sequence[int] = ()) -> OutputParser:
-    """A byte is a token; ids from 256 on are stops, spelled in angle brackets."""
+    """Returns a parser for which a byte is a token; ids from 256 on are stop ids."""
     return OutputParser(parser, lambda t: bytes([t]) if t < 256 else b"<stop %d>" % t, stop_ids)
 
 
 def parse_text(
-    name: str, output: str, finish: str = "stop", *, reasoning: str = "none", starts_inside: bool = False
+    name: str,
+    output: str,
+    finish: str = "stop",
+    *,
+    reasoning: str = "none",
+    starts_in_reasoning: bool = False,
 ) -> ParsedOutput:
     parser = create_text_parser(
-        name, reasoning_format=reasoning, starts_in_reasoning=starts_inside, tools=TOOLS
+        name, reasoning_format=reasoning, starts_in_reasoning=starts_in_reasoning, tools=TOOLS
     )
     return byte_parser(parser).parse(output.encode(), finish)

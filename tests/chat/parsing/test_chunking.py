@@ -1,4 +1,4 @@
-"""However an output is cut, the deltas add up to the whole parse: every format, every place to cut."""
+"""The deltas add up to the same message for every chunking, in every format."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, byte_parser, call
 
-from branchline.chat.parsing import MessageDelta, OutputParser, ParsedOutput, ParseProblem, create_text_parser
-from branchline.chat.parsing.base import REPLACEMENT
+from branchline.chat.parsing.base import REPLACEMENT, MessageDelta, OutputParser, ParsedOutput, ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object
 from branchline.chat.parsing.reasoning import REASONING_MARKERS
+from branchline.chat.parsing.registry import create_text_parser
 from branchline.core.message import Message
+from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, byte_parser, call
 
 MARKERS = {
     "plain": [],
@@ -58,7 +58,7 @@ STOP = 256
 
 
 def complete_outputs(name: str) -> list[str]:
-    """Outputs as they should be."""
+    """Returns well-formed outputs."""
     escaped = '{"k": "\\\\\\"</tool_call>[ARGS]}\\n"}'
     made = [call("f", escaped, format=name), call("g", "{}", 1, format=name)]
     written = [
@@ -68,32 +68,32 @@ def complete_outputs(name: str) -> list[str]:
 
 
 def malformed_outputs(name: str) -> list[str]:
-    """Outputs with arguments that are no object: some JSON, some not, some in strings that never end."""
+    """Returns outputs whose arguments are not an object: JSON, not JSON, or with unclosed strings."""
     if name in TAGGED:
         return [
             text.replace(cut, "")
             for text in complete_outputs(name)
             for cut in ("=k", ' name="k"', "</arg_value>")
         ]
-    odd = ("[1]", "null", '{"k": 1,}', '{"k": "x}', '{"k": "\n"}', "{k: 1}", "words")
+    malformed = ("[1]", "null", '{"k": 1,}', '{"k": "x}', '{"k": "\n"}', "{k: 1}", "words")
     good = call("g", "{}", 1, format=name)
     return [
         write("", [call("f", arguments, format=name), good])
         for own, write in WRITERS
         if own == name and name != "plain"
-        for arguments in odd
+        for arguments in malformed
     ]
 
 
 def outputs(name: str) -> st.SearchStrategy[list[int]]:
-    """Ids: markers, halves of markers, JSON in pieces, whole calls, any bytes, a stop id anywhere."""
+    """Generates ids: markers, partial markers, fragments of JSON, calls, any bytes, stop ids."""
     markers = [*MARKERS[name], *itertools.chain(*REASONING_MARKERS.values())]
     halves = st.sampled_from(markers).flatmap(lambda text: st.integers(1, len(text)).map(lambda n: text[:n]))
     known = [*markers, *FRAGMENTS, *complete_outputs(name), *malformed_outputs(name)]
     texts = st.sampled_from(known) | halves | st.text(max_size=4)
     encoded = texts.map(lambda text: list(text.encode("utf-8", "surrogatepass")))
-    spelled = encoded | st.lists(st.integers(0, 255), max_size=3) | st.just([STOP])
-    return st.lists(spelled, max_size=12).map(lambda pieces: list(itertools.chain(*pieces)))
+    encoded = encoded | st.lists(st.integers(0, 255), max_size=3) | st.just([STOP])
+    return st.lists(encoded, max_size=12).map(lambda pieces: list(itertools.chain(*pieces)))
 
 
 def join_deltas(deltas: Sequence[MessageDelta]) -> Message:
@@ -146,31 +146,29 @@ def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> Non
     if name != "harmony" and not message.tool_calls:
         assert message.content == text, "no call, no framing"
     rest = iter(text)
-    assert all(letter in rest for letter in message.content), "the text stands in the output, in order"
+    assert all(char in rest for char in message.content), "the text occurs in the output, in order"
     if message.tool_calls:
-        # A call costs at least its own markers; its name stands in the output as it was sampled.
+        # The name of a call occurs in the output.
         assert all(made.name in text for made in message.tool_calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_arguments_stand_in_the_output_and_are_flagged_where_they_are_no_object(
-    name: str, data: st.DataObject
-) -> None:
+def test_malformed_arguments_occur_in_the_output_and_are_reported(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
     text = bytes(ids).decode("utf-8", "replace")
     finish = data.draw(st.sampled_from(["stop", "length"]))
     parsed = parse_chunks([ids], finish, name, "none", False)
-    odd = [made.arguments for made in parsed.message.tool_calls if not is_json_object(made.arguments)]
-    assert bool(odd) == (ParseProblem.MALFORMED_ARGUMENTS in parsed.problems)
-    assert all(arguments in text for arguments in odd)
+    malformed = [made.arguments for made in parsed.message.tool_calls if not is_json_object(made.arguments)]
+    assert bool(malformed) == (ParseProblem.MALFORMED_ARGUMENTS in parsed.problems)
+    assert all(arguments in text for arguments in malformed)
     if name not in TAGGED:
         assert all(made.arguments in text for made in parsed.message.tool_calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_place_to_cut_an_output(name: str) -> None:
+def test_an_output_may_be_split_anywhere(name: str) -> None:
     for text in [*complete_outputs(name), *malformed_outputs(name)]:
         ids = list(f"<think>\nä\n</think>\n\n{text}".encode())
         whole = parse_chunks([ids], "stop", name, "think", False)
@@ -182,7 +180,7 @@ def test_every_place_to_cut_an_output(name: str) -> None:
 @given(
     st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0", b"\x9f", b"\xff", b"a", b"\xef\xbf\xbd"]))
 )
-def test_bytes_decode_as_a_whole_decode_would(pieces: list[bytes]) -> None:
+def test_bytes_decode_as_in_a_whole_decode(pieces: list[bytes]) -> None:
     data = b"".join(pieces)
     parsed = parse_chunks([list(piece) for piece in pieces], "stop", "plain", "none", False)
     assert parsed.message.content == data.decode("utf-8", "replace")
@@ -213,7 +211,7 @@ VOCABULARY = [
     b"\x98\x80",
     b"\xff",
 ]
-"""Letters that are whole, begun, gone on with, ended and broken, beside others in the same token or alone."""
+"""Tokens with complete characters, and with first, middle, last and invalid bytes of characters."""
 STOPS = (len(VOCABULARY), len(VOCABULARY) + 1)
 TOKEN_BYTES = [*VOCABULARY, b"<stop>", b"\xe2<stop>"]
 UNKNOWN = len(TOKEN_BYTES) + 7
@@ -226,9 +224,7 @@ UNKNOWN = len(TOKEN_BYTES) + 7
     finish=st.sampled_from(["stop", "length"]),
     name=st.sampled_from(["plain", "hermes"]),
 )
-def test_tokens_one_by_one_say_what_they_say_together(
-    ids: list[int], cuts: list[int], finish: str, name: str
-) -> None:
+def test_single_tokens_parse_like_the_whole(ids: list[int], cuts: list[int], finish: str, name: str) -> None:
     def parsed(chunks: Sequence[Sequence[int]]) -> ParsedOutput:
         output = OutputParser(
             create_text_parser(name, reasoning_format="think"), TOKEN_BYTES.__getitem__, STOPS
@@ -246,22 +242,22 @@ def test_tokens_one_by_one_say_what_they_say_together(
         TOKEN_BYTES[token] for token in ids if token != UNKNOWN
     ):
         last_is_stop = bool(ids) and ids[-1] in STOPS
-        spelled = [
+        encoded = [
             TOKEN_BYTES[token] if token != UNKNOWN else REPLACEMENT
             for token in (ids[:-1] if last_is_stop else ids)
         ]
-        assert whole.message.content == b"".join(spelled).decode("utf-8", "replace")
+        assert whole.message.content == b"".join(encoded).decode("utf-8", "replace")
     assert (ParseProblem.UNKNOWN_ID in whole.problems) == (UNKNOWN in ids)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(text=st.text(st.characters(), max_size=30), place=st.integers(0, 30))
-def test_a_text_parser_takes_any_text(name: str, text: str, place: int) -> None:
+@given(text=st.text(st.characters(), max_size=30), split=st.integers(0, 30))
+def test_a_text_parser_accepts_any_text(name: str, text: str, split: int) -> None:
     first, second = (
         create_text_parser(name, reasoning_format="think"),
         create_text_parser(name, reasoning_format="think"),
     )
     whole = join_deltas([*first.feed(text), *first.finish(True)])
     assert (
-        join_deltas([*second.feed(text[:place]), *second.feed(text[place:]), *second.finish(True)]) == whole
+        join_deltas([*second.feed(text[:split]), *second.feed(text[split:]), *second.finish(True)]) == whole
     )

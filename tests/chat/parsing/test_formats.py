@@ -1,4 +1,4 @@
-"""Each format reads what its template writes, and leaves as text what is no call of anything."""
+"""Each format parses what its template writes, and leaves anything that is not a call as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from branchline.chat.parsing.base import ParseProblem
+from branchline.chat.parsing.registry import create_text_parser
+from branchline.core.errors import CodecError
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import WITH_CALLS, WRITER_IDS, WRITERS, Writer, call, parse_text
-
-from branchline.chat.parsing import ParseProblem, create_text_parser
-from branchline.core.errors import CodecError
 
 CUT = (ParseProblem.CUT_CALL,)
 MALFORMED = (ParseProblem.MALFORMED_CALL,)
@@ -27,9 +28,9 @@ OPENERS = {
     "kimi": "<|tool_calls_section_begin|>",
     "minimax": "<minimax:tool_call>",
 }
-"""With this a call has begun."""
+"""The text with which a call starts."""
 CLOSERS = {"deepseek": "<｜tool▁call▁end｜>", "kimi": "<|tool_call_end|>", "minimax": "</invoke>"}
-"""With this it is whole, where more may follow."""
+"""The text that completes a call, if more may follow."""
 
 every_writer = pytest.mark.parametrize(("name", "write"), WRITERS, **WRITER_IDS)
 every_caller = pytest.mark.parametrize(
@@ -48,11 +49,11 @@ def test_text_alone_is_text(name: str, write: Writer) -> None:
 
 
 @every_caller
-def test_a_call_behind_text(name: str, write: Writer) -> None:
+def test_a_call_after_text(name: str, write: Writer) -> None:
     made = call("get_weather", '{"city": "Ulm", "days": 3}', format=name)
     parsed = parse_text(name, write("I will look.", [made]))
     assert parsed.message.tool_calls == (made,)
-    # Llama's template has no place for a text beside a call.
+    # Llama's format has no text next to a call.
     assert parsed.message.content == ("" if name == "llama3" else "I will look.")
     assert parsed.problems == ()
 
@@ -65,7 +66,7 @@ def test_parallel_calls_keep_their_order(name: str, write: Writer) -> None:
 
 
 @every_caller
-def test_arguments_are_kept_as_they_were_sampled(name: str, write: Writer) -> None:
+def test_arguments_are_kept_as_generated(name: str, write: Writer) -> None:
     arguments = '{"b":1.0,  "a": "\\u00e9\\n",\n "c":[ true,null ] }'
     [made] = parse_text(name, write("", [call("f", arguments, format=name)])).message.tool_calls
     if name in samples.TAGGED:
@@ -134,7 +135,7 @@ def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> No
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{}<|end|>"),
     ],
 )
-def test_what_is_nobodys_call_is_text_and_flagged(name: str, output: str) -> None:
+def test_a_block_that_is_not_a_call_is_text_and_reported(name: str, output: str) -> None:
     parsed = parse_text(name, output)
     assert (parsed.message.content, parsed.message.tool_calls) == (output, ())
     assert parsed.problems == MALFORMED
@@ -158,14 +159,14 @@ def test_what_is_nobodys_call_is_text_and_flagged(name: str, output: str) -> Non
         ("harmony", "{call}", ""),
     ],
 )
-def test_only_newlines_beside_a_call_are_framing(name: str, output: str, text: str) -> None:
+def test_only_newlines_next_to_a_call_are_framing(name: str, output: str, text: str) -> None:
     write = dict(WITH_CALLS)[name] if name != "mistral" else samples.mistral
     parsed = parse_text(name, output.replace("{call}", write("", [call("f", format=name)]).lstrip("\n")))
     assert parsed.message.content == text
     assert len(parsed.message.tool_calls) == output.count("{call}")
 
 
-def test_llama_takes_a_tag_and_several_calls() -> None:
+def test_llama_accepts_a_tag_and_several_calls() -> None:
     two = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}\n'
     assert [made.name for made in parse_text("llama3", two).message.tool_calls] == ["f", "g"]
     for answer in ('{"temperature": 21}', '{"name": "Ulm", "size": 3', "{ hm", "{}", "  ", ""):
@@ -197,13 +198,13 @@ def test_harmony_channels() -> None:
         ("x" * 300 + "<|message|>", "stop", ParseProblem.BROKEN_HEADER),
     ],
 )
-def test_a_header_nobody_knows_is_text(output: str, finish: str, problem: ParseProblem) -> None:
+def test_an_unknown_header_is_text(output: str, finish: str, problem: ParseProblem) -> None:
     parsed = parse_text("harmony", output, finish)
     assert parsed.message.content == output
     assert parsed.problems == (problem,)
 
 
-def test_an_unknown_format_is_told_which_there_are() -> None:
+def test_the_error_for_an_unknown_format_lists_the_formats() -> None:
     with pytest.raises(CodecError, match=r"'hermez', expected one of plain, hermes, .*minimax"):
         create_text_parser("hermez")
     with pytest.raises(CodecError, match="'thonk', expected one of none, think"):
@@ -221,7 +222,7 @@ objects = st.dictionaries(names, values, max_size=3)
 @every_caller
 @settings(max_examples=50)
 @given(data=st.data())
-def test_what_a_template_writes_is_read_back(name: str, write: Writer, data: st.DataObject) -> None:
+def test_well_formed_outputs_parse_back(name: str, write: Writer, data: st.DataObject) -> None:
     drawn = data.draw(st.lists(st.tuples(names, objects), min_size=1, max_size=3))
     text = "" if name == "llama3" else data.draw(strings.map(lambda text: text.strip("\n")))
     made = [
@@ -231,7 +232,7 @@ def test_what_a_template_writes_is_read_back(name: str, write: Writer, data: st.
     message = parse_text(name, write(text, made)).message
     assert message.content == text
     if name in samples.TAGGED:
-        # Without a schema a string that spells JSON is taken for it; the template writes both alike.
+        # Without a schema a string that looks like JSON is parsed as JSON; the template writes both alike.
         assert [made.name for made in message.tool_calls] == [tool for tool, _ in drawn]
         assert write(text, message.tool_calls) == write(text, made)
     else:

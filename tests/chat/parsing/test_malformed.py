@@ -1,6 +1,6 @@
-"""Calls that are closed and named, but whose arguments are no JSON object: they are calls, as written.
+"""Calls that are closed and named but whose arguments are not a JSON object stay calls.
 
-Nothing is repaired: what was not an object does not come out one, so that the model is told.
+Nothing is repaired: malformed arguments never become an object, so that the model sees its mistake.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.chat.parsing import samples
-from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
-from branchline.chat.parsing import ParseProblem
+from branchline.chat.parsing.base import ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object, parse_lenient, split_object
 from branchline.loop.tools.arguments import parse_arguments
+from tests.chat.parsing import samples
+from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
 MALFORMED = (ParseProblem.MALFORMED_ARGUMENTS,)
 JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]
@@ -26,7 +26,7 @@ every_json_caller = pytest.mark.parametrize(
 
 @every_json_caller
 @pytest.mark.parametrize("arguments", ["[1]", '"{}"', "null", "3", "[ 1.0,\n2 ]"])
-def test_json_that_is_no_object_is_kept_as_it_was_written(name: str, write: Writer, arguments: str) -> None:
+def test_json_that_is_not_an_object_is_kept_as_generated(name: str, write: Writer, arguments: str) -> None:
     made = call("f", arguments, format=name)
     parsed = parse_text(name, write("", [made]))
     assert (parsed.message.content, parsed.message.tool_calls) == ("", (made,))
@@ -38,16 +38,16 @@ def test_json_that_is_no_object_is_kept_as_it_was_written(name: str, write: Writ
     "arguments",
     ['{"a": 1,}', '{"a": 1', '{"a": 1}}', "{a: 1}", "{'a': 1}", '{"a": NaN}', "words", '{"a": "\n"}'],
 )
-def test_what_is_no_json_is_kept_as_it_was_written(name: str, write: Writer, arguments: str) -> None:
+def test_text_that_is_not_json_is_kept_as_generated(name: str, write: Writer, arguments: str) -> None:
     output = write("Hm.", [call("f", arguments, format=name)])
     parsed = parse_text(name, output)
     if name == "llama3":
-        # Nothing frames a call there, and an answer may be anything.
+        # Calls have no delimiters there, and an answer may be any text.
         assert (parsed.message.content, parsed.message.tool_calls) == (output, ())
         assert parsed.problems == (ParseProblem.MALFORMED_CALL,)
         return
     if write is samples.mistral_v11 and arguments == '{"a": 1}}':
-        # Its calls end with their last bracket, so what follows is text.
+        # Its calls end with their last bracket, so the rest is text.
         assert (parsed.message.tool_calls, parsed.message.content) == (
             (call("f", '{"a": 1}', format=name),),
             "Hm.}",
@@ -55,7 +55,7 @@ def test_what_is_no_json_is_kept_as_it_was_written(name: str, write: Writer, arg
         return
     (made,) = parsed.message.tool_calls
     assert (parsed.message.content, parsed.problems) == ("Hm.", MALFORMED)
-    # In a list that is no JSON nobody can tell where the arguments end, so they end where the call does.
+    # In a list that is not JSON the end of the arguments is unknown, so they end with the call.
     listed = write is samples.mistral
     assert made == (
         call("f", arguments + ', "id": "call00000"') if listed else call("f", arguments, format=name)
@@ -114,15 +114,13 @@ def test_what_is_no_json_is_kept_as_it_was_written(name: str, write: Writer, arg
         ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", ""),
     ],
 )  # fmt: skip
-def test_whatever_stands_in_the_place_of_the_arguments_is_told(
-    name: str, output: str, arguments: str
-) -> None:
+def test_any_text_in_place_of_the_arguments_is_kept(name: str, output: str, arguments: str) -> None:
     parsed = parse_text(name, output)
     assert [(made.name, made.arguments) for made in parsed.message.tool_calls] == [("f", arguments)]
     assert (parsed.message.content, parsed.problems) == ("", MALFORMED)
 
 
-def test_an_object_in_the_place_of_tags_is_an_object_as_written() -> None:
+def test_an_object_in_place_of_tags_is_kept_as_generated() -> None:
     parsed = parse_text("qwen3_coder", '<tool_call>\n<function=f>\n{"a": 1.0}\n</function>\n</tool_call>')
     assert parsed.message.tool_calls == (call("f", '{"a": 1.0}'),)
     assert parsed.problems == ()
@@ -130,7 +128,7 @@ def test_an_object_in_the_place_of_tags_is_an_object_as_written() -> None:
 
 @pytest.mark.parametrize("write", [samples.hermes, samples.kimi, samples.deepseek, samples.mistral_v11])
 @pytest.mark.parametrize("bad", ['{"a": nope}', "nope", '{"a": "x\n}', '{"a": [1}', '{"a": {"b": 1}'])
-def test_a_good_call_behind_a_bad_one_is_as_good(write: Writer, bad: str) -> None:
+def test_a_well_formed_call_after_a_malformed_one_is_parsed(write: Writer, bad: str) -> None:
     name = write.__name__.removesuffix("_v11")
     made = (call("bad", bad, 0, format=name), call("good", '{"b": 1}', 1, format=name))
     parsed = parse_text(name, write("", made))
@@ -138,7 +136,7 @@ def test_a_good_call_behind_a_bad_one_is_as_good(write: Writer, bad: str) -> Non
     assert (parsed.message.content, parsed.problems) == ("", MALFORMED)
 
 
-# -- closers in strings that are none ----------------------------------------------------------------
+# -- closers in unclosed strings ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", [samples.hermes, samples.kimi, samples.deepseek_v31])
@@ -147,18 +145,18 @@ def test_a_good_call_behind_a_bad_one_is_as_good(write: Writer, bad: str) -> Non
     "behind",
     [(), ("{}",), ('{"b": "</c>"}', "[1]"), ('{"b": "y', '{"b": 1}'), ('{"b": "\\"}', '{"b": "\\"}')],
 )
-def test_a_string_that_is_never_closed_swallows_nothing(
+def test_an_unclosed_string_does_not_hide_later_calls(
     write: Writer, between: str, behind: tuple[str, ...]
 ) -> None:
     name = write.__name__.removesuffix("_v31")
     made = tuple(call("f", text, number, format=name) for number, text in enumerate(('{"a": "x}', *behind)))
-    # As templates write it, and with no line break that would end a string anyway.
+    # As templates write it, and without a line break that would end the string.
     parsed = parse_text(name, write("", made).replace("\n", between))
     assert parsed.message.tool_calls == made
     assert (parsed.message.content, parsed.problems) == ("", MALFORMED)
 
 
-def test_text_behind_a_string_that_is_never_closed_is_text() -> None:
+def test_text_after_an_unclosed_string_is_text() -> None:
     bad = '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>'
     for rest in ("so be it", 'so "be" it', '"', "\n\nso\nbe it"):
         parsed = parse_text("hermes", bad + rest)
@@ -168,7 +166,7 @@ def test_text_behind_a_string_that_is_never_closed_is_text() -> None:
     assert broken.message.tool_calls == (call("f", '{"a": "x}'),), "it may not"
 
 
-def test_strings_are_believed_where_brackets_add_up() -> None:
+def test_closers_in_strings_count_as_text_if_brackets_balance() -> None:
     for arguments in ('{"code": "<tool_call></tool_call>"}', '"</tool_call>"', '{"code": "</tool_call>",}'):
         parsed = parse_text("hermes", samples.hermes("", [call("f", arguments)]))
         assert (parsed.message.tool_calls, parsed.message.content) == ((call("f", arguments),), "")
@@ -188,7 +186,7 @@ scraps = st.lists(
 @example('{"name": "f", "arguments": {}}}')
 @example('{"name": "f", "arguments": }')
 @settings(max_examples=500)
-def test_what_is_read_loosely_is_neither_an_object_nor_nothing(text: str) -> None:
+def test_lenient_arguments_are_never_an_object_and_never_empty(text: str) -> None:
     made = parse_lenient(text)
     if made is not None and split_object(text) is None:
         assert not is_json_object(made.arguments)
@@ -198,7 +196,7 @@ def test_what_is_read_loosely_is_neither_an_object_nor_nothing(text: str) -> Non
 
 @given(st.sampled_from(["hermes", "mistral"]), scraps)
 @settings(max_examples=500)
-def test_a_body_that_is_no_json_never_gives_an_object(name: str, body: str) -> None:
+def test_a_body_that_is_not_json_never_gives_an_object(name: str, body: str) -> None:
     opened, closed = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS][", "")}[name]
     for made in parse_text(name, opened + body + closed).message.tool_calls:
         if is_json_object(made.arguments):
@@ -210,7 +208,7 @@ def test_a_body_that_is_no_json_never_gives_an_object(name: str, body: str) -> N
 
 
 @pytest.mark.parametrize("closed", ["", "}" * 90_000])
-def test_arguments_nested_beyond_reason_are_told_like_any_other(closed: str) -> None:
+def test_deeply_nested_arguments_are_kept(closed: str) -> None:
     deep = '{"a":' * 90_000 + closed
     parsed = parse_text("hermes", samples.hermes("", [call("f", deep)]))
     assert [made.arguments for made in parsed.message.tool_calls] == [deep]

@@ -1,11 +1,11 @@
-"""The reasoning layer: one region at the start, the template's newlines around it, the rest to the format."""
+"""The reasoning layer: one region at the start, framing newlines, and the rest in the tool format."""
 
 from __future__ import annotations
 
 import pytest
-from tests.chat.parsing.samples import call, hermes, parse_text
 
-from branchline.chat.parsing import ParseProblem
+from branchline.chat.parsing.base import ParseProblem
+from tests.chat.parsing.samples import call, hermes, parse_text
 
 UNCLOSED = (ParseProblem.UNCLOSED_REASONING,)
 
@@ -27,7 +27,7 @@ UNCLOSED = (ParseProblem.UNCLOSED_REASONING,)
         ("<think>a</think>\n\n", "a", ""),
     ],
 )
-def test_reasoning_stands_in_front(output: str, reasoning: str, text: str) -> None:
+def test_reasoning_comes_before_the_answer(output: str, reasoning: str, text: str) -> None:
     parsed = parse_text("hermes", output, reasoning="think")
     assert (parsed.message.reasoning_content, parsed.message.content) == (reasoning, text)
     assert parsed.problems == ()
@@ -41,8 +41,8 @@ def test_reasoning_stands_in_front(output: str, reasoning: str, text: str) -> No
         ("</think>yes", "", "yes"),
     ],
 )
-def test_the_prompt_may_have_opened_it(output: str, reasoning: str, text: str) -> None:
-    parsed = parse_text("plain", output, reasoning="think", starts_inside=True)
+def test_the_prompt_may_open_the_reasoning(output: str, reasoning: str, text: str) -> None:
+    parsed = parse_text("plain", output, reasoning="think", starts_in_reasoning=True)
     assert (parsed.message.reasoning_content, parsed.message.content, parsed.problems) == (
         reasoning,
         text,
@@ -50,20 +50,20 @@ def test_the_prompt_may_have_opened_it(output: str, reasoning: str, text: str) -
     )
 
 
-def test_unclosed_reasoning_is_reasoning_to_the_end() -> None:
+def test_unclosed_reasoning_extends_to_the_end() -> None:
     parsed = parse_text("plain", "<think>\nhm\n", "length", reasoning="think")
     assert (parsed.message.reasoning_content, parsed.message.content, parsed.problems) == (
         "hm\n",
         "",
         UNCLOSED,
     )
-    parsed = parse_text("plain", "", "length", reasoning="think", starts_inside=True)
+    parsed = parse_text("plain", "", "length", reasoning="think", starts_in_reasoning=True)
     assert (parsed.message.is_empty, parsed.problems) == (True, UNCLOSED)
     parsed = parse_text("harmony", "<|channel|>analysis<|message|>hm", "length")
     assert (parsed.message.reasoning_content, parsed.problems) == ("hm", UNCLOSED)
 
 
-def test_a_call_drafted_while_thinking_is_no_call() -> None:
+def test_a_call_inside_reasoning_is_not_a_call() -> None:
     draft, made = hermes("", [call("draft")]), hermes("", [call("f")])
     parsed = parse_text("hermes", f"<think>\nlike {draft}?\n</think>\n\n{made}", reasoning="think")
     assert parsed.message.tool_calls == (call("f"),)
@@ -72,12 +72,12 @@ def test_a_call_drafted_while_thinking_is_no_call() -> None:
     assert (parsed.message.tool_calls, parsed.problems) == ((), UNCLOSED)
 
 
-def test_brackets_think_too() -> None:
+def test_mistral_brackets_delimit_reasoning() -> None:
     parsed = parse_text("mistral", "[THINK]hm[/THINK]yes", reasoning="mistral")
     assert (parsed.message.reasoning_content, parsed.message.content) == ("hm", "yes")
 
 
-def test_without_a_reasoning_format_it_is_text() -> None:
+def test_without_a_reasoning_format_reasoning_is_text() -> None:
     assert (
         parse_text("hermes", "<think>\nhm\n</think>\n\nyes").message.content == "<think>\nhm\n</think>\n\nyes"
     )

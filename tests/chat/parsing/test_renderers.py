@@ -1,4 +1,4 @@
-"""Well-formed outputs read by the `renderers` package too: both must find the same message."""
+"""Well-formed outputs parsed by the `renderers` package too: both must find the same message."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+
 from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
 renderers = pytest.importorskip(
@@ -38,8 +39,8 @@ class ByteTokenizer:
         ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        spelled = [bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids]
-        return b"".join(spelled).decode("utf-8", "replace")
+        decoded = [bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids]
+        return b"".join(decoded).decode("utf-8", "replace")
 
     def convert_tokens_to_ids(self, token: str) -> int:
         return IDS.get(token, -1)
@@ -90,7 +91,7 @@ REFERENCE_PARSERS = {
         **ids_of(channel_id="<|channel|>", message_id="<|message|>", constrain_id="<|constrain|>"),
     ),
 }
-"""Mistral has no parser there, and V3.1's form of a call is not read by its DeepSeek parser."""
+"""It has no parser for Mistral, and its DeepSeek parser does not read V3.1's calls."""
 COMPARED = [
     (name, write) for name, write in WITH_CALLS if name in REFERENCE_PARSERS and "v31" not in write.__name__
 ]
@@ -104,13 +105,13 @@ ARGUMENTS = ['{"a": 1}', '{"city": "Ulm", "deep": {"x": [1, null, "é"]}, "b": t
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_both_find_the_same_message(name: str, write: Writer, reasoning: str, text: str, count: int) -> None:
     if name == "llama3":
-        # One call and no thinking is all it reads.
+        # Its parser reads one call and no reasoning.
         reasoning, count = "", min(count, 1)
     for arguments in ARGUMENTS:
         output = write(text, [call(f"tool{n}", arguments, n, format=name) for n in range(count)])
         header = ""
         if name == "harmony":
-            # It wants the header that the prompt ends in.
+            # Its parser needs the header with which the prompt ends.
             header = "<|start|>assistant"
             thought = f"<|channel|>analysis<|message|>{reasoning}<|end|>" + (
                 "<|start|>assistant" if output else ""

@@ -1,14 +1,15 @@
-"""Values sampled as bare text become JSON by the schema of their tool."""
+"""Values generated as bare text become JSON, typed by the schema of their tool."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
+from branchline.chat.parsing.base import ParseProblem
+from branchline.chat.parsing.registry import create_text_parser
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import call, parse_text
-
-from branchline.chat.parsing import ParseProblem, create_text_parser
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,11 @@ def test_bare_values_are_typed_by_the_schema(name: str, schema_key: str, sampled
 
 
 @pytest.mark.parametrize("tools", [[{}], [{"name": 3}], [{"name": "f", "parameters": [1]}], ["junk"], [None]])
-def test_strange_tools_do_not_matter(tools: Any) -> None:
+def test_invalid_tools_are_ignored(tools: Any) -> None:
     assert create_text_parser("glm", tools=tools).feed("<tool_call>f</tool_call>")[0].tool_call == call("f")
 
 
-def test_of_an_argument_given_twice_neither_is_taken() -> None:
+def test_arguments_with_a_duplicate_key_are_kept_as_text() -> None:
     pair = "<arg_key>k</arg_key><arg_value>v</arg_value>"
     parsed = parse_text("glm", f"<tool_call>f{pair}{pair}</tool_call>")
     assert parsed.message.tool_calls == (call("f", pair + pair),)

@@ -1,7 +1,7 @@
-"""The `renderers` codec on real tokenizers, and every family of the list on one that has their markers.
+"""The `renderers` codec with real tokenizers, and every family with a tokenizer that has its markers.
 
-Random behaviours are played as in `test_contract`: an odd speaker cuts words anywhere and writes compact
-JSON, so whatever encodes a sampled text again is found out.
+Random plans run as in `generic/test_contract`: tokenization varies and JSON is compact, so that encoding a
+sampled text again is detected.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from branchline import ExportPolicy, Session, export_samples
-from branchline.chat.base import NewMessage
+from branchline.chat.base import NewMessage, RewriteReason
 from branchline.chat.renderers_codec.codec import RenderersCodec
 from branchline.chat.renderers_codec.families import FAMILIES
 from branchline.chat.renderers_codec.splice import Splicer
+from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Media, Message, ToolCall
@@ -35,11 +37,12 @@ from branchline.testing.plans import PlanGenerator, PlannedCall, ReplyStyle
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.timelines.causes import Cause
 from tests.chat.families import load_tokenizer
+from tests.chat.harness import without_whitespace
 
 pytest.importorskip("renderers", reason="renderers is not installed: pip install 'branchline[renderers]'")
 
 REAL = {"deepseek_v3": "deepseek_v3", "qwen3": "qwen3", "llama_3": "llama3_2"}
-"""Families whose own tokenizer is at hand."""
+"""Families whose own tokenizer is available."""
 MARKERS = [
     "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<arg_key>",
     "</arg_key>", "<arg_value>", "</arg_value>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>",
@@ -56,7 +59,7 @@ properties = settings(max_examples=15, deadline=None)
 
 @cache
 def synthetic_tokenizer(directory: Path) -> TokenizerDir:
-    """Qwen3's tokenizer with the markers of other families as added tokens."""
+    """Returns Qwen3's tokenizer with the markers of other families as added tokens."""
     qwen = load_tokenizer("qwen3")
     made = json.loads((qwen.path / "tokenizer.json").read_bytes())
     first = qwen.vocab_size
@@ -84,7 +87,7 @@ def codec_of(family: str, directory: Path) -> RenderersCodec:
 
 
 class RenderersReplyEncoder(TemplateReplyEncoder):
-    """A model that writes as its renderer shows its own replies."""
+    """A model that writes replies as its renderer shows them."""
 
     def __init__(self, codec: RenderersCodec, rng: Random, *, vary_tokenization: bool = True) -> None:
         self._codec: Any = codec
@@ -101,9 +104,9 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
         return as_ids(np.append(ids, end)) if stop else ids
 
     def _shown(self, message: Message) -> tuple[str, int]:
-        """The reply behind its generation prompt, and the id that ends it."""
+        """Returns the text of the reply after its generation prompt, and the id that ends it."""
         if self._codec.family.startswith("kimi"):
-            # It names its calls itself.
+            # The model generates the ids of its calls.
             calls = [
                 ToolCall(call.name, call.arguments, f"functions.{call.name}:{place}")
                 for place, call in enumerate(message.tool_calls)
@@ -114,7 +117,7 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
                 reasoning_content=message.reasoning_content,
                 tool_calls=tuple(calls),
             )
-        inside = self._codec._starts_inside({})
+        inside = self._codec.output_format((), {}).starts_in_reasoning
         plain = Message("assistant", message.content, tool_calls=message.tool_calls) if inside else message
         text, end = self._render(plain)
         if inside:
@@ -128,11 +131,11 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
             whole = self._codec._render([ask, message, *following], (), {})
             span = whole.sampled_span(1)
             assert span is not None
-            said = whole.ids[slice(*span)]
-            # GLM ends a reply with what opens the next message, so its last one has no end.
-            end = int(said[-1]) if int(said[-1]) in self._codec.stop_ids else min(self._codec.stop_ids)
-            # Qwen3.5 and Nemotron show booleans as Python does, and are asked for JSON.
-            text = self._codec.decode(said[:-1] if said[-1] == end else said)
+            sampled = whole.ids[slice(*span)]
+            # GLM ends a reply with the opener of the next message, so the last reply has no end.
+            end = int(sampled[-1]) if int(sampled[-1]) in self._codec.stop_ids else min(self._codec.stop_ids)
+            # Qwen3.5 and Nemotron print booleans as Python does, but are trained to write JSON.
+            text = self._codec.decode(sampled[:-1] if sampled[-1] == end else sampled)
             text = text.replace("\nTrue\n", "\ntrue\n")
             if message.reasoning_content in text:
                 break
@@ -148,54 +151,51 @@ def reply_style_of(family: str) -> ReplyStyle:
 def run_plan(
     codec: RenderersCodec, seed: int, steps: int, only: list[Cause], think: bool, history: str
 ) -> tuple[PlanRunner, list[PlannedCall]]:
-    think = think and codec._family_config.reasoning_format != "none"
+    think = think and codec._family_config.output_format.reasoning_format != "none"
     plan = PlanGenerator(Random(seed), reasoning=think, style=reply_style_of(codec.family)).generate(
         steps, only=only
     )
-    player = PlanRunner(Session("s", codec, history=history), RenderersReplyEncoder(codec, Random(seed)))  # type: ignore[arg-type]
-    player.run(plan)
-    return player, plan
+    runner = PlanRunner(Session("s", codec, history=history), RenderersReplyEncoder(codec, Random(seed)))  # type: ignore[arg-type]
+    runner.run(plan)
+    return runner, plan
 
 
-def check(player: PlanRunner, codec: RenderersCodec) -> None:
-    tree = player.session.tree
-    for one in player.executed:
+def check(runner: PlanRunner, codec: RenderersCodec) -> None:
+    tree = runner.session.tree
+    for one in runner.executed:
         for node_id, ids in zip(one.call.outputs, one.outputs, strict=True):
             node = tree.nodes[node_id]
             assert tree.path_ids(node).tolist() == [*one.prompt_ids.tolist(), *ids.tolist()]
             assert codec.parse(ids).key == node.message.key
     report = export_samples(tree, ExportPolicy()).report
     assert report.is_balanced
-    assert report.sampled_tokens == sum(len(ids) for one in player.executed for ids in one.outputs)
+    assert report.sampled_tokens == sum(len(ids) for one in runner.executed for ids in one.outputs)
 
 
-def without_whitespace(text: str) -> str:
-    return "".join(text.split())
-
-
-def check_shows_the_plain_render(player: PlanRunner, codec: RenderersCodec) -> None:
-    """A prompt reads as the renderer writes the conversation, whitespace apart."""
-    tree = player.session.tree
-    for one in player.executed:
+def check_shows_the_plain_render(runner: PlanRunner, codec: RenderersCodec) -> None:
+    """Checks that prompts are what the renderer writes, apart from whitespace."""
+    tree = runner.session.tree
+    for one in runner.executed:
         messages = [entry.message for entry in tree.nodes[one.call.prompt_node].path()]
         plain = codec._render(messages, one.planned.tools, {})
         assert without_whitespace(codec.decode(one.prompt_ids)) == without_whitespace(codec.decode(plain.ids))
 
 
-def check_forks_only_where_thinking_changes(player: PlanRunner, history: str) -> None:
-    """A template drops thinking once a user speaks, and shows it again where that user is deleted.
+def check_forks_only_where_thinking_changes(runner: PlanRunner, history: str) -> None:
+    """Checks the reasons of forks.
 
-    What is verbatim loses none; only behind a message that is shown with its thinking again, nothing joins.
+    A template drops reasoning once a user message follows, and shows it again if that message is deleted.
+    Verbatim drops none; only after a message whose reasoning is shown again the path does not join.
     """
-    for one in player.executed:
-        path = player.session.tree.nodes[one.call.prompt_node].path()
+    for one in runner.executed:
+        path = runner.session.tree.nodes[one.call.prompt_node].path()
         if one.call.rewrite_reason == "think_strip":
             assert history == "template"
             assert any(node.message.reasoning_content and not node.ends_sampled for node in path)
         elif one.call.rewrite_reason:
             assert one.call.rewrite_reason == "rewritten"
             shown = [node for node in path if node.message.reasoning_content and node.source_id >= 0]
-            decode = player.session.codec.decode
+            decode = runner.session.codec.decode
             assert any(node.message.reasoning_content in decode(node.ids) for node in shown)
 
 
@@ -211,25 +211,25 @@ def test_the_contract_holds_on_real_tokenizers(
     markers: Path, family: str, history: str, seed: int, steps: int, only: list[Cause], think: bool
 ) -> None:
     codec = codec_of(family, markers)
-    player, _ = run_plan(codec, seed, steps, only, think, history)
-    check(player, codec)
-    check_forks_only_where_thinking_changes(player, history)
+    runner, _ = run_plan(codec, seed, steps, only, think, history)
+    check(runner, codec)
+    check_forks_only_where_thinking_changes(runner, history)
     if history == "template":
-        check_shows_the_plain_render(player, codec)
+        check_shows_the_plain_render(runner, codec)
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REAL.keys()))
 @settings(max_examples=5, deadline=None)
 @given(*cases, st.booleans())
-def test_the_contract_holds_for_every_family_of_the_list(
+def test_the_contract_holds_for_every_family(
     markers: Path, family: str, history: str, seed: int, steps: int, only: list[Cause], think: bool
 ) -> None:
     codec = codec_of(family, markers)
-    player, _ = run_plan(codec, seed, steps, only, think, history)
-    check(player, codec)
+    runner, _ = run_plan(codec, seed, steps, only, think, history)
+    check(runner, codec)
     if history == "template":
-        check_shows_the_plain_render(player, codec)
+        check_shows_the_plain_render(runner, codec)
 
 
 @pytest.fixture
@@ -245,9 +245,7 @@ def commit_reply(session: Session, codec: RenderersCodec, messages: list[Message
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
-def test_an_output_cut_in_its_thinking_is_closed_by_the_next_message(
-    qwen3: RenderersCodec, history: Any
-) -> None:
+def test_cut_reasoning_is_closed_by_the_next_message(qwen3: RenderersCodec, history: Any) -> None:
     session = Session("s", qwen3, history=history)
     cut = qwen3.tokenizer.encode("<think>\nhm, wel")
     ask = Message("user", "q")
@@ -262,7 +260,7 @@ def test_an_output_cut_in_its_thinking_is_closed_by_the_next_message(
     assert rest.startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
-def test_verbatim_keeps_thinking_that_the_template_would_drop(qwen3: RenderersCodec) -> None:
+def test_verbatim_keeps_reasoning_that_the_template_drops(qwen3: RenderersCodec) -> None:
     output = qwen3.tokenizer.encode("<think>\nhm\n</think>\n\nyes<|im_end|>")
     ask, more = Message("user", "q"), Message("user", "more")
     for history, dropped in (("verbatim", False), ("template", True)):
@@ -270,19 +268,21 @@ def test_verbatim_keeps_thinking_that_the_template_would_drop(qwen3: RenderersCo
         commit_reply(session, qwen3, [ask], output)
         turn = commit_reply(session, qwen3, [ask, qwen3.parse(output), more], output)
         assert ("hm" not in qwen3.decode(turn.prompt_ids)) == dropped
-        assert turn.rewritten == ("think_strip" if dropped else "")
+        assert turn.rewrite_reason == ("think_strip" if dropped else "")
 
 
-def test_disabled_thinking_extends_although_the_prompt_begins_the_answer(qwen3: RenderersCodec) -> None:
+def test_prompts_extend_if_the_generation_prompt_begins_the_answer(
+    qwen3: RenderersCodec,
+) -> None:
     codec = RenderersCodec(qwen3.tokenizer, "qwen3", enable_thinking=False)
     session = Session("s", codec)
-    talk = [Message("user", "q0")]
+    messages = [Message("user", "q0")]
     for step in range(4):
         output = codec.tokenizer.encode(f"answer {step}<|im_end|>")
-        turn = commit_reply(session, codec, talk, output)
-        assert turn.rewritten == ""
-        assert codec.decode(turn.opening).endswith("<think>\n\n</think>\n\n")
-        talk += [codec.parse(output), Message("user", f"q{step + 1}")]
+        turn = commit_reply(session, codec, messages, output)
+        assert turn.rewrite_reason == ""
+        assert codec.decode(turn.generation_prompt_ids).endswith("<think>\n\n</think>\n\n")
+        messages += [codec.parse(output), Message("user", f"q{step + 1}")]
 
 
 def test_template_arguments_are_fields_of_the_familys_config(qwen3: RenderersCodec) -> None:
@@ -295,29 +295,29 @@ def test_template_arguments_are_fields_of_the_familys_config(qwen3: RenderersCod
         qwen3.extend((), [NewMessage(Message("user", "q"))], chat_template_kwargs={"think_hard": True})
 
 
-def test_a_sampled_message_shown_elsewhere_keeps_its_ids(qwen3: RenderersCodec) -> None:
+def test_a_message_sampled_on_another_path_keeps_its_ids(qwen3: RenderersCodec) -> None:
     odd = as_ids([71, 4791, *qwen3.tokenizer.encode("<|im_end|>").tolist()])
     assert qwen3.tokenizer.encode("hello").tolist() == [14990]
-    talk = [
+    messages = [
         NewMessage(Message("user", "q")),
         NewMessage(qwen3.parse(odd), odd),
         NewMessage(Message("user", "more")),
     ]
-    extension = qwen3.extend((), talk)
+    extension = qwen3.extend((), messages)
     assert extension.message_tokens[1].ids[-3:].tolist() == odd.tolist()
     whole = sum(len(piece.ids) for piece in extension.message_tokens) + len(extension.generation_prompt_ids)
     assert extension.encoded_tokens == whole - len(odd)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_our_parser_and_the_renderers_own_find_the_same_message(markers: Path, family: str) -> None:
+def test_our_parser_and_the_renderers_parser_agree(markers: Path, family: str) -> None:
     codec = codec_of(family, markers)
-    think = codec._family_config.reasoning_format != "none"
+    think = codec._family_config.output_format.reasoning_format != "none"
     planned = PlanGenerator(Random(5), reasoning=think, style=reply_style_of(family)).generate(12, only=[])
-    renderer, speaker = codec._get_renderer({}), RenderersReplyEncoder(codec, Random(5))
+    renderer, encoder = codec._get_renderer({}), RenderersReplyEncoder(codec, Random(5))
     prompt = codec._render([Message("user", ".")], (), {}).ids.tolist()
     for output in (output for call in planned for output in call.outputs):
-        ids = speaker.encode_reply(output.message)
+        ids = encoder.encode_reply(output.message)
         theirs = renderer.parse_response(ids.tolist(), prompt_ids=prompt)
         ours = codec.parse(ids)
         assert ours.content.strip() == theirs.content.strip()
@@ -331,8 +331,8 @@ def test_our_parser_and_the_renderers_own_find_the_same_message(markers: Path, f
 
 def test_deltas_add_up_to_the_whole_message(qwen3: RenderersCodec) -> None:
     call = ToolCall("work", '{"a": "é"}')
-    said = Message("assistant", "so", reasoning_content="hm", tool_calls=(call,))
-    ids = RenderersReplyEncoder(qwen3, Random(1)).encode_reply(said)
+    sampled = Message("assistant", "so", reasoning_content="hm", tool_calls=(call,))
+    ids = RenderersReplyEncoder(qwen3, Random(1)).encode_reply(sampled)
     parser = qwen3.parser(TOOLS)
     deltas = [delta for token in ids.tolist() for delta in parser.feed([token])] + parser.finish("stop")
     assert "".join(delta.content for delta in deltas) == "so"
@@ -341,7 +341,7 @@ def test_deltas_add_up_to_the_whole_message(qwen3: RenderersCodec) -> None:
     assert parser.message.tool_calls == (call,)
 
 
-def test_count_is_the_length_of_the_prompt(qwen3: RenderersCodec) -> None:
+def test_count_tokens_is_the_length_of_the_prompt(qwen3: RenderersCodec) -> None:
     messages = [Message("system", "s"), Message("user", "q")]
     extension = qwen3.extend((), [NewMessage(message) for message in messages], tools=TOOLS)
     assert qwen3.count_tokens(messages, TOOLS) == sum(
@@ -349,10 +349,10 @@ def test_count_is_the_length_of_the_prompt(qwen3: RenderersCodec) -> None:
     ) + len(extension.generation_prompt_ids)
 
 
-# -- refusals ----------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
-def test_a_family_is_named_and_never_guessed(qwen3: RenderersCodec) -> None:
+def test_an_unknown_family_is_refused(qwen3: RenderersCodec) -> None:
     with pytest.raises(CodecError, match="family: got 'auto', expected one of deepseek_r1"):
         RenderersCodec(qwen3.tokenizer, "auto")
     assert RenderersCodec(qwen3.tokenizer, "Qwen3.5").family == "qwen3_5"
@@ -363,12 +363,12 @@ def test_a_tokenizer_of_another_family_is_refused(qwen3: RenderersCodec) -> None
         RenderersCodec(qwen3.tokenizer, "glm_5")
 
 
-def test_an_option_the_family_does_not_have_is_refused(qwen3: RenderersCodec) -> None:
+def test_an_unknown_option_is_refused(qwen3: RenderersCodec) -> None:
     with pytest.raises(CodecError, match="mood"):
         RenderersCodec(qwen3.tokenizer, "qwen3", mood="good")
 
 
-def test_what_a_renderer_raises_is_a_template_error(markers: Path) -> None:
+def test_an_exception_of_a_renderer_is_a_template_error(markers: Path) -> None:
     llama = codec_of("llama_3", markers)
     calls = (ToolCall("work", "{}", "a"), ToolCall("work", "{}", "b"))
     with pytest.raises(TemplateError, match=r"llama_3 renderer refused .* single tool call"):
@@ -377,23 +377,23 @@ def test_what_a_renderer_raises_is_a_template_error(markers: Path) -> None:
         )
 
 
-def test_a_model_that_reads_text_only_refuses_an_image(qwen3: RenderersCodec) -> None:
+def test_a_text_model_refuses_an_image(qwen3: RenderersCodec) -> None:
     image = Media("image", "d", b"x", mime="image/png")
     seen = Message("user", "look", parts=("look", image))
     with pytest.raises(CodecError, match=r"messages\[1\]: carries an image, but .*qwen3 takes no images"):
         qwen3.extend((), [NewMessage(Message("system", "s")), NewMessage(seen)])
 
 
-def test_no_message_vanishes(qwen3: RenderersCodec, markers: Path) -> None:
-    talk = [Message("developer", "be kind"), Message("user", "q")]
-    ids = qwen3.extend((), [NewMessage(message) for message in talk]).message_tokens[0].ids
+def test_a_message_that_the_renderer_drops_is_an_error(qwen3: RenderersCodec, markers: Path) -> None:
+    messages = [Message("developer", "be kind"), Message("user", "q")]
+    ids = qwen3.extend((), [NewMessage(message) for message in messages]).message_tokens[0].ids
     assert qwen3.decode(ids) == "<|im_start|>system\nbe kind<|im_end|>\n"
-    talk = [Message("user", "q"), Message("system", "now rhyme"), Message("user", "go on")]
+    messages = [Message("user", "q"), Message("system", "now rhyme"), Message("user", "go on")]
     with pytest.raises(TemplateError, match=r"messages\[1\]: the qwen3_vl renderer shows no system message"):
-        codec_of("qwen3_vl", markers).extend((), [NewMessage(message) for message in talk])
+        codec_of("qwen3_vl", markers).extend((), [NewMessage(message) for message in messages])
 
 
-def test_the_package_is_imported_when_a_codec_is_made() -> None:
+def test_renderers_is_imported_only_when_a_codec_is_created() -> None:
     script = (
         "import branchline.chat.renderers_codec.codec, sys; print({'renderers', 'PIL'} & sys.modules.keys())"
     )
@@ -401,30 +401,30 @@ def test_the_package_is_imported_when_a_codec_is_made() -> None:
     assert ran.stdout.strip() == "set()"
 
 
-# -- mutations: what the properties are worth ----------------------------------------------------------
+# -- broken codecs, each of which must be detected ----------------------------------------------------------
 
 
 def thinking_session(codec: RenderersCodec) -> PlanRunner:
     plan = PlanGenerator(Random(3), reasoning=True).generate(8, only=[])
-    player = PlanRunner(Session("s", codec), RenderersReplyEncoder(codec, Random(3)))
-    player.run(plan)
-    return player
+    runner = PlanRunner(Session("s", codec), RenderersReplyEncoder(codec, Random(3)))
+    runner.run(plan)
+    return runner
 
 
-def test_a_codec_that_ignores_what_is_dropped_is_found_out(
+def test_a_codec_that_ignores_dropped_text_is_detected(
     qwen3: RenderersCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Splicer, "_same", lambda *_, **__: True)
-    monkeypatch.setattr(RenderersCodec, "_markers_of", lambda *_: [])
+    monkeypatch.setattr(ReplyReader, "have_same_meaning", lambda *_, **__: True)
+    monkeypatch.setattr(SegmentEncoder, "control_tokens_in", lambda *_: [])
     with pytest.raises(AssertionError):
         check_shows_the_plain_render(thinking_session(qwen3), qwen3)
 
 
-def test_a_codec_that_encodes_a_sampled_message_again_is_found_out(
+def test_a_codec_that_encodes_a_sampled_message_again_is_detected(
     markers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Splicer, "_fit", lambda *_: "again")
+    monkeypatch.setattr(Splicer, "_match", lambda *_: RewriteReason.DROPPED)
     codec = codec_of("deepseek_v3", markers)
-    player, _ = run_plan(codec, 3, 6, [], False, "template")
+    runner, _ = run_plan(codec, 3, 6, [], False, "template")
     with pytest.raises(AssertionError):
-        check_forks_only_where_thinking_changes(player, "template")
+        check_forks_only_where_thinking_changes(runner, "template")

@@ -1,7 +1,7 @@
-"""Calls whose arguments are no JSON object, in the next prompt of every family: no renderer loses them.
+"""Calls whose arguments are not a JSON object, in the next prompt of every family: no renderer loses them.
 
-Some renderers leave such arguments out without a word and some refuse them; both are given an object that
-holds them. What was sampled stands as it was sampled.
+Some renderers silently drop such arguments and some refuse them; both get an object that contains them.
+Sampled calls keep their ids.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ FORMATTED_CALLS: dict[str, samples.Writer] = {
         "</minimax:tool_call>"
     ),
 }
-"""A call as each format writes it."""
+"""A call in each format."""
 MALFORMED = {
     "llama3": ["[1]", "null"],
     "glm": [PLAIN_TEXT, "<arg_key>at</arg_key>", "<arg_key>at</arg_key>\n<arg_value>1</arg_value>so"],
     "qwen3_coder": [PLAIN_TEXT, "[1]", "<parameter=at>\n1", "<parameter=at>\n1\n</parameter>so"],
     "minimax": [PLAIN_TEXT, "[1]", '<parameter name="at">1', '<parameter name="at">1</parameter>so'],
 }
-"""Arguments that are no object, where not just anything is a call."""
+"""The malformed arguments of formats in which other text is not a call."""
 ALL_ARGUMENTS = ["{at: 1", '{"at": 1,}', "[1]", '"{}"', "null", "3", '{"at": 1}}', '{"at": "\n"}', PLAIN_TEXT]
 CASES = [
     (family, arguments)
     for family in sorted(FAMILIES)
-    for arguments in MALFORMED.get(FAMILIES[family].tool_format, ALL_ARGUMENTS)
+    for arguments in MALFORMED.get(FAMILIES[family].output_format.tool_format, ALL_ARGUMENTS)
 ]
 
 
 def rewrite_reasons_after(codec: RenderersCodec, call: ToolCall, text: str, history: Any) -> dict[int, str]:
-    """For each way to stop: why the call is shown otherwise once it was answered; empty: it is not."""
-    ask, reasons = Message("user", "q"), {}
+    """Returns for each stop id why the call does not keep its ids in the next prompt; empty: it does."""
+    question, reasons = Message("user", "q"), {}
     for stop in codec.stop_ids:
         session = Session("s", codec, history=history)
-        turn = session.prepare(Request((ask,), TOOLS))
+        turn = session.prepare(Request((question,), TOOLS))
         output = as_ids([*codec.tokenizer.encode(text).tolist(), stop])
         message = codec.parse(output)
         assert [(made.name, made.arguments) for made in message.tool_calls] == [(call.name, call.arguments)]
@@ -67,40 +67,42 @@ def rewrite_reasons_after(codec: RenderersCodec, call: ToolCall, text: str, hist
             "assistant", message.content, tool_calls=(ToolCall(call.name, call.arguments, "renamed"),)
         )
         answer = Message("tool", "Invalid JSON", tool_call_id="renamed")
-        told = session.prepare(Request((ask, echoed, answer), TOOLS))
+        next_turn = session.prepare(Request((question, echoed, answer), TOOLS))
         kept = [*turn.prompt_ids.tolist(), *output.tolist()]
-        extends = told.prompt_ids[: len(kept)].tolist() == kept
-        assert extends == (told.parent is node) == (not told.rewrite_reason)
-        assert "Invalid JSON" in codec.decode(told.prompt_ids[len(kept) if extends else 0 :])
-        reasons[stop] = told.rewrite_reason
+        extends = next_turn.prompt_ids[: len(kept)].tolist() == kept
+        assert extends == (next_turn.parent is node) == (not next_turn.rewrite_reason)
+        assert "Invalid JSON" in codec.decode(next_turn.prompt_ids[len(kept) if extends else 0 :])
+        reasons[stop] = next_turn.rewrite_reason
     return reasons
 
 
 def reasoning_variants(codec: RenderersCodec) -> list[str]:
-    """What may stand before a call: nothing, which some show as an empty thought, and a thought."""
-    if codec._family_config.reasoning_format != "think":
+    """Returns texts before a call: without reasoning (some families show an empty block), and with."""
+    if codec._family_config.output_format.reasoning_format != "think":
         return [""]
     return (
         ["</think>", "hm\n</think>\n\n"]
-        if codec._starts_in_reasoning({})
+        if codec.output_format((), {}).starts_in_reasoning
         else ["", "<think>\nhm\n</think>\n\n"]
     )
 
 
 @pytest.mark.parametrize("history", ["template", "verbatim"])
 @pytest.mark.parametrize(("family", "arguments"), CASES)
-def test_a_sampled_one_is_kept_as_a_good_one_is(
+def test_a_malformed_call_keeps_its_ids_like_a_well_formed_one(
     markers: Path, family: str, arguments: str, history: Any
 ) -> None:
     codec = codec_of(family, markers)
-    format = codec._family_config.tool_format
-    odd, good = (ToolCall("work", text, "functions.work:0") for text in (arguments, '{"at": 1}'))
+    format = codec._family_config.output_format.tool_format
+    malformed, good = (ToolCall("work", text, "functions.work:0") for text in (arguments, '{"at": 1}'))
     well_formed = getattr(samples, format)("", [good]).lstrip("\n")
-    for thought in reasoning_variants(codec):
-        reasons = rewrite_reasons_after(codec, odd, thought + FORMATTED_CALLS[format]("", [odd]), history)
-        assert reasons == rewrite_reasons_after(codec, good, thought + well_formed, history)
+    for reasoning in reasoning_variants(codec):
+        reasons = rewrite_reasons_after(
+            codec, malformed, reasoning + FORMATTED_CALLS[format]("", [malformed]), history
+        )
+        assert reasons == rewrite_reasons_after(codec, good, reasoning + well_formed, history)
     if history == "template" and family == "deepseek_r1":
-        # It shows no thinking of earlier turns.
+        # It shows no reasoning of earlier turns.
         assert "think_strip" in reasons.values()
     else:
         assert "" in reasons.values()
@@ -108,9 +110,9 @@ def test_a_sampled_one_is_kept_as_a_good_one_is(
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("arguments", ["{at: 1", "[1]", '"x"', "null", PLAIN_TEXT])
-def test_a_foreign_one_is_shown_with_every_word(markers: Path, family: str, arguments: str) -> None:
+def test_a_client_call_is_shown_with_all_of_its_text(markers: Path, family: str, arguments: str) -> None:
     codec = codec_of(family, markers)
-    foreign = Message("assistant", "", tool_calls=(ToolCall("work", arguments, "functions.work:0"),))
-    asked = [Message("user", "q"), foreign, Message("tool", "r", tool_call_id="functions.work:0")]
-    turn = Session("s", codec).prepare(Request(tuple(asked), TOOLS))
+    unsampled = Message("assistant", "", tool_calls=(ToolCall("work", arguments, "functions.work:0"),))
+    messages = [Message("user", "q"), unsampled, Message("tool", "r", tool_call_id="functions.work:0")]
+    turn = Session("s", codec).prepare(Request(tuple(messages), TOOLS))
     assert arguments in codec.decode(turn.prompt_ids)

@@ -1,64 +1,35 @@
-"""A model's chat template, compiled twice: with jinja2, which is what it means, and minijinja, which is fast.
+"""A model's chat template, compiled with jinja2, the reference, and with minijinja, which is faster.
 
-minijinja is used only where it writes the same: both are compared when the template is loaded and again on
-one render in a hundred. The first difference switches it off for good and is kept in `mismatch`.
+No prompt is used that jinja2 would render differently. Probing (`template_probe`) renders every probe
+conversation with both. After that each new *shape* of conversation (the roles and their order, the fields
+that are set, the types of arguments, the tools, the template arguments) is rendered with both once. The first
+difference disables minijinja for this template before the text is used.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from branchline.chat.base import ChatTemplateKwargs, Tools
 from branchline.core.call import CachedJsonDict
 from branchline.core.errors import CodecError, TemplateError
 
 if TYPE_CHECKING:
     import jinja2
 
-ChatTemplateKwargs = Mapping[str, Any]
-_CHECK_INTERVAL = 100
-
-_PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": 'Looks "at" <things> & more.',
-            "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
-        },
-    }
-]
-_PROBES: tuple[tuple[list[dict[str, Any]], Any], ...] = (
-    ([{"role": "user", "content": "Hé <b>&\"'\n"}], None),
-    ([{"role": "system", "content": " S "}, {"role": "user", "content": "ü\n\n"}], _PROBE_TOOLS),
-    (
-        [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b\n", "reasoning_content": "r"},
-            {"role": "user", "content": "c"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [
-                    {
-                        "id": "abcdefghi",
-                        "type": "function",
-                        "function": {"name": "look", "arguments": {"at": 1, "é": [1.5, None, True, "<&>"]}},
-                    }
-                ],
-            },
-            {"role": "tool", "content": "seen", "tool_call_id": "abcdefghi", "name": "look"},
-        ],
-        _PROBE_TOOLS,
-    ),
-)
+_MAX_SHAPES = 4096
+_MAX_EXACT_INT = 2**53
+_PYTHON_WHITESPACE = "\x1c\x1d\x1e\x1f"
+"""Characters that jinja2 trims as whitespace and minijinja does not."""
+_EXCERPT_CHARS = 60
 
 
 class ChatTemplate:
-    """Renders conversations as text. Equal input gives equal text: the clock is the caller's.
+    """Renders conversations as text. Equal input gives equal text: the caller sets the clock.
 
     >>> ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content }}\\n{% endfor %}").render(
     ...     [{"role": "user", "content": "hi"}]
@@ -67,24 +38,21 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, tokens: ChatTemplateKwargs | None = None, *, use_minijinja: bool = True
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, use_minijinja: bool = True
     ) -> None:
         self.source = source
-        self._special_tokens = dict(tokens or {})
+        self._special_tokens = dict(special_tokens or {})
         self._jinja = _compile_jinja(source)
-        self._render_count = 0
+        self._verified_shapes: set[Hashable] = set()
+        """Shapes that both engines rendered to the same text."""
         self.fallback_reason = ""
-        """Why minijinja is not used, where it was tried."""
+        """Why minijinja is not used, if it was tried."""
         self._minijinja: Callable[[dict[str, Any]], str] | None = None
         if use_minijinja:
             try:
                 self._minijinja = _compile_minijinja(source)
             except CodecError as error:
                 self.fallback_reason = str(error)
-        if self._minijinja is not None:
-            for messages, tools in _PROBES:
-                with suppress(TemplateError):
-                    self._render_both(self._context(messages, tools, {}, None))
 
     @property
     def uses_minijinja(self) -> bool:
@@ -92,46 +60,44 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[ChatTemplateKwargs],
-        tools: Sequence[ChatTemplateKwargs] | None = None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools | None = None,
         chat_template_kwargs: ChatTemplateKwargs | None = None,
         *,
         now: datetime | None = None,
         add_generation_prompt: bool = True,
+        verify: bool = False,
     ) -> str:
-        """The conversation as text; `now` is what its clock shows."""
-        context = self._context(messages, tools, chat_template_kwargs or {}, now, add_generation_prompt)
-        if self._minijinja is None:
-            return self._render_jinja(context)
-        self._render_count += 1
-        if self._render_count % _CHECK_INTERVAL == 0:
-            return self._render_both(context)
-        try:
-            return self._minijinja(context)
-        except Exception:
-            # The template raised, or minijinja cannot do what it asks: jinja2 knows which, and says why.
-            return self._render_both(context)
+        """Returns the conversation as text; `now` is the time that its clock functions return.
 
-    def _context(
-        self,
-        messages: Sequence[ChatTemplateKwargs],
-        tools: Sequence[ChatTemplateKwargs] | None,
-        values: ChatTemplateKwargs,
-        now: datetime | None,
-        generation_prompt: bool = True,
-    ) -> dict[str, Any]:
-        clock = now or datetime.now()
+        With `verify` both engines render, even if the shape of the conversation was verified before. Raises
+        TemplateError if the template refuses the conversation.
+        """
+        kwargs = chat_template_kwargs or {}
         context: dict[str, Any] = {
             **self._special_tokens,
-            **values,
+            **kwargs,
             "messages": list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
-            "add_generation_prompt": generation_prompt,
-            "strftime_now": clock.strftime,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": (now or datetime.now()).strftime,
             "raise_exception": _raise_exception,
         }
-        return context
+        if self._minijinja is None:
+            return self._render_jinja(context)
+        shape = _shape(messages, tools or (), kwargs, add_generation_prompt)
+        if shape in self._verified_shapes and not verify:
+            try:
+                return self._minijinja(context)
+            except Exception:
+                # Either the template refuses the conversation or minijinja fails; jinja2 decides.
+                return self._render_both(context)
+        text = self._render_both(context)
+        if len(self._verified_shapes) >= _MAX_SHAPES:
+            self._verified_shapes.clear()
+        self._verified_shapes.add(shape)
+        return text
 
     def _render_jinja(self, context: dict[str, Any]) -> str:
         import jinja2
@@ -144,7 +110,7 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed on the conversation: {error}") from error
 
     def _render_both(self, context: dict[str, Any]) -> str:
-        """The exact text; minijinja is dropped if it writes another, or fails where jinja2 does not."""
+        """Returns the text of jinja2; disables minijinja if it renders another text or fails."""
         fast: str | None = None
         problem = ""
         if self._minijinja is not None:
@@ -156,17 +122,77 @@ class ChatTemplate:
             exact = self._render_jinja(context)
         except TemplateError:
             if fast is not None:
-                self._disable_minijinja("minijinja renders what jinja2 refuses")
+                self._disable_minijinja("minijinja renders a conversation that jinja2 refuses")
             raise
-        if fast is None and problem:
+        if problem:
             self._disable_minijinja(f"minijinja fails: {problem}")
         elif fast is not None and fast != exact:
-            self._disable_minijinja("minijinja writes another text")
+            self._disable_minijinja(_describe_difference(exact, fast))
         return exact
 
     def _disable_minijinja(self, reason: str) -> None:
         self._minijinja = None
         self.fallback_reason = reason
+
+
+def _shape(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Tools,
+    chat_template_kwargs: ChatTemplateKwargs,
+    add_generation_prompt: bool,
+) -> Hashable:
+    """Returns a signature of what a template may branch on. It stays the same while a conversation grows in
+    the same pattern: messages count by their kind and by the kind of their predecessor, not by position."""
+    kinds: list[Hashable] = ["start"]
+    texts: list[str] = []
+    value_types: set[Hashable] = set()
+    for message in messages:
+        content, calls = message["content"], message.get("tool_calls") or ()
+        content_kind: Hashable = bool(content)
+        if not isinstance(content, str):
+            content_kind = None if content is None else tuple(part["type"] for part in content)
+        kinds.append((message["role"], content_kind, tuple(message), min(len(calls), 2)))
+        texts += [value for value in message.values() if isinstance(value, str)]
+        for call in calls:
+            _collect_types(call["function"]["arguments"], value_types, texts)
+    kinds.append("end")
+    text = "".join(texts)
+    tool_list = tuple(hash(to_json(tool)) for tool in tools)
+    kwargs = frozenset((key, repr(value)) for key, value in chat_template_kwargs.items())
+    return (
+        frozenset(pairwise(kinds)),
+        frozenset(value_types),
+        text.isascii(),
+        any(char in text for char in _PYTHON_WHITESPACE),
+        tool_list,
+        kwargs,
+        add_generation_prompt,
+    )
+
+
+def _collect_types(value: Any, types: set[Hashable], texts: list[str], depth: int = 0) -> None:
+    """Adds the types in a value by their depth, up to three, and the texts in it."""
+    types.add((depth, type(value)))
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, (int, float)) and not -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
+        types.add((depth, "large"))
+    elif isinstance(value, float) and "e" in repr(value):
+        types.add((depth, "exponent"))
+    elif isinstance(value, (dict, list)) and depth < 3:
+        texts += value if isinstance(value, dict) else ()
+        for inner in value.values() if isinstance(value, dict) else value:
+            _collect_types(inner, types, texts, depth + 1)
+
+
+def _describe_difference(exact: str, fast: str) -> str:
+    start = 0
+    while start < min(len(exact), len(fast)) and exact[start] == fast[start]:
+        start += 1
+    one, other = (
+        text[max(0, start - _EXCERPT_CHARS // 2) : start + _EXCERPT_CHARS] for text in (exact, fast)
+    )
+    return f"minijinja renders {other!r} where jinja2 renders {one!r}"
 
 
 def _raise_exception(message: str) -> str:
@@ -182,7 +208,7 @@ def to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """The `tojson` of chat templates: plain JSON, nothing escaped for HTML."""
+    """The `tojson` filter of chat templates: plain JSON without HTML escapes."""
     if type(value) is CachedJsonDict and not (ensure_ascii or indent is not None or separators or sort_keys):
         return value.json_text
     separators = tuple(separators) if separators else None
@@ -210,7 +236,7 @@ def _compile_jinja(source: str) -> jinja2.Template:
 
 
 def _generation_extension() -> Any:
-    """`{% generation %}` marks assistant spans for others; to us it is its body."""
+    """Supports `{% generation %}`, which marks assistant spans: only its body is rendered."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 

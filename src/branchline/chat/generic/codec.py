@@ -1,86 +1,86 @@
-"""The generic codec: any tokenizer with a chat template, and no sampled id is ever encoded again.
+"""The generic codec: any tokenizer with a chat template. Sampled ids are never encoded again.
 
-The conversation is rendered once with brackets around what was sampled (`slots`). What the last prompt of
-the path rendered to is remembered, so one comparison of texts says whether all of the path still stands;
-where it does not, the first message that changed is where the fork begins. Text between slots is encoded
-segment by segment (`segments`), and cut into messages where their text ends.
+The conversation is rendered once, with markers around what was sampled (`field_markers`). The sampled ids
+replace the marked text (`prompt_builder`); the text between is encoded segment by segment
+(`segment_encoder`). What the template accepts and shows was found by probing it (`template_probe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from branchline.chat.base import Extension, HistoryPolicy, NewMessage, PathMessage
+from branchline.chat.base import (
+    ChatTemplateKwargs,
+    Extension,
+    HistoryPolicy,
+    NewMessage,
+    PathMessage,
+    Tools,
+)
 from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.field_markers import FieldMarkers
-from branchline.chat.generic.prompt_builder import PromptBuilder
-from branchline.chat.generic.segment_encoder import SegmentEncoder
-from branchline.chat.generic.template_profile import RenderedPrompt, TemplateProfiles
-from branchline.chat.generic.template_traits import TemplateTraits
-from branchline.chat.parsing.base import OutputParser, ParsedOutput
-from branchline.chat.parsing.registry import create_text_parser
+from branchline.chat.generic.prompt_builder import PromptBuilder, PromptCache, TemplateProfile
+from branchline.chat.generic.template_probe import (
+    ASSISTANT,
+    TOOLS,
+    USER,
+    TemplateProbe,
+    probe_template_traits,
+)
+from branchline.chat.parsing.registry import NO_REASONING, OutputFormat, detect_output_format
+from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import reject_media
-from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
-from branchline.core.message import Message
-from branchline.core.token_arrays import Ids
-
-Tools = Sequence[Mapping[str, Any]]
-ChatTemplateKwargs = Mapping[str, Any]
-
-_PROMPT_CACHE_BYTES = 128 * 1024 * 1024
+from branchline.core.message import Message, canonical_json
+from branchline.core.token_arrays import Ids, as_ids
 
 
-class GenericCodec:
+class GenericCodec(TokenizerCodec):
     """Messages ⇄ ids for a tokenizer with a Jinja chat template.
 
-    Parsers are detected from the template unless named. `keep_empty_think` lets an empty thinking block of
-    the generation prompt stand, although history does not show it. `stop_ids` are ids that end an output
-    beside those the tokenizer's files and the template tell (an engine may know more).
+    Parsers are detected from the template unless named. `chat_template` replaces the tokenizer's own
+    templates. `keep_empty_think` keeps an empty reasoning block of the generation prompt, although history
+    does not show it. `stop_ids` are ids that end an output, in addition to those found in the tokenizer's
+    files and in the template (an engine may know more).
     """
 
     def __init__(
         self,
         tokenizer: TokenizerDir,
         *,
+        chat_template: str | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         keep_empty_think: bool = True,
         stop_ids: Iterable[int] = (),
         now: datetime | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.now = now or datetime.now()
-        """What the template's clock shows; one moment for a whole session."""
-        self.segment_encoder = SegmentEncoder(tokenizer)
-        self._rendered_prompts: ByteLimitedCache[RenderedPrompt] = ByteLimitedCache(
-            _PROMPT_CACHE_BYTES, lambda known: len(known.text) + 2000
-        )
-        self._markers = FieldMarkers()
-        self._profiles = TemplateProfiles(
-            tokenizer,
-            self.segment_encoder,
-            self._markers,
-            self._rendered_prompts,
-            frozenset(stop_ids),
-            keep_empty_think,
-            tool_parser,
-            reasoning_parser,
-            self.now,
-        )
-        self.output_format = self._profiles.get(tools=True, chat_template_kwargs={}).output_format
-        """How outputs are parsed when the template gets no arguments."""
-        self.stop_ids = self._profiles.stop_ids
-        """Ids that end an output."""
+        """The time that template clocks show; one time for a whole session."""
+        self.prompt_cache = PromptCache()
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        self._keep_empty_think = keep_empty_think
+        sources = {tools: chat_template or tokenizer.template_source(tools=tools) for tools in (False, True)}
+        compiled = {source: self._compile(source) for source in sources.values()}
+        self._templates = {tools: compiled[source] for tools, source in sources.items()}
+        self._traits = {
+            template: probe_template_traits(template, now=self.now) for template in compiled.values()
+        }
+        terminators = [self._find_terminators(template) for template in compiled.values()]
+        self.stop_ids = tokenizer.stop_ids.union(stop_ids, *terminators)
+        self._profiles: dict[tuple[ChatTemplate, bytes], TemplateProfile] = {}
 
     @classmethod
     def open(cls, path: str | Path, **options: Any) -> GenericCodec:
-        """The codec of a tokenizer directory."""
+        """Opens the codec of a tokenizer directory."""
         return cls(TokenizerDir.open(path), **options)
 
     @property
@@ -88,73 +88,92 @@ class GenericCodec:
         return f"generic:{self.tokenizer.path.name}"
 
     def with_clock(self, now: datetime) -> GenericCodec:
-        """The same codec with its clock stopped at another moment; caches of text are shared."""
+        """Returns the same codec with another time; both share all caches."""
         other = copy(self)
         other.now = now
         return other
 
-    def clear_prompt_cache(self) -> None:
-        """Drops what is remembered of earlier prompts; the next ones cost more and are the same."""
-        self._rendered_prompts.clear()
+    # -- the template --------------------------------------------------------------------------------
 
-    # -- ids to messages -----------------------------------------------------------------------------
+    def profile(
+        self, *, tools: bool = False, chat_template_kwargs: ChatTemplateKwargs | None = None
+    ) -> TemplateProfile:
+        """Returns what is known about the template for prompts with or without tools."""
+        template, kwargs = self._templates[tools], chat_template_kwargs or {}
+        key = (template, canonical_json(dict(kwargs)) if kwargs else b"")
+        if key not in self._profiles:
+            self._profiles[key] = self._build_profile(template, kwargs)
+        return self._profiles[key]
 
-    @property
-    def terminator_ids(self) -> frozenset[int]:
-        """The stop ids that the template itself puts behind a reply."""
-        return frozenset(self._profiles.terminator_ids(self.tokenizer.chat_template()))
+    def probe(
+        self, *, tools: bool = False, chat_template_kwargs: ChatTemplateKwargs | None = None
+    ) -> TemplateProbe:
+        """Returns a probe of the template for prompts with or without tools."""
+        profile = self.profile(tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return TemplateProbe(profile.template, profile.traits, profile.chat_template_kwargs, self.now)
 
-    def parser(
-        self, tools: Tools = (), chat_template_kwargs: ChatTemplateKwargs | None = None
-    ) -> OutputParser:
-        """A parser for one output, to be fed as it arrives."""
-        found = self._profiles.get(
-            tools=bool(tools), chat_template_kwargs=chat_template_kwargs or {}
-        ).output_format
-        text_parser = create_text_parser(
-            found.tool_format,
-            reasoning_format=found.reasoning_format,
-            starts_in_reasoning=found.starts_in_reasoning,
-            tools=tools,
-        )
-        return OutputParser(text_parser, self.tokenizer.token_bytes, self.stop_ids)
+    def output_format(self, tools: Tools, chat_template_kwargs: ChatTemplateKwargs) -> OutputFormat:
+        profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
+        return profile.reader.output_format
 
-    def parse(
-        self,
-        ids: Ids,
-        finish_reason: str = "stop",
-        tools: Tools = (),
-        chat_template_kwargs: ChatTemplateKwargs | None = None,
-    ) -> Message:
-        return self.parse_output(ids, finish_reason, tools, chat_template_kwargs).message
-
-    def parse_output(
-        self,
-        ids: Ids,
-        finish_reason: str = "stop",
-        tools: Tools = (),
-        chat_template_kwargs: ChatTemplateKwargs | None = None,
-    ) -> ParsedOutput:
-        """The message some ids spell, and what was wrong with it."""
-        return self.parser(tools, chat_template_kwargs).parse(ids.tolist(), finish_reason)
-
-    def plain_parser(self) -> OutputParser:
-        return OutputParser(create_text_parser("plain"), self.tokenizer.token_bytes, self.stop_ids)
-
-    def decode(self, ids: Ids) -> str:
-        return self.tokenizer.decode(ids)
-
-    def token_bytes(self, token: int) -> bytes:
+    def _compile(self, source: str) -> ChatTemplate:
         try:
-            return self.tokenizer.token_bytes(token)
-        except CodecError:
-            return b"<%d>" % token
+            return ChatTemplate(source, self.tokenizer.special_tokens)
+        except CodecError as error:
+            raise CodecError(f"{self.tokenizer.path}: {error}") from error
 
-    def encode(self, text: str) -> Ids:
-        return self.tokenizer.encode(text)
+    def _build_profile(self, template: ChatTemplate, kwargs: ChatTemplateKwargs) -> TemplateProfile:
+        traits = self._traits[template]
+        if kwargs:
+            traits = probe_template_traits(template, kwargs, self.now)
+        traits = self._with_generation_prompt(template, traits, kwargs)
+        return TemplateProfile(
+            template,
+            traits,
+            kwargs,
+            ReplyReader(self.segment_encoder, self.stop_ids, self._detect_output_format(template, traits)),
+            self._find_terminators(template),
+            TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
+            self._keep_empty_think,
+        )
 
-    def encode_reply(self, message: Message) -> Ids:
-        return self.tokenizer.encode_reply(message)
+    def _find_terminators(self, template: ChatTemplate) -> frozenset[int]:
+        """Returns the added tokens that follow a reply if a user message or a tool result comes next."""
+        probe = TemplateProbe(template, self._traits[template], now=self.now)
+        found: set[int] = set()
+        for following in (USER, Message("tool", "t")):
+            text = probe.render_or_empty([USER, ASSISTANT, following])
+            start = text.find(ASSISTANT.content)
+            token = next(self.segment_encoder.find_added_tokens(text, start), None) if start >= 0 else None
+            if token is not None:
+                found.add(token[2])
+        return frozenset(found)
+
+    def _with_generation_prompt(
+        self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
+    ) -> TemplateTraits:
+        """Adds the generation prompt of a template that always writes one, requested or not."""
+        if traits.generation_prompt:
+            return traits
+        text = TemplateProbe(template, traits, kwargs, self.now).render_or_empty([USER])
+        for _, end, token in self.segment_encoder.find_added_tokens(text, max(0, text.find(USER.content))):
+            if token in self.stop_ids:
+                prompt = text[end:].lstrip()
+                return replace(traits, generation_prompt=prompt, history_reply_prefix=prompt)
+        return traits
+
+    def _detect_output_format(self, template: ChatTemplate, traits: TemplateTraits) -> OutputFormat:
+        detected = detect_output_format(
+            template.source, traits.generation_prompt, self.tokenizer.added_tokens
+        )
+        if self._tool_parser is not None:
+            detected = replace(detected, tool_format=self._tool_parser)
+        if self._reasoning_parser is not None:
+            return replace(detected, reasoning_format=self._reasoning_parser)
+        if not traits.shows_reasoning:
+            # Reasoning that is parsed out and never shown again would fork every call.
+            return replace(detected, reasoning_format=NO_REASONING, starts_in_reasoning=False)
+        return detected
 
     # -- messages to ids -----------------------------------------------------------------------------
 
@@ -167,36 +186,48 @@ class GenericCodec:
         chat_template_kwargs: ChatTemplateKwargs | None = None,
         history: HistoryPolicy = "template",
     ) -> Extension:
-        reject_media([shown.message for shown in new], self.name, first_index=len(path))
-        conversation = PromptBuilder(
-            self._profiles.get(tools=bool(tools), chat_template_kwargs=chat_template_kwargs or {}),
-            [*path, *new],
-            len(path),
-            tools,
-            chat_template_kwargs or {},
-            self.now,
-        )
+        reject_media([entry.message for entry in new], self.name, first_index=len(path))
+        profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
+        builder = PromptBuilder(profile, self.prompt_cache, [*path, *new], len(path), tools, self.now)
         if history == "verbatim" and path:
-            return conversation.build_verbatim()
-        return conversation.build_from_template()
+            return builder.build_verbatim()
+        return builder.build_from_template()
 
-    def count_tokens(
+    def encode_prompt(
         self,
         messages: Sequence[Message],
         tools: Tools = (),
         chat_template_kwargs: ChatTemplateKwargs | None = None,
-    ) -> int:
-        """How many tokens a prompt has."""
-        extension = self.extend(
-            (),
-            [NewMessage(message) for message in messages],
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return sum(len(piece.ids) for piece in extension.message_tokens) + len(
-            extension.generation_prompt_ids
-        )
+    ) -> Ids:
+        """Returns the ids of a prompt as the template renders it. Unlike `extend`, this reuses no sampled ids
+        and accepts media, which appear as the template prints them."""
+        profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
+        raw = profile.traits.to_template_messages(messages)
+        text = profile.template.render(raw, tools, profile.chat_template_kwargs, now=self.now)
+        return self.segment_encoder.encode(text)
 
-    def template_traits(self, template: ChatTemplate) -> TemplateTraits:
-        """How a template wants to be spoken to."""
-        return self._profiles.traits(template)
+    def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
+        """Returns the ids of a reply as the template shows it, or as plain text if the template does not
+        show it after its own generation prompt."""
+        reply = self.render_reply(message)
+        if reply is None:
+            return super().encode_reply(message)
+        text, terminator = reply
+        ids = self.tokenizer.encode(text)
+        return as_ids([*ids.tolist(), terminator]) if stop and terminator is not None else ids
+
+    def render_reply(self, message: Message) -> tuple[str, int | None] | None:
+        """Returns the text of a reply as the template shows it and the id of its terminator, or None if the
+        template does not show the reply after its own generation prompt."""
+        tools = bool(message.tool_calls)
+        text = self.probe(tools=tools).render_reply(message, TOOLS if tools else ())
+        if text is None:
+            return None
+        stops = [
+            (start, token)
+            for start, _, token in self.segment_encoder.find_added_tokens(text)
+            if token in self.stop_ids
+        ]
+        if stops:
+            return text[: stops[-1][0]], stops[-1][1]
+        return text, min(self.profile(tools=tools).terminator_ids, default=None)

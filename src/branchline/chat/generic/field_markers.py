@@ -1,55 +1,60 @@
-"""Slots: sampled messages inside a rendered conversation, found by marks around their fields.
+"""Locates messages in a rendered conversation by markers around the fields of sampled messages.
 
-A template is shown every sampled message with its fields in brackets (a nonce before and after). Where all
-brackets come out again, a stop token follows and the added tokens between are those of the sample, the
-template shows the message in full, in whatever style: its text is the sample's place, and the ids that were
-sampled stand there. Otherwise the template dropped or rewrote something, and that is a fork.
+A template is given every sampled message with a marker (a nonce) before and after each field. If all markers
+come out again, a stop token follows, the control tokens between are those of the sample and the text means
+what was sampled, then the template shows the message in full, in whatever style: the sampled ids replace its
+text. Otherwise the template dropped or rewrote something, and the prompt forks.
+
+A layout gives each message an end, and each sampled message that is shown in full a span. Where a context
+message ends only decides which node holds which ids; the prompt is the same.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from branchline.chat.generic.segment_encoder import SegmentEncoder
-from branchline.chat.generic.template_traits import has_malformed_arguments
+from branchline.chat.base import PromptMessage, RewriteReason
+from branchline.chat.template_traits import has_malformed_arguments
+from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 
 CONTENT, REASONING, FIRST_CALL = 0, 1, 2
-"""Fields of a message, by the number their brackets carry."""
+"""The numbers of the fields of a message in its markers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """Where a slot stands in a text: the sampled ids go from `start` to `end`."""
+    """The text from `start` to `end`, which sampled ids replace."""
 
     start: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Why a slot cannot be kept."""
+@dataclass
+class MessageLayout:
+    """The messages of a text from index `first` on."""
 
-    reason: str
+    first: int
+    message_ends: list[int] = field(default_factory=list)
+    spans: dict[int, TextSpan] = field(default_factory=dict)
+    mismatches: dict[int, RewriteReason] = field(default_factory=dict)
+    """The sampled messages that are not shown in full, with the reason."""
 
 
 class FieldMarkers:
-    """Marks fields of messages and finds them again."""
+    """Marks the fields of messages and finds them in a text."""
 
-    def __init__(self, salt: str = "") -> None:
-        self.nonce = salt or "Zq" + secrets.token_hex(4)
-        # Ends in a character nothing combines with, so that normalisation leaves it alone.
+    def __init__(self) -> None:
+        self.nonce = "Zq" + secrets.token_hex(4)
+        # A marker ends in a character that combines with no other, so that normalisation keeps it.
         self._pattern = re.compile(re.escape(self.nonce) + r"\d+x\d+[ab]_")
 
     def nonce_occurs_in(self, messages: Iterable[Message]) -> bool:
-        """Whether somebody wrote our nonce; then another one is needed."""
+        """Whether a message contains the nonce; then other markers are needed."""
         return any(
             self.nonce in message.content
             or self.nonce in message.reasoning_content
@@ -58,37 +63,38 @@ class FieldMarkers:
         )
 
     def field_marker(self, index: int) -> Callable[[int, str], str]:
-        """A function that brackets a field of the message at an index."""
-        return lambda field, text: (
-            f"{self._marker_text(index, field, 'a')}{text}{self._marker_text(index, field, 'b')}"
+        """Returns a function that marks a field of the message at an index."""
+        return lambda number, text: (
+            f"{self._marker_text(index, number, 'a')}{text}{self._marker_text(index, number, 'b')}"
         )
 
-    def _marker_text(self, index: int, field: int, side: str) -> str:
-        return f"{self.nonce}{index}x{field}{side}_"
+    def _marker_text(self, index: int, number: int, side: str) -> str:
+        return f"{self.nonce}{index}x{number}{side}_"
 
     def strip(self, text: str) -> str:
+        """Returns the text without markers."""
         return self._pattern.sub("", text) if self.nonce in text else text
 
     def find_first(self, text: str, index: int, start: int) -> int:
-        """The place of the first bracket of a message, or -1."""
+        """Returns the offset of the first marker of a message, or -1."""
         return text.find(f"{self.nonce}{index}x", start)
 
     def find_last_end(self, text: str, index: int, message: Message, start: int) -> int:
-        """The place behind the last bracket of a message; -1 where one is missing."""
+        """Returns the offset after the last marker of a message, or -1 if a marker is missing."""
         last = -1
-        for field in _marked_fields(message):
-            # Each is looked for by itself: a template that sorts keys may show the second mark first.
+        for number in _marked_fields(message):
+            # Each marker is searched separately: a template that sorts keys may swap the two.
             for side in "ab":
-                mark = self._marker_text(index, field, side)
-                place = text.find(mark, start)
-                if place < 0:
+                marker = self._marker_text(index, number, side)
+                offset = text.find(marker, start)
+                if offset < 0:
                     return -1
-                last = max(last, place + len(mark))
+                last = max(last, offset + len(marker))
         return last
 
 
 def _marked_fields(message: Message) -> list[int]:
-    fields = [FIRST_CALL + place for place in range(len(message.tool_calls))]
+    fields = [FIRST_CALL + number for number in range(len(message.tool_calls))]
     if message.reasoning_content:
         fields.append(REASONING)
     if message.content or not fields:
@@ -97,101 +103,172 @@ def _marked_fields(message: Message) -> list[int]:
 
 
 class SpanFinder:
-    """Decides where a sampled message stands in a rendered text, and whether it is all there."""
+    """Decides where a message stands in a rendered text, and whether a sampled one is shown in full."""
 
-    def __init__(
-        self,
-        encoder: SegmentEncoder,
-        brackets: FieldMarkers,
-        stops: Iterable[int],
-        vocab: int,
-        meaning: Callable[[bytes, bool, bool, bool], object],
-    ) -> None:
-        self._segment_encoder = encoder
-        self._normalize_reply = meaning
-        """What the bytes of a reply say, given whether it was cut, whether it begins inside thinking and
-        whether its calls are known by their names alone; equal meanings are one reply in two spellings."""
-        self._markers = brackets
-        self.stop_ids = frozenset(stops)
-        markers = encoder.control_token_ids
-        self._is_control_token = np.zeros(max([vocab, *(token + 1 for token in markers)]), np.bool_)
-        self._is_control_token[markers] = True
+    def __init__(self, reader: ReplyReader, markers: FieldMarkers, reply_prefixes: Sequence[str]) -> None:
+        self._reader = reader
+        self._encoder = reader.segment_encoder
+        self._markers = markers
+        self._reply_prefixes = reply_prefixes
+        """The generation prompt, and the text that history shows in its place."""
 
-    def find(self, text: str, index: int, message: Message, sampled: Ids, start: int) -> TextSpan | Mismatch:
-        """The span of a slot whose opening ends at `start`."""
+    # -- one sampled message -------------------------------------------------------------------------
+
+    def find(
+        self, text: str, index: int, message: Message, sampled: Ids, start: int
+    ) -> TextSpan | RewriteReason:
+        """Returns the span of a sampled message whose prefix ends at `start`, or why there is none."""
         last = self._markers.find_last_end(text, index, message, start)
         if last < 0:
-            return Mismatch("dropped")
+            return RewriteReason.DROPPED
         stop = self.find_next_stop(text, last)
         if stop is None:
-            return Mismatch("no_terminator")
+            return RewriteReason.NO_TERMINATOR
         stop_start, stop_end, stop_id = stop
-        stopped = self.ends_with_stop(sampled)
+        stopped = self._reader.ends_with_stop(sampled)
         if stopped and int(sampled[-1]) != stop_id:
-            return Mismatch("foreign_stop")
-        said = self._control_tokens_in(sampled[:-1] if stopped else sampled)
+            return RewriteReason.FOREIGN_STOP
+        body = sampled[:-1] if stopped else sampled
+        expected = self._encoder.control_tokens_in(body)
         shown = [
             token
-            for _, _, token in self._segment_encoder.find_added_tokens(text, start, stop_start)
-            if self._is_control_token[token]
+            for _, _, token in self._encoder.find_added_tokens(text, start, stop_start)
+            if self._encoder.is_control_token(token)
         ]
-        odd = has_malformed_arguments(message)
-        # What stands in for odd arguments has markers of its own, but the reply begins as it did.
-        same = said[:1] == shown[:1] if odd else said == (shown if stopped else shown[: len(said)])
-        if not same:
-            return Mismatch("dropped" if len(shown) < len(said) else "rewritten")
-        if (stopped or message.content) and not self._has_same_meaning(
-            text[start:stop_start], sampled, stopped, odd
+        malformed = has_malformed_arguments(message)
+        if malformed:
+            # What replaces malformed arguments has control tokens of its own; the reply starts the same.
+            same_tokens = expected[:1] == shown[:1]
+        else:
+            same_tokens = expected == (shown if stopped else shown[: len(expected)])
+        if not same_tokens:
+            return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
+        if (stopped or message.content) and not self._reader.have_same_meaning(
+            self._markers.strip(text[start:stop_start]).encode("utf-8", "replace"),
+            self._encoder.decode_bytes(body),
+            cut=not stopped,
+            ignore_arguments=malformed,
         ):
-            return Mismatch("rewritten")
+            return RewriteReason.REWRITTEN
         if stopped:
             return TextSpan(start, stop_end)
-        # Cut: what closes the message is not the sample's, nor is the end of thinking that was left open.
-        return TextSpan(start, stop_start if odd or len(said) == len(shown) else last)
+        # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
+        return TextSpan(start, stop_start if malformed or len(expected) == len(shown) else last)
 
-    def _has_same_meaning(self, text: str, sampled: Ids, stopped: bool, odd: bool) -> bool:
-        """Whether the template's text means what was sampled; mostly it is the very same text."""
-        shown = self._markers.strip(text).encode("utf-8", "replace")
-        said = self._segment_encoder.decode_bytes(sampled[:-1] if stopped else sampled)
-        return shown == said or any(
-            self._normalize_reply(shown, not stopped, inside, odd)
-            == self._normalize_reply(said, not stopped, inside, odd)
-            for inside in (False, True)
-        )
-
-    def find_reply_start(self, text: str, cursor: int, bracket: int, sampled: Ids) -> int:
-        """Where a sample begins in front of its first bracket, in a template that opens replies with nothing.
-
-        A sample that begins with a marker (`[TOOL_CALLS]`) begins at that marker; one that begins with text,
-        behind the last marker that is not its own.
-        """
-        begins = self._control_tokens_in(sampled[:1])
-        start = cursor
-        for opened, closed, token in self._segment_encoder.find_added_tokens(text, cursor, bracket):
-            if begins and token == begins[0]:
-                return opened
-            if self._is_control_token[token]:
-                start = closed
-        return start
-
-    def with_markers(self, brackets: FieldMarkers) -> SpanFinder:
-        """The same finder for texts marked with other brackets."""
-        other = copy(self)
-        other._markers = brackets
-        return other
-
-    def ends_with_stop(self, sampled: Ids) -> bool:
-        """Whether a sample ended by itself, and was not cut."""
-        return len(sampled) > 0 and int(sampled[-1]) in self.stop_ids
+    def find_last_reply_end(
+        self, text: str, index: int, message: Message, sampled: Ids, *, stop_opens_next_message: bool
+    ) -> int | None:
+        """Returns where a sampled message ends, even if the text does not show it in full."""
+        last = self._markers.find_last_end(text, index, message, 0)
+        if last < 0:
+            return None
+        start = max(0, self._markers.find_first(text, index, 0))
+        span = self.find(text, index, message, sampled, start)
+        if isinstance(span, TextSpan):
+            return span.end
+        stop = self.find_next_stop(text, last)
+        if stop is None:
+            return last
+        if not self._reader.ends_with_stop(sampled):
+            return stop[0]
+        # If the stop opens the next message, an opener other than the sampled one must still be written.
+        return stop[0] if stop_opens_next_message and int(sampled[-1]) != stop[2] else stop[1]
 
     def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
-        """The first token at or after a place that ends a message."""
-        for found in self._segment_encoder.find_added_tokens(text, start):
-            if found[2] in self.stop_ids:
-                return found
+        """Returns the first stop token at or after an offset, as (start, end, id)."""
+        for token in self._encoder.find_added_tokens(text, start):
+            if token[2] in self._reader.stop_ids:
+                return token
         return None
 
-    def _control_tokens_in(self, ids: Ids) -> list[int]:
-        known = ids[(ids >= 0) & (ids < len(self._is_control_token))]
-        markers: list[int] = known[self._is_control_token[known]].tolist()
-        return markers
+    # -- all messages --------------------------------------------------------------------------------
+
+    def locate_messages(
+        self, text: str, messages: Sequence[PromptMessage], marked: Collection[int], first: int, cursor: int
+    ) -> MessageLayout:
+        """Lays out messages[first:] in a text whose earlier messages end at `cursor`."""
+        layout = MessageLayout(first)
+        for index in range(first, len(messages)):
+            entry = messages[index]
+            if index in marked:
+                sampled = entry.sampled_ids
+                assert sampled is not None
+                start = self._reply_start(text, index, cursor, sampled)
+                span = self.find(text, index, entry.message, sampled, start)
+                if isinstance(span, TextSpan):
+                    layout.spans[index] = span
+                    cursor = span.end
+                else:
+                    layout.mismatches[index] = span
+            elif index == len(messages) - 1:
+                cursor = self._last_message_end(text, entry.message, cursor)
+            else:
+                cursor = self._context_message_end(text, messages, index, cursor, marked)
+            layout.message_ends.append(cursor)
+        return layout
+
+    def _reply_start(self, text: str, index: int, cursor: int, sampled: Ids) -> int:
+        """Returns the end of the reply prefix before the first marker of a sampled message.
+
+        If the template writes no prefix, a sample that starts with a control token (`[TOOL_CALLS]`) starts
+        there, and any other after the last control token before the marker.
+        """
+        marker = max(cursor, self._markers.find_first(text, index, cursor))
+        for prefix in self._reply_prefixes:
+            start = text.rfind(prefix, cursor, marker) if prefix else -1
+            if start >= 0:
+                return start + len(prefix)
+        first_token = self._encoder.control_tokens_in(sampled[:1])
+        reply_start = cursor
+        for start, end, token in self._encoder.find_added_tokens(text, cursor, marker):
+            if first_token and token == first_token[0]:
+                return start
+            if self._encoder.is_control_token(token):
+                reply_start = end
+        return reply_start
+
+    def _last_message_end(self, text: str, message: Message, cursor: int) -> int:
+        """Returns the offset of the generation prompt, or the end of the text if there is none."""
+        prompt = self._reply_prefixes[0]
+        start = text.rfind(prompt, _content_end(text, message, cursor, len(text))) if prompt else -1
+        return start if start >= 0 else len(text)
+
+    def _context_message_end(
+        self,
+        text: str,
+        messages: Sequence[PromptMessage],
+        index: int,
+        cursor: int,
+        marked: Collection[int],
+    ) -> int:
+        """Returns the offset after a context message's stop token, or after its content if it has none.
+
+        The next marked message is the limit, because some templates show an early message late.
+        """
+        next_marked = next((later for later in range(index + 1, len(messages)) if later in marked), None)
+        limit = -1 if next_marked is None else self._markers.find_first(text, next_marked, cursor)
+        limit = limit if limit >= 0 else len(text)
+        end = _content_end(text, messages[index].message, cursor, limit)
+        following = _first_text(messages[index + 1].message)
+        next_start = text.find(following, end, limit) if following else -1
+        limit = next_start if next_start >= 0 else limit
+        stop = self.find_next_stop(text, end)
+        if stop is None or stop[0] >= limit:
+            return end
+        end = stop[1]
+        while end < limit and text[end].isspace():
+            end += 1
+        return end
+
+
+def _first_text(message: Message) -> str:
+    return message.content.strip() or (message.tool_calls[0].name if message.tool_calls else "")
+
+
+def _content_end(text: str, message: Message, cursor: int, limit: int) -> int:
+    """Returns the offset after the content and the call names of a message, as far as they occur."""
+    for needle in (message.content.strip(), *(call.name for call in message.tool_calls)):
+        start = text.find(needle, cursor, limit) if needle else -1
+        if start >= 0:
+            cursor = start + len(needle)
+    return cursor

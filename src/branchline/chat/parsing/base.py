@@ -1,9 +1,9 @@
-"""What a model sampled, as a message, whole or while it is still being sampled.
+"""Parses generated ids into an assistant message, as a whole or while they arrive.
 
-However the ids are cut into pieces, the deltas add up to the same message: what could still become
-framing is held back, and nothing said is ever taken back. A tool call is said when it is closed and its name
-can be read, with its arguments as they were written: nothing is repaired, so that the model can be told. One
-that is cut or nameless stays text, every character of it. No sequence of ids raises.
+The deltas add up to the same message however the ids are split into chunks: text that could still become
+a marker is held back, and nothing emitted is ever withdrawn. A tool call is emitted when it is closed and
+its name is readable. Its arguments stay as they were generated, so that the client sees the model's
+mistakes. A call that is cut or has no name stays text, character for character. No ids raise.
 """
 
 from __future__ import annotations
@@ -23,61 +23,62 @@ REPLACEMENT = "\ufffd".encode()
 
 
 class ParseProblem(StrEnum):
-    """What was wrong with an output; the message is the same in every chunking, and so are its problems."""
+    """A defect of an output. The problems found do not depend on how the output was split."""
 
     MALFORMED_CALL = "malformed_call"
-    """Framed as a tool call, but nobody's; it stands in the text."""
+    """Delimited like a tool call, but not readable as one; it stays in the text."""
     MALFORMED_ARGUMENTS = "malformed_arguments"
-    """A tool call whose arguments are no JSON object; they stand in it as they were written."""
+    """A tool call whose arguments are not a JSON object; they are kept as generated."""
     CUT_CALL = "cut_call"
-    """A tool call that the output ended in; it stands in the text."""
+    """The output ended inside a tool call; the call stays in the text."""
     BROKEN_HEADER = "broken_header"
-    """A message header that no reader knows (harmony); it stands in the text."""
+    """An unknown harmony message header; it stays in the text."""
     UNCLOSED_REASONING = "unclosed_reasoning"
     INVALID_UTF8 = "invalid_utf8"
-    """Bytes that are no text; each stands as U+FFFD, as in a decode of the whole."""
+    """Invalid bytes, decoded as U+FFFD exactly as when the whole output is decoded at once."""
     UNKNOWN_ID = "unknown_id"
-    """An id outside the vocabulary (engines pad theirs); it stands as U+FFFD."""
+    """An id outside the vocabulary (engines pad theirs), decoded as U+FFFD."""
 
 
 class MessageDelta(Struct, frozen=True):
-    """The next bit of a message: reasoning, text, or a whole tool call. One is made for every token."""
+    """The next part of a message: reasoning, text, or one complete tool call."""
 
     content: str = ""
     reasoning_content: str = ""
     tool_call: ToolCall | None = None
     index: int = 0
-    """Which of the message's calls this is."""
+    """The index of the tool call in the message."""
 
 
 class TextParser(Protocol):
-    """One output of one format, read as text. Made for one output, finished once."""
+    """Parses the text of one output in one format. A parser is used once."""
 
     @property
     def problems(self) -> list[ParseProblem]: ...
 
     def feed(self, text: str) -> list[MessageDelta]:
-        """What is certain now."""
+        """Returns what is certain after this text."""
         ...
 
     def finish(self, cut: bool) -> list[MessageDelta]:
-        """All that was held back. `cut`: the output ended before the model ended it."""
+        """Returns what was held back. `cut`: the output ended before the model stopped."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole output."""
+    """The message of a complete output, and its defects."""
 
     message: Message
     problems: tuple[ParseProblem, ...]
 
 
 class OutputParser:
-    """One output, read as ids.
+    """Parses the ids of one output.
 
-    >>> from branchline.chat.parsing.registry import parser_for
-    >>> parser = OutputParser(parser_for("plain", reasoning_content="think"), lambda token: bytes([token]), {0})
+    >>> from branchline.chat.parsing.registry import create_text_parser
+    >>> text_parser = create_text_parser("plain", reasoning_format="think")
+    >>> parser = OutputParser(text_parser, lambda token: bytes([token]), {0})
     >>> parser.feed(b"<think>\\nhm")
     [MessageDelta(content='', reasoning_content='hm', tool_call=None, index=0)]
     >>> parser.feed(b"\\n</think>\\n\\nyes\\0")
@@ -95,9 +96,7 @@ class OutputParser:
         self._token_bytes = token_bytes
         self._stop_ids = frozenset(stop_ids)
         self._pending_stop: int | None = None
-        """A stop id that is the last one so far; it becomes text only when more follows."""
-        self._in_character = False
-        """Whether a character has begun that has not ended."""
+        """A stop id at the end of the ids so far; it becomes text only if more ids follow."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._problems: list[ParseProblem] = []
         self._content: list[str] = []
@@ -105,22 +104,42 @@ class OutputParser:
         self._tool_calls: list[ToolCall] = []
 
     def feed(self, ids: Iterable[int]) -> list[MessageDelta]:
-        """What is certain after these ids."""
+        """Returns what is certain after these ids."""
         ids = ids if isinstance(ids, list) else list(ids)
-        if len(ids) == 1 and self._pending_stop is None and not self._in_character:
-            # Mostly, while an answer is streamed: one token, of whole and plain letters.
-            spelled = b"" if ids[0] in self._stop_ids else self._decode_token(ids[0])
-            if spelled and spelled.isascii():
-                deltas = self._parser.feed(spelled.decode("ascii"))
-                return self._record(deltas) if deltas else deltas
         if self._pending_stop is None and self._stop_ids.isdisjoint(ids[:-1]):
-            # Mostly: at most the last one is a stop id.
+            # The common case: at most the last id is a stop id.
             if ids and ids[-1] in self._stop_ids:
                 self._pending_stop, ids = int(ids[-1]), ids[:-1]
-            text = self._decode_utf8(self._decode_tokens(ids), final=False)
+            data = self._decode_tokens(ids)
         else:
-            text = self._decode_utf8(self._decode_tokens_with_stops(ids), final=False)
+            data = self._decode_tokens_with_stops(ids)
+        text = self._decode_utf8(data, final=False)
         return self._record(self._parser.feed(text)) if text else []
+
+    def finish(self, finish_reason: str | None) -> list[MessageDelta]:
+        """Returns what was held back. An output counts as cut unless it ends in a stop id or its finish
+        reason is a stop."""
+        text = self._decode_utf8(b"", final=True)
+        deltas = self._parser.feed(text) if text else []
+        cut = self._pending_stop is None and finish_reason not in ("stop", "tool_calls")
+        return self._record([*deltas, *self._parser.finish(cut)])
+
+    def parse(self, ids: Iterable[int], finish_reason: str | None) -> ParsedOutput:
+        """Parses a complete output: feed and finish."""
+        self.feed(ids)
+        self.finish(finish_reason)
+        return ParsedOutput(self.message, self.problems)
+
+    @property
+    def message(self) -> Message:
+        """The message emitted so far."""
+        text, reasoning = "".join(self._content), "".join(self._reasoning_content)
+        return Message("assistant", text, reasoning_content=reasoning, tool_calls=tuple(self._tool_calls))
+
+    @property
+    def problems(self) -> tuple[ParseProblem, ...]:
+        """Each problem once: those of the bytes first, then those of the format."""
+        return tuple(dict.fromkeys([*sorted(self._problems), *self._parser.problems]))
 
     def _decode_tokens(self, ids: list[int]) -> bytes:
         try:
@@ -129,40 +148,16 @@ class OutputParser:
             return b"".join([self._decode_token(token) for token in ids])
 
     def _decode_tokens_with_stops(self, ids: list[int]) -> bytes:
-        spelled = []
+        decoded = []
         for token in ids:
             if self._pending_stop is not None:
-                spelled.append(self._decode_token(self._pending_stop))
+                decoded.append(self._decode_token(self._pending_stop))
                 self._pending_stop = None
             if token in self._stop_ids:
                 self._pending_stop = int(token)
             else:
-                spelled.append(self._decode_token(int(token)))
-        return b"".join(spelled)
-
-    def finish(self, finish_reason: str | None) -> list[MessageDelta]:
-        """What was held back. An output is cut unless it ends in a stop id or its reason is a stop."""
-        text = self._decode_utf8(b"", final=True)
-        deltas = self._parser.feed(text) if text else []
-        cut = self._pending_stop is None and finish_reason not in ("stop", "tool_calls")
-        return self._record([*deltas, *self._parser.finish(cut)])
-
-    def parse(self, ids: Iterable[int], finish_reason: str | None) -> ParsedOutput:
-        """A whole output at once: feed and finish."""
-        self.feed(ids)
-        self.finish(finish_reason)
-        return ParsedOutput(self.message, self.problems)
-
-    @property
-    def message(self) -> Message:
-        """All that has been said so far."""
-        text, reasoning = "".join(self._content), "".join(self._reasoning_content)
-        return Message("assistant", text, reasoning_content=reasoning, tool_calls=tuple(self._tool_calls))
-
-    @property
-    def problems(self) -> tuple[ParseProblem, ...]:
-        """Each problem once, in no more order than: the bytes' before the format's."""
-        return tuple(dict.fromkeys([*sorted(self._problems), *self._parser.problems]))
+                decoded.append(self._decode_token(int(token)))
+        return b"".join(decoded)
 
     def _decode_token(self, token: int) -> bytes:
         try:
@@ -173,14 +168,12 @@ class OutputParser:
 
     def _decode_utf8(self, data: bytes, *, final: bool) -> str:
         try:
-            text = self._decoder.decode(data, final)
+            return self._decoder.decode(data, final)
         except UnicodeDecodeError:
-            # A failed decode leaves what was pending in place, so the same bytes can be read again.
+            # A failed decode keeps the pending bytes, so the same data can be decoded again.
             self._problems.append(ParseProblem.INVALID_UTF8)
             self._decoder.errors = "replace"
-            text = self._decoder.decode(data, final)
-        self._in_character = bool(self._decoder.getstate()[0])
-        return text
+            return self._decoder.decode(data, final)
 
     def _record(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         for delta in deltas:
@@ -191,3 +184,18 @@ class OutputParser:
             else:
                 self._content.append(delta.content)
         return deltas
+
+
+def parse_reply_bytes(
+    parser: TextParser, reply: bytes, *, cut: bool, ignore_arguments: bool = False
+) -> tuple[str, str, list[tuple[str, bytes]]]:
+    """Returns the text, the reasoning and the calls of a reply for comparison with another spelling of it.
+
+    Whitespace is removed. With `ignore_arguments` calls are compared by name only.
+    """
+    # The reply is fed as if it were one token.
+    message = OutputParser(parser, lambda _: reply).parse([0], "length" if cut else "stop").message
+    calls = [
+        (call.name, b"" if ignore_arguments else call.canonical_arguments) for call in message.tool_calls
+    ]
+    return "".join(message.content.split()), "".join(message.reasoning_content.split()), calls

@@ -1,18 +1,84 @@
-"""What all formats share: the deltas in the making, and what is held back until it is known what it is.
+"""What the format parsers share: finding markers in streamed text, and collecting deltas.
 
-Newlines around a call are framing: those directly before its opener, and those behind its closer up to the
-next call or the end. All other newlines are text, and so is a block that turned out to be no call.
+Newlines around a call belong to its framing: those directly before its opener, and those after its closer
+up to the next call or the end. All other newlines are text, and so is a block that is not a call.
 """
 
 from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
 
 from branchline.chat.parsing.base import MessageDelta, ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object
 from branchline.core.message import ToolCall
 
 
+class Lexeme(NamedTuple):
+    """A run of text, or one marker."""
+
+    text: str
+    is_marker: bool
+
+
+@cache
+def _compile_markers(markers: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+    """Returns the first characters of the markers and a pattern that finds them. Cached per format."""
+    starts = frozenset(marker[0] for marker in markers)
+    if any(char in starts for marker in markers for char in marker[1:]):
+        raise ValueError(f"markers {markers} could overlap")
+    return starts, re.compile("|".join(map(re.escape, markers)))
+
+
+class Lexer:
+    """Splits a stream of text at markers; only a suffix that could become a marker is held back.
+
+    The first character of a marker never occurs inside a marker, so markers cannot overlap and at most one
+    can be incomplete. The lexemes are therefore the same for every chunking.
+
+    >>> lexer = Lexer("<a>", "</a>")
+    >>> lexer.feed("x</"), lexer.feed("a>y<"), lexer.finish()
+    ([Lexeme(text='x', is_marker=False)], [Lexeme(text='</a>', is_marker=True), \
+Lexeme(text='y', is_marker=False)], '<')
+    """
+
+    def __init__(self, *markers: str) -> None:
+        self._markers = markers
+        self._starts, self._pattern = _compile_markers(markers)
+        self._held = ""
+
+    def feed(self, text: str) -> list[Lexeme]:
+        text = self._held + text
+        lexemes: list[Lexeme] = []
+        position = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > position:
+                lexemes.append(Lexeme(text[position : match.start()], False))
+            lexemes.append(Lexeme(match[0], True))
+            position = match.end()
+        end = self._partial_marker_start(text, position)
+        if end > position:
+            lexemes.append(Lexeme(text[position:end], False))
+        self._held = text[end:]
+        return lexemes
+
+    def finish(self) -> str:
+        """Returns the held text, which is not a marker."""
+        held, self._held = self._held, ""
+        return held
+
+    def _partial_marker_start(self, text: str, position: int) -> int:
+        start = max(text.rfind(char, position) for char in self._starts)
+        if start >= 0:
+            suffix = text[start:]
+            if any(marker.startswith(suffix) for marker in self._markers):
+                return start
+        return len(text)
+
+
 class FormatParser:
-    """Base of the format parsers; what it says comes out merged, in order."""
+    """Base of the format parsers: adjacent text is merged, and deltas come out in order."""
 
     def __init__(self) -> None:
         self.problems: list[ParseProblem] = []
@@ -20,15 +86,15 @@ class FormatParser:
         self._pending: list[str] = []
         self._pending_is_reasoning = False
         self._held_newlines = ""
-        """Newlines that are text unless a call follows or they end what follows a call."""
+        """Newlines that are text unless a call follows, or unless only they follow a call."""
         self._after_call = False
         self._block: list[str] = []
-        """Every character since an opener, to be said as text if no call comes of it."""
+        """Every character since an opener, emitted as text if the block is not a call."""
         self._call_count = 0
         self._truncated = False
 
     def _add_text(self, text: str) -> None:
-        """Text outside any block."""
+        """Adds text outside any block."""
         body = text.rstrip("\n")
         if body:
             self._append(self._held_newlines + body)
@@ -36,18 +102,8 @@ class FormatParser:
             self._after_call = False
         self._held_newlines += text[len(body) :]
 
-    def _text_only_deltas(self, text: str) -> list[MessageDelta]:
-        """The same for text that is all there is to be said now."""
-        body = text.rstrip("\n")
-        if not body:
-            self._held_newlines += text
-            return []
-        said, self._held_newlines = self._held_newlines + body, text[len(body) :]
-        self._after_call = self._pending_is_reasoning = False
-        return [MessageDelta(content=said)]
-
     def _add_calls(self, *calls: ToolCall) -> None:
-        """The block is these calls: its characters, and the newlines before it, were framing."""
+        """Emits the block as these calls; its characters and the newlines before it were framing."""
         self._flush_pending()
         for call in calls:
             if not is_json_object(call.arguments):
@@ -58,40 +114,52 @@ class FormatParser:
         self._held_newlines = ""
         self._after_call = True
 
-    def _flush_block_as_text(self, problem: ParseProblem | None = ParseProblem.MALFORMED_CALL) -> None:
-        """The block is text after all."""
-        if problem is not None:
-            self.problems.append(ParseProblem.CUT_CALL if self._truncated else problem)
+    def _flush_block_as_text(self) -> None:
+        """Emits the block as text: it is cut or malformed."""
+        self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
         block = "".join(self._block)
         self._block.clear()
         self._add_text(block)
 
     def _append(self, text: str, *, reasoning: bool = False) -> None:
-        """Exactly this, without looking at newlines."""
+        """Adds exactly this text, newlines included."""
         if reasoning is not self._pending_is_reasoning:
             self._flush_pending()
             self._pending_is_reasoning = reasoning
         self._pending.append(text)
 
     def _final_deltas(self) -> list[MessageDelta]:
-        """The last deltas of an output."""
+        """Returns the last deltas of an output."""
         if not self._after_call:
             self._append(self._held_newlines)
         self._held_newlines = ""
         return self._pop_deltas()
 
     def _pop_deltas(self) -> list[MessageDelta]:
-        """What has been said since last asked."""
+        """Returns the deltas since the last call of this method."""
         self._flush_pending()
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _flush_pending(self) -> None:
-        run = "".join(self._pending)
+        text = "".join(self._pending)
         self._pending.clear()
-        if run:
+        if text:
             self._deltas.append(
-                MessageDelta(reasoning_content=run)
+                MessageDelta(reasoning_content=text)
                 if self._pending_is_reasoning
-                else MessageDelta(content=run)
+                else MessageDelta(content=text)
             )
+
+
+class PlainParser:
+    """The format without tools: all of an output is text."""
+
+    def __init__(self) -> None:
+        self.problems: list[ParseProblem] = []
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        return [MessageDelta(content=text)] if text else []
+
+    def finish(self, cut: bool) -> list[MessageDelta]:
+        return []

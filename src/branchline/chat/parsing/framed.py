@@ -1,19 +1,22 @@
-"""Calls between an opener and a closer, with or without a section around them: most formats are this.
+"""Formats whose calls stand between an opener and a closer, with or without a section around them.
 
-A call is judged at its closer, which decides alone: one whose name cannot be read is text, and the next is
-read afresh. Inside a section only calls and whitespace may stand; anything else ends it as text.
+The closer decides: a call whose name is not readable is text, and parsing continues after it. A section may
+hold only calls and whitespace; anything else ends the section as text.
+
+Each format is a pair of delimiters and a function that parses what stands between them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from branchline.chat.parsing.base import MessageDelta, ParseProblem
-from branchline.chat.parsing.format_parser import FormatParser
-from branchline.chat.parsing.json_scan import JsonScanner
-from branchline.chat.parsing.lexer import Lexer
+from branchline.chat.parsing.format_parser import FormatParser, Lexer
+from branchline.chat.parsing.json_scan import JsonScanner, parse_call, parse_lenient
+from branchline.chat.parsing.xml_arguments import ParameterSchemas, parse_tool_name
 from branchline.core.message import ToolCall
 
 
@@ -24,7 +27,7 @@ class CallDelimiters:
     call: tuple[str, str]
     section: tuple[str, str] | None = None
     is_json: bool = False
-    """A body is JSON, so that a closer inside one of its strings closes nothing."""
+    """The body of a call is JSON, so a closer inside one of its strings does not close it."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -38,29 +41,27 @@ class _FramedState(Enum):
 
 
 class FramedParser(FormatParser):
-    """Text with framed calls; `read` makes a call of what stands between the markers, or None."""
+    """Parses text with delimited calls. `parse_body` returns the call between the markers, or None."""
 
-    def __init__(self, frame: CallDelimiters, read: Callable[[str], ToolCall | None]) -> None:
+    def __init__(self, delimiters: CallDelimiters, parse_body: Callable[[str], ToolCall | None]) -> None:
         super().__init__()
-        self._delimiters = frame
-        self._parse_body = read
-        self._lexer = Lexer(*frame.markers)
+        self._delimiters = delimiters
+        self._parse_body = parse_body
+        self._lexer = Lexer(*delimiters.markers)
         self._state = _FramedState.TEXT
         self._outer_state = _FramedState.TEXT
-        self._opener = frame.section[0] if frame.section else frame.call[0]
+        self._opener = delimiters.section[0] if delimiters.section else delimiters.call[0]
         self._section_calls = 0
         self._body_start = 0
         self._scan = JsonScanner()
         self._quoted_closer = 0
-        """The place in the block of the first closer that a string seems to hold; 0: there is none."""
+        """The index in the block of the first closer that seems to be inside a string; 0 if there is none."""
         self._rescanning = False
-        """What is read again has no such strings: each closer is met twice at most."""
+        """Text is being consumed a second time and closers in strings count; no text is consumed thrice."""
 
     def feed(self, text: str) -> list[MessageDelta]:
-        if self._state is _FramedState.TEXT and self._lexer.can_skip(text):
-            return self._text_only_deltas(text)
-        for piece in self._lexer.feed(text):
-            self._consume(*piece)
+        for lexeme in self._lexer.feed(text):
+            self._consume(*lexeme)
         return self._pop_deltas()
 
     def finish(self, cut: bool) -> list[MessageDelta]:
@@ -70,7 +71,7 @@ class FramedParser(FormatParser):
             self._consume(held, False)
         if self._state is _FramedState.CALL and self._quoted_closer and not cut:
             self._close_call(self._quoted_closer)
-        # Whitespace behind the last call of a section that was never closed is framing.
+        # Whitespace after the last call of a section that was never closed is framing.
         if self._state is _FramedState.CALL or (
             self._state is _FramedState.SECTION and not self._section_calls
         ):
@@ -114,33 +115,33 @@ class FramedParser(FormatParser):
         else:
             self._flush_block_as_text()
 
-    def _open_call(self, opener: str, outside: _FramedState) -> None:
+    def _open_call(self, opener: str, outer_state: _FramedState) -> None:
         self._block.append(opener)
         self._body_start = len(self._block)
         self._scan = JsonScanner()
         self._quoted_closer = 0
         self._state = _FramedState.CALL
-        self._outer_state = outside
+        self._outer_state = outer_state
 
     def _consume_body(self, text: str, is_marker: bool) -> None:
         self._block.append(text)
-        place = len(self._block) - 1
+        index = len(self._block) - 1
         is_closer = is_marker and text == self._delimiters.call[1]
         if is_closer and (self._rescanning or not self._scan.in_string):
-            # Where the brackets do not add up, no string was what it seemed.
-            self._close_call(place if self._scan.is_complete else self._quoted_closer or place)
+            # If the brackets do not balance, what looked like a string was not one.
+            self._close_call(index if self._scan.is_complete else self._quoted_closer or index)
             return
         if is_closer:
-            self._quoted_closer = self._quoted_closer or place
+            self._quoted_closer = self._quoted_closer or index
         if self._delimiters.is_json:
             self._scan.feed(text)
             if self._scan.is_invalid and self._quoted_closer:
                 self._close_call(self._quoted_closer)
 
     def _close_call(self, closer: int) -> None:
-        """Judges what stands before a closer, and reads again what stands behind it."""
+        """Parses the call before a closer, and consumes again what follows the closer."""
         call = self._parse_body("".join(self._block[self._body_start : closer]))
-        behind = self._block[closer + 1 :]
+        rest = self._block[closer + 1 :]
         del self._block[closer + 1 :]
         self._state = self._outer_state
         if call is None:
@@ -148,8 +149,121 @@ class FramedParser(FormatParser):
         else:
             self._add_calls(call)
             self._section_calls += 1
-        if behind:
+        if rest:
             self._rescanning = True
-            for text in behind:
+            for text in rest:
                 self._consume(text, text in self._delimiters.markers)
             self._rescanning = False
+
+
+# -- Hermes, Qwen2.5, Qwen3: <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call> --------------------
+
+_HERMES = CallDelimiters(("<tool_call>", "</tool_call>"), is_json=True)
+
+
+def hermes(_: ParameterSchemas) -> FramedParser:
+    return FramedParser(_HERMES, lambda body: parse_call(body, "arguments") or parse_lenient(body))
+
+
+# -- Qwen3-Coder: <tool_call><function=f><parameter=k>v</parameter></function></tool_call>, a tag per line -
+
+_TAGGED = CallDelimiters(("<tool_call>", "</tool_call>"))
+_QWEN3_CODER_OPENING = re.compile(r"\s*<function=([^<>]*)>")
+# One newline on either side of a value belongs to the template, further ones to the value.
+_QWEN3_CODER_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def qwen3_coder(schemas: ParameterSchemas) -> FramedParser:
+    def parse_body(body: str) -> ToolCall | None:
+        opening = _QWEN3_CODER_OPENING.match(body)
+        name = parse_tool_name(opening[1]) if opening is not None else None
+        if opening is None or name is None:
+            return None
+        inner = body[opening.end() :].strip()
+        if inner.endswith("</function>"):
+            return schemas.build_call(name, inner.removesuffix("</function>"), _QWEN3_CODER_PARAMETER)
+        # Not closed: the arguments are the text as it is. Empty text would mean a call without arguments.
+        return ToolCall(name, inner) if inner else None
+
+    return FramedParser(_TAGGED, parse_body)
+
+
+# -- GLM-4.5 and later: <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call> ---------
+
+_GLM_PAIR = re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def glm(schemas: ParameterSchemas) -> FramedParser:
+    def parse_body(body: str) -> ToolCall | None:
+        head, tag, rest = body.partition("<")
+        name = parse_tool_name(head)
+        return schemas.build_call(name, tag + rest, _GLM_PAIR) if name else None
+
+    return FramedParser(_TAGGED, parse_body)
+
+
+# -- MiniMax-M2: <invoke name="f">\n<parameter name="k">v</parameter>\n</invoke> in a section --------------
+
+_MINIMAX = CallDelimiters(("<invoke name=", "</invoke>"), ("<minimax:tool_call>", "</minimax:tool_call>"))
+_MINIMAX_NAME = re.compile(r'"([^"<>]*)">')
+_MINIMAX_PARAMETER = re.compile(r'\s*<parameter name="([^"<>]+)">(.*?)</parameter>', re.DOTALL)
+
+
+def minimax(schemas: ParameterSchemas) -> FramedParser:
+    def parse_body(body: str) -> ToolCall | None:
+        opening = _MINIMAX_NAME.match(body)
+        name = parse_tool_name(opening[1]) if opening is not None else None
+        if opening is None or name is None:
+            return None
+        return schemas.build_call(name, body[opening.end() :], _MINIMAX_PARAMETER)
+
+    return FramedParser(_MINIMAX, parse_body)
+
+
+# -- Kimi-K2: <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|> in a section -
+
+_KIMI = CallDelimiters(
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    is_json=True,
+)
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_CALL_NUMBER = re.compile(r":\d+$")
+
+
+def kimi(_: ParameterSchemas) -> FramedParser:
+    def parse_body(body: str) -> ToolCall | None:
+        head, marker, rest = body.partition(_KIMI_ARGUMENTS)
+        # The template prints ids as they are, so the generated `functions.f:0` is the id of the call.
+        call_id = head.strip()
+        name = parse_tool_name(_KIMI_CALL_NUMBER.sub("", call_id).removeprefix("functions."))
+        return ToolCall(name, rest.strip(), id=call_id) if name and marker else None
+
+    return FramedParser(_KIMI, parse_body)
+
+
+# -- DeepSeek: <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜> in a section (V3.1) -------------
+
+_DEEPSEEK = CallDelimiters(
+    ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    is_json=True,
+)
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
+
+
+def deepseek(_: ParameterSchemas) -> FramedParser:
+    def parse_body(body: str) -> ToolCall | None:
+        head, separator, rest = body.partition(_DEEPSEEK_SEPARATOR)
+        rest = rest.strip()
+        if head.strip() == "function" and not rest.startswith("{"):
+            # V3 and R1: `function`, the separator, the name, a newline and fenced arguments.
+            head, _, rest = rest.partition("\n")
+            rest = rest.strip()
+            if rest.startswith(_FENCE) and rest.endswith(_FENCE):
+                rest = rest.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json").strip()
+        name = parse_tool_name(head)
+        return ToolCall(name, rest) if name and separator else None
+
+    return FramedParser(_DEEPSEEK, parse_body)

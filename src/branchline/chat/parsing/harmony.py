@@ -1,8 +1,8 @@
-"""Harmony (gpt-oss): messages on channels, of which the prompt has opened the first.
+"""Harmony (gpt-oss): an output is a sequence of messages on channels; the prompt opens the first one.
 
-`<|channel|>analysis<|message|>` is reasoning, `final` and `commentary` are text, and a message addressed
-`to=functions.f` is a call. A trailing `<|call|>` or `<|return|>` is a stop id and does not arrive here.
-No whitespace of a message is framing; several messages of one kind are joined as they are.
+`<|channel|>analysis<|message|>` is reasoning, `final` and `commentary` are text, and a message with the
+recipient `to=functions.f` is a call. A trailing `<|call|>` or `<|return|>` is a stop id and is removed
+before. All whitespace of a message is kept; several messages of one kind are concatenated.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import re
 from enum import Enum
 
 from branchline.chat.parsing.base import MessageDelta, ParseProblem
-from branchline.chat.parsing.format_parser import FormatParser
+from branchline.chat.parsing.format_parser import FormatParser, Lexer
 from branchline.chat.parsing.json_scan import JsonScanner
-from branchline.chat.parsing.lexer import Lexer
 from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
 
@@ -32,7 +31,7 @@ class _HarmonyState(Enum):
 
 
 class HarmonyParser(FormatParser):
-    """Reads message after message; what stands between them is text."""
+    """Parses message after message; anything between messages is text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +43,8 @@ class HarmonyParser(FormatParser):
         self._scan = JsonScanner()
 
     def feed(self, text: str) -> list[MessageDelta]:
-        for piece in self._lexer.feed(text):
-            self._consume(*piece)
+        for lexeme in self._lexer.feed(text):
+            self._consume(*lexeme)
         return self._pop_deltas()
 
     def finish(self, cut: bool) -> list[MessageDelta]:
@@ -95,12 +94,12 @@ class HarmonyParser(FormatParser):
         header = "".join(self._block)
         role, _, rest = header.removesuffix(MESSAGE).partition(CHANNEL)
         author = role.removeprefix(START).strip()
-        addressed = _RECIPIENT.search(rest) or _RECIPIENT.search(role.removeprefix(START))
+        recipient = _RECIPIENT.search(rest) or _RECIPIENT.search(role.removeprefix(START))
         channel = rest.split(maxsplit=1)[0].partition("<")[0] if rest.strip() else ""
         if author and author.split()[0] != "assistant" and not author.startswith("to="):
             self._flush_header_as_text()
-        elif addressed:
-            self._name = addressed[1]
+        elif recipient:
+            self._name = recipient[1]
             self._body_start = len(self._block)
             self._scan = JsonScanner()
             self._state = _HarmonyState.CALL

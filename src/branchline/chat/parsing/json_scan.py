@@ -1,7 +1,7 @@
-"""JSON as it was sampled: where a value ends, and the exact text of an object's members.
+"""Scans generated JSON: where a value ends, and the exact text of an object's members.
 
-Well-formed is what Python's `json` reads, because that is what the clients of a call read it with. Calls are
-read to their name; their arguments stand as they were written, and nothing malformed comes out an object.
+Well-formed means accepted by Python's `json`, because clients parse arguments with it. Arguments keep the
+text in which they were generated, and malformed arguments never become a JSON object.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _INSIDE = re.compile(r'["\\\x00-\x1f]')
 _CLOSERS = {"{": "}", "[": "]"}
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CALL_PREFIX = re.compile(r'\s*\{\s*"name"\s*:\s*"([^\s<>{}"\\,]+)"\s*,?\s*(?:"arguments"\s*:)?')
-"""As much of a call as has to be whole for its name to be read."""
+"""The part of a call that must be complete for its name to be readable."""
 
 
 class JsonScanner:
-    """Follows a JSON object or array through pieces of text, each character once.
+    """Follows a JSON object or array through chunks of text; each character is scanned once.
 
     >>> scan = JsonScanner()
     >>> scan.feed('{"a": "}'), scan.feed('"} tail')
@@ -32,14 +32,14 @@ class JsonScanner:
     def __init__(self) -> None:
         self.in_string = False
         self.is_invalid = False
-        """It can never be JSON: a raw line break in a string, or a closer of something else than is open."""
+        """The text cannot become JSON: a control character in a string, or a closer without its opener."""
         self.is_complete = False
-        """Its last bracket is closed."""
+        """The outermost bracket is closed."""
         self._closers: list[str] = []
         self._escaped = False
 
     def feed(self, text: str) -> int:
-        """The place in this text behind the value's last character; -1 while it goes on."""
+        """Returns the offset in this text after the value's last character, or -1 if the value continues."""
         at = 0
         if self._escaped and text:
             self._escaped = False
@@ -49,15 +49,15 @@ class JsonScanner:
             if match is None:
                 return -1
             at = match.end()
-            letter = match[0]
-            if letter == '"':
+            char = match[0]
+            if char == '"':
                 self.in_string = not self.in_string
-            elif letter == "\\":
+            elif char == "\\":
                 self._escaped = at == len(text)
                 at += 1
-            elif letter in _CLOSERS:
-                self._closers.append(_CLOSERS[letter])
-            elif self._closers and letter == self._closers[-1]:
+            elif char in _CLOSERS:
+                self._closers.append(_CLOSERS[char])
+            elif self._closers and char == self._closers[-1]:
                 self._closers.pop()
                 self.is_complete = not self._closers
                 if self.is_complete:
@@ -76,7 +76,7 @@ _decode_value = json.JSONDecoder(parse_constant=_reject_constant).raw_decode
 
 
 def load_json(text: str) -> Any:
-    """The value of a JSON text; ValueError where it is none, however it fails."""
+    """Returns the value of a JSON text. Raises only ValueError."""
     try:
         start = _skip_whitespace(text, 0)
         value, end = _decode_value(text, start)
@@ -88,7 +88,7 @@ def load_json(text: str) -> Any:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a text is one JSON object."""
+    """Whether the text is one JSON object."""
     try:
         return isinstance(load_json(text), dict)
     except ValueError:
@@ -96,12 +96,12 @@ def is_json_object(text: str) -> bool:
 
 
 def split_array(text: str) -> list[str] | None:
-    """The elements of a JSON array, each as the text it was written in; None where it is no array."""
+    """Returns the source text of each element of a JSON array, or None if the text is not an array."""
     return _split(text, "[", "]", _parse_element)
 
 
 def split_object(text: str) -> dict[str, str] | None:
-    """The members of a JSON object, each value as the text it was written in; None where it is no object.
+    """Returns the source text of each value of a JSON object, or None if the text is not an object.
 
     >>> split_object('{"name": "f", "arguments": {"x":1.0}}')
     {'name': '"f"', 'arguments': '{"x":1.0}'}
@@ -116,7 +116,7 @@ Part = TypeVar("Part")
 def _split(
     text: str, opener: str, closer: str, part_at: Callable[[str, int], tuple[Part, int]]
 ) -> list[Part] | None:
-    """What stands between two brackets and commas, read one after the other."""
+    """Returns the comma-separated parts between two brackets, or None if the text has another form."""
     at = _skip_whitespace(text, 0)
     if text[at : at + 1] != opener:
         return None
@@ -153,9 +153,9 @@ def _parse_member(text: str, at: int) -> tuple[tuple[str, str], int]:
 
 
 def parse_call(text: str, *argument_keys: str, id_key: str = "") -> ToolCall | None:
-    """The call that one JSON object spells, its arguments as they were written, whatever they are.
+    """Returns the call that a JSON object describes, with its arguments as generated, or None.
 
-    A call that says nothing but its name has none, which is an empty text.
+    The arguments of a call that has only a name are an empty text.
     """
     found = split_object(text)
     name = _parse_string(found.get("name", "")) if found is not None else ""
@@ -170,13 +170,13 @@ def parse_call(text: str, *argument_keys: str, id_key: str = "") -> ToolCall | N
 
 
 def parse_lenient(text: str) -> ToolCall | None:
-    """A call that is no JSON, but says its name first: what follows is its arguments, as they were written.
+    """Returns a call that is not JSON but starts with its name; the rest are its arguments, as generated.
 
     >>> parse_lenient('{"name": "f", "arguments": {"x": 1,}}').arguments
     '{"x": 1,}'
 
-    The last brace is the call's. Where a brace is missing the arguments lack one, and where there is one too
-    many they have it: what comes out is never an object, nor nothing, which would mean one.
+    The last brace belongs to the call. A missing brace is missing in the arguments and a superfluous one is
+    kept there, so the arguments are never an object, and never empty, which would mean an empty object.
     """
     opening = _CALL_PREFIX.match(text)
     if opening is None:
@@ -189,7 +189,7 @@ def parse_lenient(text: str) -> ToolCall | None:
 
 
 def _parse_string(text: str) -> str:
-    """The string that a JSON text is; empty where it is none."""
+    """Returns the string that a JSON text encodes, or an empty string if it encodes none."""
     try:
         value = load_json(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Llama 3.1 and later: the whole output is `{"name": "f", "parameters": {…}}`, or several with `;` between.
+"""Llama 3.1 and later: the complete output is `{"name": "f", "parameters": {…}}`, or several joined by `;`.
 
-Nothing frames a call but the end of the output, so calls are said there; an output that cannot be calls
-any more is text from then on. `<|python_tag|>` may stand in front.
+Only the end of the output ends a call, so calls are emitted there. An output that can no longer be calls is
+text from that point on. `<|python_tag|>` may precede the calls.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class _Llama3State(Enum):
     """Whitespace before a JSON object."""
     JSON = 2
     AFTER_JSON = 3
-    """Whitespace behind a JSON object, up to a `;` or the end."""
+    """Whitespace after a JSON object, up to a `;` or the end."""
     TEXT = 4
 
 
 class Llama3Parser(FormatParser):
-    """Holds JSON back to the end, and lets everything else through."""
+    """Holds JSON back until the end and emits everything else at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self._state = _Llama3State.START
-        self._lead = ""
+        self._prefix = ""
         self._is_tagged = False
         self._scan = JsonScanner()
         self._objects: list[list[str]] = []
@@ -51,24 +51,24 @@ class Llama3Parser(FormatParser):
         if calls:
             self._add_calls(*calls)
         elif self._state is not _Llama3State.TEXT:
-            self._block.append(self._lead)
+            self._block.append(self._prefix)
             self._treat_as_text()
         return self._final_deltas()
 
     def _consume(self, text: str) -> str:
-        """Reads on; what is left of the text comes back."""
+        """Consumes the start of the text and returns the rest."""
         if self._state is _Llama3State.START:
             return self._consume_start(text)
         if self._state is _Llama3State.JSON:
             end = self._scan.feed(text)
-            taken = text if end < 0 else text[:end]
-            self._block.append(taken)
-            self._objects[-1].append(taken)
+            consumed = text if end < 0 else text[:end]
+            self._block.append(consumed)
+            self._objects[-1].append(consumed)
             if self._scan.is_invalid:
                 self._treat_as_text()
             elif end >= 0:
                 self._state = _Llama3State.AFTER_JSON
-            return text[len(taken) :]
+            return text[len(consumed) :]
         body = text.lstrip()
         self._block.append(text[: len(text) - len(body)])
         if self._state is _Llama3State.AFTER_JSON and body.startswith(";"):
@@ -84,27 +84,27 @@ class Llama3Parser(FormatParser):
         return body
 
     def _consume_start(self, text: str) -> str:
-        self._lead += text
-        body = self._lead.lstrip()
+        self._prefix += text
+        body = self._prefix.lstrip()
         if PYTHON_TAG.startswith(body) and body != PYTHON_TAG:
             return ""
         self._is_tagged = body.startswith(PYTHON_TAG)
         rest = body.removeprefix(PYTHON_TAG)
-        self._block.append(self._lead[: len(self._lead) - len(rest)])
-        self._lead = ""
+        self._block.append(self._prefix[: len(self._prefix) - len(rest)])
+        self._prefix = ""
         self._state = _Llama3State.BEFORE_JSON
         return rest
 
     def _parse_calls(self) -> list[ToolCall]:
         calls = [parse_call("".join(parts), "parameters", "arguments") for parts in self._objects]
-        # A name alone is no call here: an answer that is JSON may well have one.
+        # A name alone is not a call: an answer in JSON may contain one.
         return [call for call in calls if call] if all(call and call.arguments for call in calls) else []
 
     def _treat_as_text(self) -> None:
-        """It is text: a problem only where it set out to be a call, for an answer may well be JSON."""
+        """Emits the block as text; a problem only if it started like a call, since an answer may be JSON."""
         self._state = _Llama3State.TEXT
-        begun = self._objects and _CALL_PREFIX.match("".join(self._objects[0]))
-        if self._is_tagged or begun:
+        starts_call = self._objects and _CALL_PREFIX.match("".join(self._objects[0]))
+        if self._is_tagged or starts_call:
             self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
         self._append("".join(self._block))
         self._block.clear()

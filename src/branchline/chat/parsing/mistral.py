@@ -1,7 +1,7 @@
 """Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {…}, "id": "…"}]`, later `[TOOL_CALLS]f[ARGS]{…}`.
 
-No marker closes a call: it is complete with the last bracket of its JSON, and what follows is text again.
-What never gets to its last bracket ends at the next `[TOOL_CALLS]`, or with the output unless that was cut.
+No marker closes a call: it ends with the last bracket of its JSON, and text follows. A call whose brackets
+do not balance ends at the next `[TOOL_CALLS]`, or at the end of an output that was not cut.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from enum import Enum
 
 from branchline.chat.parsing.base import MessageDelta
-from branchline.chat.parsing.format_parser import FormatParser
+from branchline.chat.parsing.format_parser import FormatParser, Lexer
 from branchline.chat.parsing.json_scan import JsonScanner, parse_call, parse_lenient, split_array
-from branchline.chat.parsing.lexer import Lexer
 from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
 
@@ -21,16 +20,16 @@ CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 class _MistralState(Enum):
     TEXT = 0
     HEAD = 1
-    """Behind `[TOOL_CALLS]`: the name of a call, or the bracket of a list."""
+    """After `[TOOL_CALLS]`: the name of a call, or the bracket of a list."""
     BEFORE_ARGUMENTS = 2
-    """Behind `[ARGS]`, before the first letter of the arguments."""
+    """After `[ARGS]`, before the first character of the arguments."""
     JSON = 3
     MALFORMED = 4
-    """In arguments or a list that can never be JSON."""
+    """In arguments or a list that cannot become JSON."""
 
 
 class MistralParser(FormatParser):
-    """Both generations of the format, told apart by what follows `[TOOL_CALLS]`."""
+    """Parses both generations of the format, distinguished by what follows `[TOOL_CALLS]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +40,8 @@ class MistralParser(FormatParser):
         self._head_is_empty = True
 
     def feed(self, text: str) -> list[MessageDelta]:
-        for piece in self._lexer.feed(text):
-            self._consume(*piece)
+        for lexeme in self._lexer.feed(text):
+            self._consume(*lexeme)
         return self._pop_deltas()
 
     def finish(self, cut: bool) -> list[MessageDelta]:
@@ -78,7 +77,7 @@ class MistralParser(FormatParser):
             self._consume_before_json(text, "[" if self._state is _MistralState.HEAD else "{")
 
     def _consume_before_json(self, text: str, bracket: str) -> None:
-        """What stands before the JSON: whitespace, or a name."""
+        """Consumes whitespace or a name before the JSON."""
         body = text.lstrip()
         if body.startswith(bracket) and (
             self._state is _MistralState.BEFORE_ARGUMENTS or self._head_is_empty
@@ -105,7 +104,7 @@ class MistralParser(FormatParser):
             self._add_text(text[end:])
 
     def _close_block(self) -> None:
-        """The block, if there is one, ends here: it is calls, or text after all."""
+        """Ends the block, if there is one: emits it as calls or as text."""
         calls = self._parse_calls() if self._state not in (_MistralState.TEXT, _MistralState.HEAD) else []
         self._state = _MistralState.TEXT
         self._scan = JsonScanner()
@@ -126,7 +125,7 @@ class MistralParser(FormatParser):
     def _parse_call_list(self, body: str) -> list[ToolCall]:
         items = split_array(body)
         if items is None:
-            # Who cannot be told apart is one call: the first, with all that follows its name.
+            # Calls that cannot be separated are one call: the first name, with all that follows as arguments.
             call = parse_lenient(body.removeprefix("[").removesuffix("]"))
             return [call] if call is not None else []
         calls = [parse_call(item, "arguments", id_key="id") or parse_lenient(item) for item in items]

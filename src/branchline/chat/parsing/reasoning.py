@@ -1,7 +1,7 @@
-"""Thinking in front of an answer: one region at the start of an output, then whatever the format reads.
+"""Reasoning before an answer: one region at the start of an output, followed by the tool format.
 
-The newlines that templates put around it are framing: those behind the opener, before the closer and
-behind the closer. Whitespace before the opener is too. A call drafted inside it is no call.
+The newlines that templates write around it are framing: after the opener, before the closer and after the
+closer. So is whitespace before the opener. A tool call inside the reasoning is not a call.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from enum import Enum
 
 from branchline.chat.parsing.base import MessageDelta, ParseProblem, TextParser
-from branchline.chat.parsing.lexer import Lexeme, Lexer
+from branchline.chat.parsing.format_parser import Lexeme, Lexer
 
 REASONING_MARKERS: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""The markers of each reasoning format."""
+"""Opener and closer of each reasoning format."""
 
 
 class _ReasoningState(Enum):
@@ -27,7 +27,7 @@ class _ReasoningState(Enum):
 
 
 class ReasoningParser:
-    """A reasoning layer in front of a tool layer; `starts_inside` where the prompt has opened it."""
+    """Parses reasoning, then passes the rest on. `starts_in_reasoning`: the prompt contains the opener."""
 
     def __init__(
         self, inner: TextParser, markers: tuple[str, str], *, starts_in_reasoning: bool = False
@@ -37,7 +37,7 @@ class ReasoningParser:
         self._lexer = Lexer(*markers)
         self._state = _ReasoningState.OPENED if starts_in_reasoning else _ReasoningState.START
         self._may_open_again = starts_in_reasoning
-        """Some models open what the prompt has opened already."""
+        """Some models repeat the opener that the prompt contains."""
         self._held_newlines = ""
         self._problems: list[ParseProblem] = []
 
@@ -51,10 +51,10 @@ class ReasoningParser:
     def _consume_all(self, text: str) -> list[MessageDelta]:
         reasoning: list[str] = []
         answer: list[str] = []
-        for piece in self._lexer.feed(text):
-            self._consume(piece, reasoning, answer)
+        for lexeme in self._lexer.feed(text):
+            self._consume(lexeme, reasoning, answer)
         if self._state is _ReasoningState.ANSWER:
-            # No marker means anything any more, nor does one under way.
+            # Markers, complete or partial, have no meaning in the answer.
             answer.append(self._lexer.finish())
         return self._deltas(reasoning, answer)
 
@@ -72,14 +72,14 @@ class ReasoningParser:
         return [*self._deltas(reasoning, answer), *self._inner.finish(cut)]
 
     def _deltas(self, reasoning: list[str], answer: list[str]) -> list[MessageDelta]:
-        thought, text = "".join(reasoning), "".join(answer)
-        deltas = [MessageDelta(reasoning_content=thought)] if thought else []
+        reasoning_text, text = "".join(reasoning), "".join(answer)
+        deltas = [MessageDelta(reasoning_content=reasoning_text)] if reasoning_text else []
         return [*deltas, *self._inner.feed(text)] if text else deltas
 
-    def _consume(self, piece: Lexeme, reasoning: list[str], answer: list[str]) -> None:
-        text = piece.text
+    def _consume(self, lexeme: Lexeme, reasoning: list[str], answer: list[str]) -> None:
+        text = lexeme.text
         if self._state is _ReasoningState.START:
-            if piece.is_marker and text == self._open:
+            if lexeme.is_marker and text == self._open:
                 self._held_newlines = ""
                 self._state = _ReasoningState.OPENED
             elif text.isspace():
@@ -94,10 +94,10 @@ class ReasoningParser:
             if text:
                 answer.append(text)
                 self._state = _ReasoningState.ANSWER
-        elif piece.is_marker and text == self._close:
+        elif lexeme.is_marker and text == self._close:
             self._held_newlines = ""
             self._state = _ReasoningState.CLOSED
-        elif piece.is_marker and self._state is _ReasoningState.OPENED and self._may_open_again:
+        elif lexeme.is_marker and self._state is _ReasoningState.OPENED and self._may_open_again:
             self._may_open_again = False
         else:
             self._add_reasoning(text, reasoning)

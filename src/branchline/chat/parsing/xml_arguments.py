@@ -1,8 +1,8 @@
-"""Arguments that were sampled as bare text between tags, made into JSON by the tool's own schema.
+"""Converts arguments generated as bare text between tags to JSON, typed by the tool's schema.
 
-A value that is JSON of a type the schema allows stands in the result exactly as it was sampled; all else
-is a string. Without a schema, numbers, booleans, null, objects and arrays are themselves. Where the tags are
-not as they should be, nothing is made of them: the arguments are what was sampled in their place.
+A value that is JSON of a type the schema allows is copied exactly as generated; any other value becomes a
+string. Without a schema, numbers, booleans, null, objects and arrays are copied. If the tags are malformed,
+the arguments are the generated text itself.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from branchline.core.message import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 ParameterTypes = Mapping[str, frozenset[str]]
-"""The JSON types each parameter may have; one that says nothing about them is left out."""
+"""The JSON types each parameter may have; parameters without a type are left out."""
 
 _NAME = re.compile(r'[^\s<>{}"]+')
 _ANY_TYPE: frozenset[str] = frozenset()
 
 
 def parse_tool_name(text: str) -> str | None:
-    """A tool's name among whitespace; None for prose or markup."""
+    """Returns the tool name in a text, or None if the text is prose or markup."""
     name = text.strip()
     return name if _NAME.fullmatch(name) else None
 
 
 class ParameterSchemas:
-    """The parameter types of the tools a request brought; it takes whatever a client sends."""
+    """The parameter types of a request's tools. Accepts any JSON that a client sends as tools."""
 
     def __init__(self, tools: Tools = ()) -> None:
         self._tool_definitions = tools
 
     @cached_property
     def _parameter_types(self) -> dict[str, ParameterTypes]:
-        """Read when a call needs them; most formats never do."""
+        """Computed on first use; most formats need no types."""
         found: dict[str, ParameterTypes] = {}
         for tool in self._tool_definitions:
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                # Chat Completions says `parameters`, Anthropic Messages `input_schema`.
+                # Chat Completions use `parameters`, Anthropic Messages `input_schema`.
                 schema = function.get("parameters") or function.get("input_schema")
                 found[function["name"]] = _schema_parameter_types(schema)
         return found
 
     def build_call(self, name: str, text: str, pair: re.Pattern[str]) -> ToolCall:
-        """The call of a tool with the arguments that are written in a text, in their order.
+        """Returns a call with the arguments in a text, in their order.
 
-        A text that is more than pairs, or gives an argument twice, is the arguments as it stands.
+        If the text contains more than pairs, or an argument twice, the text itself is the arguments.
         """
         pairs = _parse_pairs(text, pair)
         if pairs is None:
@@ -65,7 +65,7 @@ class ParameterSchemas:
 
 
 def _parse_pairs(text: str, pair: re.Pattern[str]) -> dict[str, str] | None:
-    """The keys and values of pairs that follow one another, nothing but whitespace around them."""
+    """Returns the keys and values of consecutive pairs, or None if other text stands around them."""
     found: dict[str, str] = {}
     at = 0
     while (match := pair.match(text, at)) and match[1] not in found:
@@ -97,7 +97,7 @@ def _schema_types(schema: object) -> frozenset[str]:
     if not isinstance(branches, list):
         return _ANY_TYPE
     known = [_schema_types(branch) for branch in branches]
-    # One branch that says nothing allows anything.
+    # One branch without a type allows any type.
     return frozenset().union(*known) if all(known) else _ANY_TYPE
 
 
@@ -105,7 +105,7 @@ def _value_to_json(text: str, types: frozenset[str]) -> str:
     if types == {"string"}:
         return _string_to_json(text)
     if "boolean" in types and text.strip() in ("True", "False"):
-        # Some templates show booleans as Python does, and models learn it from them.
+        # Some templates print booleans as Python does, and models learn it from them.
         return text.strip().lower()
     try:
         kind = _json_type(load_json(text))

@@ -1,10 +1,10 @@
-"""Attention that does not repeat keys and values for every query head.
+"""Grouped-query attention without a copy of keys and values for every query head.
 
-Under grouped-query attention transformers' `sdpa` copies all keys and values once per query head as soon as
-there is a mask, and rows of different lengths have one. Over long rows that copy is most of a step. Here the
-query heads of one group stand beside each other as if they were queries, or torch groups them itself.
+With a mask, transformers' `sdpa` copies all keys and values once per query head, and rows of different
+lengths need a mask. For long rows that copy is most of a step. Here the query heads of one group are treated
+as queries of one head, or torch groups them itself.
 
-Its invariant: the result is that of `sdpa`; a model that is trained beside the engine notices nothing.
+Invariant: the result is that of `sdpa`, so a trainer can share the model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ATTENTION_NAME = "branchline"
 
 
 def install(model: Any) -> None:
-    """Has a model that uses `sdpa` attend this way."""
+    """Replaces the attention function of a model that uses `sdpa`."""
     if model.device.type == "cuda":
-        # cuDNN's kernel is planned anew for every length, and rows grow by one each step: on an H200 that
-        # made a step of 25 ms one of 80 to 170. The switch is the process's; flash and the rest stay on.
+        # cuDNN plans its kernel for every length, and rows grow by one each step: on an H200 a step of 25 ms
+        # took 80 to 170 ms. The switch is global to the process; flash and the other kernels stay on.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION_NAME)
@@ -51,7 +51,7 @@ def grouped_sdpa_attention(
         grouped = query.reshape(batch, key.shape[1], -1, query.shape[-1])
         output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
         return output.reshape(batch, 1, heads, -1), None
-    elif query.device.type == "cpu":  # elsewhere a mask and groups together would mean the slowest kernel
+    elif query.device.type == "cpu":  # Elsewhere a mask with groups selects the slowest kernel.
         output = scaled_dot_product_attention(
             query,
             key,

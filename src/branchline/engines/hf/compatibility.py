@@ -1,8 +1,8 @@
-"""A model is tried before it serves: rows of different lengths, computed together and in portions.
+"""Checks that a model can be batched: rows of different lengths, computed together and in portions.
 
-Not every causal model can be batched this way: one has no keys and values, one counts positions by itself,
-one builds its bias from a mask of another shape. Some of them fail, others compute something else and say
-nothing. So a model shows once that what it computes for two rows at once is what it computes for each alone.
+Not every causal model can: some have no keys and values, some count positions themselves, some build a bias
+from a mask of another shape. Some of these fail, others compute wrong results. So the logits of two rows
+computed together are compared with those of each row alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from branchline.core.token_arrays import as_ids
 from branchline.engines.hf.kv_cache import BatchKvCache
 
 _PROMPT_LENGTHS: Final = (7, 3)
-"""Ids of the two rows."""
+"""Lengths of the two rows."""
 _PREFILL_LENGTHS: Final = (4, 2)
-"""How many of them each computes alone, before the rest is computed together."""
-# A wrong position or a key too many moves the logits by a good part of what another text does; rounding, even
-# in half precision and through experts chosen otherwise, by much less.
+"""The part of each row that is computed alone, before the rest is computed together."""
+# Fractions of the difference between the two rows. A wrong position or an additional key changes the logits
+# by a large fraction of it; rounding, even in half precision and with experts, by much less.
 _TOLERANCES: Final = {torch.float32: 0.002, torch.float64: 0.002}
 _HALF_PRECISION_TOLERANCE: Final = 0.1
 _ABSOLUTE_TOLERANCE: Final = 1e-3

@@ -1,12 +1,12 @@
-"""The embedded engine as the others see it: async streams outside, one computing thread inside.
+"""The public side of the embedded engine: async streams for its callers, one computing thread inside.
 
-Everything that touches the model runs in that thread: a step, and between two steps whatever was asked for
-(add a request, drop one, pause, swap weights). So a swap never meets a step, and the event loop never waits
-for the model. Every id carries the version of the weights that sampled it.
+Everything that touches the model runs in that thread: a step, and between two steps the submitted tasks (add
+a request, remove one, pause, update weights). So an update never overlaps with a step, and the event loop
+never waits for the model. Every id carries the version of the weights that sampled it.
 
     engine = HfEngine.load("models/SmolLM2-135M-Instruct")
     async for chunk in engine.generate(ids, SamplingParams(max_tokens=64, stop_ids=(2,))):
-        print(chunk.ids, chunk.logprobs, chunk.version, chunk.finish)
+        print(chunk.ids, chunk.logprobs, chunk.version, chunk.finish_reason)
     await engine.close()
 """
 
@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -40,30 +40,43 @@ from branchline.engines.hf.validation import EngineLimits, check_request, check_
 T = TypeVar("T")
 
 
-class _ChunkQueue:
-    """Where a job's chunks go: a queue in the event loop that asked for them."""
+class _TokenStream:
+    """A job's tokens on their way from the computing thread to the event loop of its consumer."""
 
-    def __init__(self) -> None:
+    def __init__(self, flush_s: float) -> None:
         self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self.queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self.is_ended = False
+        self._pending: list[StepOutput] = []
+        self._flush_s = flush_s
+        self._flush_at = 0.0
+        """When pending tokens are due; the first ones are at once."""
 
+    def append(self, output: StepOutput) -> None:
+        self._pending.append(output)
+        self.is_ended = output.is_last
 
-QueuedItem = tuple[_ChunkQueue, Chunk | Exception]
+    def take_due(self, now: float, version: int, *, force: bool) -> list[Chunk | Exception]:
+        """Removes and returns the pending tokens as a chunk, and the error after them, if they are due."""
+        outputs = self._pending
+        if not outputs or not (force or self.is_ended or now >= self._flush_at):
+            return []
+        self._pending, self._flush_at = [], now + self._flush_s
+        items: list[Chunk | Exception] = []
+        error = outputs[-1].error
+        if tokens := outputs if error is None else outputs[:-1]:
+            ids = np.array([token.token_id for token in tokens], np.int32)
+            logprobs = np.array([token.logprob for token in tokens], np.float32)
+            items.append(Chunk(ids, logprobs, version, tokens[-1].finish_reason))
+        return items if error is None else [*items, error]
 
 
 class HfEngine:
     """A transformers causal language model that samples for many sessions at once."""
 
     def __init__(
-        self,
-        model: Any,
-        config: HfConfig | None = None,
-        *,
-        name: str = "hf",
-        version: int = 0,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        self, model: Any, config: HfConfig | None = None, *, name: str = "hf", version: int = 0
     ) -> None:
-        """`decode` turns ids into text; without it stop texts are refused."""
         self._model = model.eval()
         self._config = config or HfConfig()
         self._name = name
@@ -71,12 +84,10 @@ class HfEngine:
         self._limits = EngineLimits(
             vocab_size=int(model.get_input_embeddings().weight.shape[0]),
             max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-            has_text=decode is not None,
         )
-        self._scheduler = Scheduler(model, self._config, decode)
-        self._queues: dict[Job, _ChunkQueue] = {}
+        self._scheduler = Scheduler(model, self._config)
+        self._streams: dict[Job, _TokenStream] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._last_flush_s = 0.0
         self._is_paused = False
         self._is_closing = False
         self._is_closed = False
@@ -92,10 +103,10 @@ class HfEngine:
         *,
         device: str | None = None,
         dtype: str | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
         **options: Any,
     ) -> HfEngine:
-        """Reads a model folder; `options` go to `from_pretrained`. float32 on a CPU, else the model's own."""
+        """Loads a model folder; `options` go to `from_pretrained`. The default dtype is float32 on a CPU and
+        the model's own on a GPU."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if device == "cpu" else "auto")
         auto: Any = transformers.AutoModelForCausalLM
@@ -105,7 +116,7 @@ class HfEngine:
             model = auto.from_pretrained(str(path), dtype=dtype, **options)
         except (OSError, ValueError) as error:
             raise EngineError(f"model {str(path)!r}: {error}") from error
-        return cls(model.to(device), config, name=f"hf:{Path(path).name}", decode=decode)
+        return cls(model.to(device), config, name=f"hf:{Path(path).name}")
 
     @property
     def name(self) -> str:
@@ -132,55 +143,54 @@ class HfEngine:
     ) -> AsyncGenerator[Chunk, None]:
         check_request(prompt_ids, params, self._limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        job, stream = Job(prompt_ids, params, seed), _ChunkQueue()
+        job, stream = Job(prompt_ids, params, seed), _TokenStream(params.flush_s)
         added = self._submit(partial(self._add, job, stream))
         is_open = True
         try:
-            await asyncio.wrap_future(added)  # raises where nothing would ever come
+            await asyncio.wrap_future(added)  # Raises if the engine was closed.
             while is_open:
-                item = await stream.items.get()
+                item = await stream.queue.get()
                 is_open = isinstance(item, Chunk) and item.finish_reason is None
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
             if is_open:
-                with suppress(EngineError):  # closed meanwhile
+                with suppress(EngineError):  # The engine was closed.
                     self._submit(partial(self._remove, job))
 
     async def ready(self) -> None:
         pass
 
     def release_session(self, session: str) -> None:
-        pass
+        pass  # The prefix cache is bounded and keyed by ids.
 
     async def pause(self) -> None:
-        """Returns when the step that was running is done."""
+        """Returns when the running step is complete."""
         await asyncio.wrap_future(self._submit(self._pause))
 
     async def resume(self, version: int | None = None) -> None:
-        """Another version than the one of now means that somebody changed the weights in place: everything
-        computed under the old ones is forgotten."""
+        """A new version means that the weights were changed in place: drops everything computed before."""
         await asyncio.wrap_future(self._submit(partial(self._resume, version)))
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copies new weights into the model between two steps. What runs goes on behind its own ids.
+        """Copies new weights into the model between two steps; generations continue after their own ids.
 
         Names and shapes are those of the model's `state_dict`; a weight tied to another may be left out.
-        A mapping that does not fit raises EngineInputError and changes nothing.
+        Raises EngineInputError, and changes nothing, if they do not fit.
         """
         await asyncio.wrap_future(self._submit(partial(self._update_weights, weights, version)))
 
     async def close(self) -> None:
-        """Generations that are open end with an EngineError."""
-        with suppress(EngineError):  # closed already
+        """Open generations end with an EngineError."""
+        with suppress(EngineError):  # Closed already.
             self._submit(self._stop, is_last=True)
         await asyncio.to_thread(self._thread.join)
 
     # The computing thread
 
     def _submit(self, task: Callable[[], T], *, is_last: bool = False) -> Future[T]:
-        """Has something done between two steps; what is asked before the last thing is done for certain."""
+        """Runs a task between two steps. Tasks submitted before the last one are certain to run."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -214,6 +224,12 @@ class HfEngine:
     def _is_idle(self) -> bool:
         return self._is_closed or self._is_paused or not self._scheduler.is_busy
 
+    def _run_tasks(self) -> None:
+        with suppress(queue.Empty):
+            self._tasks.get(block=self._is_idle and not self._is_closed)()
+            while True:
+                self._tasks.get_nowait()()
+
     def _step(self) -> None:
         try:
             self._scheduler.step()
@@ -221,56 +237,40 @@ class HfEngine:
             failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._scheduler.fail(failure)
-        outbox = self._scheduler.outputs
-        is_due = time.monotonic() - self._last_flush_s >= self._config.flush_s
-        if is_due or any(item.is_first or item.is_last for item in outbox):
-            self._flush()
+        for output in self._scheduler.take_outputs():
+            if output.job in self._streams:
+                self._streams[output.job].append(output)
+        self._flush()
 
-    def _run_tasks(self) -> None:
-        with suppress(queue.Empty):
-            self._tasks.get(block=self._is_idle and not self._is_closed)()
-            while True:
-                self._tasks.get_nowait()()
-
-    def _flush(self) -> None:
-        """Hands what was sampled to the event loops, each woken once."""
-        sampled, self._scheduler.outputs = self._scheduler.outputs, []
-        self._last_flush_s = time.monotonic()
-        by_job: dict[Job, list[StepOutput]] = defaultdict(list)
-        for item in sampled:
-            if item.job in self._queues:  # else dropped since
-                by_job[item.job].append(item)
-        by_loop: dict[asyncio.AbstractEventLoop, list[QueuedItem]] = defaultdict(list)
-        for job, items in by_job.items():
-            stream, last = self._queues[job], items[-1]
-            if tokens := [item for item in items if item.error is None]:
-                by_loop[stream.loop].append((stream, self._to_chunk(tokens)))
-            if last.error is not None:
-                by_loop[stream.loop].append((stream, last.error))
-            if last.is_last:
-                del self._queues[job]
-        for loop, deliveries in by_loop.items():
+    def _flush(self, *, force: bool = False) -> None:
+        """Passes the tokens of every stream that is due to its event loop, waking each loop once."""
+        now = time.monotonic()
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_TokenStream, Chunk | Exception]]]
+        by_loop = defaultdict(list)
+        for job, stream in list(self._streams.items()):
+            by_loop[stream.loop] += [
+                (stream, item) for item in stream.take_due(now, self._version, force=force)
+            ]
+            if stream.is_ended:
+                del self._streams[job]
+        for loop, items in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_put_all, deliveries)
-            except RuntimeError:  # the loop is closed: nobody reads these any more
-                for job in [job for job, stream in self._queues.items() if stream.loop is loop]:
+                if items:
+                    loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # The loop is closed.
+                for job in [job for job, stream in self._streams.items() if stream.loop is loop]:
                     self._remove(job)
 
-    def _to_chunk(self, items: list[StepOutput]) -> Chunk:
-        ids = np.array([item.token_id for item in items], np.int32)
-        logprobs = np.array([item.logprob for item in items], np.float32)
-        return Chunk(ids, logprobs, self._version, items[-1].finish_reason)
-
-    def _add(self, job: Job, stream: _ChunkQueue) -> None:
-        self._queues[job] = stream
+    def _add(self, job: Job, stream: _TokenStream) -> None:
+        self._streams[job] = stream
         self._scheduler.add(job)
 
     def _remove(self, job: Job) -> None:
         self._scheduler.remove(job)
-        self._queues.pop(job, None)
+        self._streams.pop(job, None)
 
     def _pause(self) -> None:
-        self._flush()
+        self._flush(force=True)
         self._is_paused = True
 
     def _resume(self, version: int | None) -> None:
@@ -287,7 +287,7 @@ class HfEngine:
                 own[key].copy_(value)
 
     def _change_version(self, version: int) -> None:
-        self._flush()  # what lies there was sampled under the old one
+        self._flush(force=True)  # Pending tokens were sampled under the old version.
         self._scheduler.invalidate()
         self._version = version
 
@@ -295,18 +295,18 @@ class HfEngine:
         self._is_closed = True
 
     def _shut_down(self) -> None:
-        """Nothing waits for a thread that is gone."""
+        """Ends every stream and fails every task that is still queued."""
         with self._submit_lock:
             self._is_closing = self._is_closed = True
-        for stream in self._queues.values():
-            error: QueuedItem = (stream, EngineError(f"engine {self._name!r} was closed"))
-            with suppress(RuntimeError):
-                stream.loop.call_soon_threadsafe(_put_all, [error])
-        self._queues.clear()
+        for stream in self._streams.values():
+            error = EngineError(f"engine {self._name!r} was closed")
+            with suppress(RuntimeError):  # The loop is closed.
+                stream.loop.call_soon_threadsafe(stream.queue.put_nowait, error)
+        self._streams.clear()
         self._scheduler.clear()
         self._run_tasks()
 
 
-def _put_all(items: list[QueuedItem]) -> None:
+def _put_all(items: list[tuple[_TokenStream, Chunk | Exception]]) -> None:
     for stream, item in items:
-        stream.items.put_nowait(item)
+        stream.queue.put_nowait(item)

@@ -1,36 +1,55 @@
-"""One generation inside the embedded engine: its ids so far, and how many of them the model has seen.
+"""One generation inside the embedded engine: its ids so far, and how many of them are computed.
 
-Its invariant: `ids[:filled]` have keys and values in the job's row, `ids[filled:]` are pending. A held job
-loses its row and nothing else, so it goes on behind its own ids.
+Invariant: `ids[:num_computed_tokens]` have keys and values in the job's row, the rest is pending. A preempted
+job loses its row and nothing else, so it continues after its own ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import FinishReason, SamplingParams
 
-if TYPE_CHECKING:
-    from branchline.engines.hf.sampling import PenaltyCounts
+
+class PenaltyCounts:
+    """What penalties count: output ids for presence and frequency, prompt ids as well for repetition."""
+
+    def __init__(self, prompt_ids: Ids, output_ids: Ids, vocab: int, device: torch.device) -> None:
+        counts = np.bincount(output_ids, minlength=vocab)[:vocab]
+        seen = (counts > 0) | (np.bincount(prompt_ids, minlength=vocab)[:vocab] > 0)
+        self._counts = torch.from_numpy(counts.astype(np.float32)).to(device)
+        self._seen = torch.from_numpy(seen).to(device)
+
+    def add(self, token: int) -> None:
+        self._counts[token] += 1
+        self._seen[token] = True
+
+    def apply(self, logits_v: Tensor, params: SamplingParams) -> Tensor:
+        factor = torch.where(logits_v > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+        scores_v = torch.where(self._seen, logits_v * factor, logits_v)
+        scores_v = scores_v - params.frequency_penalty * self._counts
+        return scores_v - params.presence_penalty * (self._counts > 0)
 
 
 @dataclass(eq=False)
 class Job:
-    """A generation that waits or runs."""
+    """A waiting or running generation."""
 
     prompt_ids: Ids
     params: SamplingParams
     seed: int
     arrival: int = 0
-    """Its place in the order of arrival."""
+    """Its number in order of arrival."""
     length: int = 0
     num_computed_tokens: int = 0
     penalty_counts: PenaltyCounts | None = None
-    """What its penalties count; made when it first samples under penalties."""
+    """Created when it first samples with penalties."""
     _ids: Ids = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,17 +76,13 @@ class Job:
 
 
 class StepOutput(NamedTuple):
-    """What a step gave a job: its next id, or the error that ended it."""
+    """The result of a step for one job: its next id, or the error that ended it."""
 
     job: Job
     token_id: int = -1
     logprob: float = 0.0
     finish_reason: FinishReason | None = None
     error: Exception | None = None
-
-    @property
-    def is_first(self) -> bool:
-        return self.job.length == len(self.job.prompt_ids) + 1
 
     @property
     def is_last(self) -> bool:

@@ -1,11 +1,11 @@
-"""The keys and values of the sequences that are decoding, one row each, and the model's step over them.
+"""Keys and values of the running sequences, one row each, and the model's forward pass over them.
 
-Every row starts at position 0 of its row, however long its neighbours are. A step writes its new keys and
-values in place and masks what lies behind a row's own end, so a sequence joins or leaves without touching
-the others, and nothing is copied from step to step.
+Every sequence starts at position 0 of its row, whatever the lengths of the other rows. A step writes new keys
+and values in place and masks the positions after the end of each row, so a sequence joins or leaves without
+touching the others, and nothing is copied from step to step.
 
-Its invariant: memory stays within the limit, or is one row. What lies behind a row's end is finite: masked
-positions weigh nothing, but nothing times NaN would be NaN.
+Invariant: memory stays within the limit, or is one row. Values after the end of a row are finite: masked
+positions have weight 0, but 0 times NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.hf import attention, linear
+from branchline.engines.hf import attention
 from branchline.engines.hf.prefix_cache import KeysValues
 
-# Rows grow by this many tokens: a copy of the whole, each time as many tokens were decoded.
+# Rows grow by this many tokens at a time; each time all rows are copied.
 GROWTH_TOKENS: Final = 256
 _SUPPORTED_LAYER_TYPES: Final = {"full_attention", "sliding_attention", "global"}
-"""Kinds of layers whose past is keys and values, seen whole or through a window."""
+"""Layers that cache keys and values and attend to all of them or to a window."""
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Where one step's keys and values go, and which rows it reads."""
+    """Where a step writes its keys and values, and which rows it reads."""
 
     rows: slice | Tensor
     width: int
@@ -45,12 +45,12 @@ class StepPlan:
     write_rows: Tensor
     write_positions: Tensor
     is_real_b_q: Tensor | None
-    """Which queries are not padding; None where all are real."""
+    """Which queries are not padding; None if none is."""
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """A layer's keys or values: heads, dim."""
+    """The shape of a layer's keys or values."""
 
     heads: int
     dim: int
@@ -66,7 +66,7 @@ class KvShape:
 
 
 class KvCacheLayer:
-    """One layer's rows, in the place where transformers expects a cache layer."""
+    """One layer's rows, as a transformers cache layer."""
 
     is_sliding = False
     is_compileable = False
@@ -84,7 +84,7 @@ class KvCacheLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's attention: writes the step's keys and values, returns all to attend to."""
+        """Called by the model's attention: writes the step's keys and values, returns all of the rows'."""
         plan = self.plan
         assert plan is not None
         for store, states in ((self.keys, key_states), (self.values, value_states)):
@@ -94,19 +94,19 @@ class KvCacheLayer:
         return self.keys[plan.rows, :, : plan.length], self.values[plan.rows, :, : plan.length]
 
     def get_seq_length(self) -> int:
-        """Asked, like the next, when the model makes its own mask."""
+        """Called, like `get_mask_sizes`, when the model builds its own mask."""
         return self.plan.length - self.plan.width if self.plan else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
 
-# Registered and not inherited: its own state and methods are of no use here.
+# Registered instead of inherited: the base class's state and methods are not used.
 CacheLayerMixin.register(KvCacheLayer)
 
 
 class BatchKvCache:
-    """A model and the rows it decodes."""
+    """A model and the rows that it decodes."""
 
     def __init__(self, model: Any, limit_bytes: int, max_rows: int) -> None:
         self._model = model
@@ -121,12 +121,12 @@ class BatchKvCache:
         self.capacity = (0, 0)
 
     def reserve(self, rows: int, length: int) -> bool:
-        """Makes room for this many rows of this many tokens; False if the limit does not allow it."""
+        """Grows to this many rows of this many tokens; returns False if the limit does not allow it."""
         if rows <= self.capacity[0] and length <= self.capacity[1]:
             return True
         length = -(-length // GROWTH_TOKENS) * GROWTH_TOKENS
-        roomy = min(1 << (rows - 1).bit_length(), self._max_rows)
-        for count in (max(roomy, rows), rows):
+        rounded_up = min(1 << (rows - 1).bit_length(), self._max_rows)
+        for count in (max(rounded_up, rows), rows):
             if count * length <= self._limit or count == 1:
                 self._resize(count, length)
                 return True
@@ -136,51 +136,49 @@ class BatchKvCache:
         self._resize(0, 0)
 
     def write_row(self, row: int, kv: KeysValues, length: int) -> None:
-        """Fills the start of a row."""
+        """Writes the first `length` tokens of a row."""
         for layer, (keys, values) in zip(self._layers, kv, strict=True):
             layer.keys[row, :, :length] = keys[:, :length]
             layer.values[row, :, :length] = values[:, :length]
 
     def row_view(self, row: int, length: int) -> KeysValues:
-        """The start of a row, not copied."""
+        """The first `length` tokens of a row, not copied."""
         return [(layer.keys[row, :, :length], layer.values[row, :, :length]) for layer in self._layers]
 
     def copy_row(self, row: int, length: int) -> KeysValues:
-        """A copy of the start of a row."""
+        """A copy of the first `length` tokens of a row."""
         return [(keys.clone(), values.clone()) for keys, values in self.row_view(row, length)]
 
     def zero_row(self, row: int) -> None:
-        """Takes what is not a number out of a row."""
+        """Removes NaN and infinity from a row."""
         for layer in self._layers:
             layer.keys[row] = 0
             layer.values[row] = 0
 
     def forward(self, rows: Sequence[int], starts: Sequence[int], ids: Sequence[Ids]) -> Tensor:
-        """The logits behind the last of the ids that each row gets at its start: [rows, vocab].
-
-        Shorter rows are padded in front, so that every row's last query is the last.
-        """
+        """Computes `ids[i]` from position `starts[i]` of row `rows[i]` on; returns the logits after the last
+        id of each row: [rows, vocab]. Shorter rows are left-padded, so that their last query is real."""
         counts = [len(part) for part in ids]
         tokens_b_q, positions_b_q, is_real_b_q = _pad_batch(starts, ids, counts)
-        into_positions = positions_b_q.ravel() if is_real_b_q is None else positions_b_q[is_real_b_q]
-        is_run = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        write_positions = positions_b_q.ravel() if is_real_b_q is None else positions_b_q[is_real_b_q]
+        is_consecutive = list(rows) == list(range(rows[0], rows[0] + len(rows)))
         plan = StepPlan(
-            rows=slice(rows[0], rows[0] + len(rows)) if is_run else self._tensor(np.array(rows)),
+            rows=slice(rows[0], rows[0] + len(rows)) if is_consecutive else self._tensor(np.array(rows)),
             width=tokens_b_q.shape[1],
             length=max(map(add, starts, counts)),
             write_rows=self._tensor(np.repeat(rows, counts)),
-            write_positions=self._tensor(into_positions),
+            write_positions=self._tensor(write_positions),
             is_real_b_q=None if is_real_b_q is None else self._tensor(is_real_b_q),
         )
         for layer in self._layers:
             layer.plan = plan
         positions = self._tensor(positions_b_q)
-        # Rows that are alike need no mask but the model's own, which often is none, and faster.
-        is_alike = is_real_b_q is None and len(set(starts)) == 1
+        # For rows of equal length the model's own mask is right, and often is none, which is faster.
+        is_uniform = is_real_b_q is None and len(set(starts)) == 1
         output = self._model(
             input_ids=self._tensor(tokens_b_q),
             position_ids=positions,
-            attention_mask=None if is_alike else self._mask(positions, plan.length),
+            attention_mask=None if is_uniform else self._mask(positions, plan.length),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -189,10 +187,10 @@ class BatchKvCache:
         return logits
 
     def _mask(self, positions_b_q: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """What each query may see, as the model takes it: one mask, or one for each kind of layer."""
+        """The attention mask that the model expects: one, or one for each type of layer."""
         query_b_1_q_1 = positions_b_q[:, None, :, None]
         keys_k = torch.arange(length, device=positions_b_q.device)
-        # Added to the scores: a mask of booleans would be turned into this one by every layer anew.
+        # An additive mask: every layer would convert a boolean one again.
         masks = {}
         for kind, window in self._windows.items():
             is_seen = keys_k <= query_b_1_q_1
@@ -213,7 +211,7 @@ class BatchKvCache:
 def _pad_batch(
     starts: Sequence[int], ids: Sequence[Ids], counts: Sequence[int]
 ) -> tuple[Array, Array, Array | None]:
-    """Tokens, positions and what is not padding, each [rows, queries]; None where nothing is padding."""
+    """Tokens, positions and which of them are real, each [rows, queries]; None if nothing is padding."""
     width = max(counts)
     if min(counts) == width:
         return np.stack(ids).astype(np.int64), np.add.outer(starts, np.arange(width)), None
@@ -231,9 +229,8 @@ def _copy_into(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _build_layers(model: Any) -> tuple[list[KvCacheLayer], dict[str, int | None]]:
-    """A layer for each of the model's own, and the window of each kind, found by asking the model once."""
+    """A cache layer for each of the model's, and the window of each type, found with one forward pass."""
     attention.install(model)
-    linear.install(model)
     kind = model.config._attn_implementation
     if kind not in (attention.ATTENTION_NAME, "sdpa", "eager"):
         raise EngineInputError(

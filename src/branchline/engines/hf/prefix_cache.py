@@ -1,8 +1,8 @@
-"""Keys and values of sequences that ended, kept for the next turn that begins with the same ids.
+"""Keys and values of ended sequences, kept for the next request that begins with the same ids.
 
-Its invariant: an entry's keys and values were computed under the weights of now, behind exactly its ids;
-the bytes of all entries stay within the limit, the least recently used out first. An entry that a longer
-one begins with is not kept beside it, so a growing conversation is one entry.
+Invariant: an entry's keys and values were computed under the current weights, for exactly its ids. The bytes
+of all entries stay within the limit; the least recently used entry is evicted first. A prefix of a longer
+entry is not kept, so a growing conversation is one entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KeysValues = list[tuple[Tensor, Tensor]]
 
 
 def common_prefix_length(left: Ids, right: Ids) -> int:
-    """How many ids two sequences have in common from the start.
+    """The length of the common prefix of two sequences.
 
     >>> from branchline.core.token_arrays import as_ids
     >>> common_prefix_length(as_ids([1, 2, 3]), as_ids([1, 2, 4, 5]))
@@ -38,20 +38,20 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The least recently used prefix stands first."""
+    """Entries in order of use, the least recently used first."""
 
     def __init__(self, limit_bytes: int, token_bytes: int) -> None:
         self._limit = limit_bytes // token_bytes
         self._entries: list[CachedPrefix] = []
         self.evictions = 0
-        """Entries that went because others needed their room."""
+        """Number of entries dropped to stay within the limit."""
 
     @property
     def token_count(self) -> int:
         return sum(len(entry.ids) for entry in self._entries)
 
     def find_longest(self, ids: Ids) -> tuple[int, CachedPrefix | None]:
-        """How much of `ids` the best entry begins with, and that entry."""
+        """The entry with the longest common prefix with `ids`, and the length of that prefix."""
         best, found = 0, None
         for entry in self._entries:
             if (size := common_prefix_length(ids, entry.ids)) > best:
@@ -63,7 +63,7 @@ class PrefixCache:
         self._entries.append(entry)
 
     def add(self, ids: Ids, read: Callable[[], KeysValues]) -> None:
-        """Keeps a sequence; `read` copies its keys and values and is called only if they are kept."""
+        """Adds a sequence; `read` copies its keys and values and is called only if it is kept."""
         size, covering = self.find_longest(ids)
         if covering is not None and size == len(ids):
             self.touch(covering)
@@ -73,8 +73,7 @@ class PrefixCache:
         self._entries = [
             entry for entry in self._entries if common_prefix_length(entry.ids, ids) < len(entry.ids)
         ]
-        room = self._limit - len(ids)
-        while self.token_count > room:
+        while self.token_count > self._limit - len(ids):
             del self._entries[0]
             self.evictions += 1
         self._entries.append(CachedPrefix(ids.copy(), read()))

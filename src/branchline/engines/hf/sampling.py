@@ -1,12 +1,12 @@
-"""From logits to ids: each row by its own request's rules and its own random numbers.
+"""Samples ids from logits, each row with its own request's parameters and random numbers.
 
-Its invariant: what a row samples depends on its logits, its params, its seed and its position, and on
-nothing else. The random number of a position is a hash of seed and position, so neighbours in the batch,
-being held, or going on elsewhere behind the same ids change nothing.
+Invariant: what a row samples depends on its logits, parameters, seed and position only. The random number of
+a position is a hash of seed and position, so other rows of the batch, a preemption or a continuation on
+another replica change nothing.
 
-The order is that of transformers: penalties, temperature, top-k, top-p, min-p. `raw` logprobs are of the
-logits as they come; `processed` ones of the distribution that was drawn from, which at temperature 0 is one
-id with probability 1.
+The order is that of transformers: penalties, temperature, top-k, top-p, min-p. `raw` logprobs are those of
+the unchanged logits; `processed` ones are those of the distribution sampled from, which at temperature 0 is
+one id with probability 1.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from branchline.core.token_arrays import Ids
 from branchline.engines.base import LogprobKind, SamplingParams
-from branchline.engines.hf.job import Job
+from branchline.engines.hf.job import Job, PenaltyCounts
 
 _MASK_64 = 2**64 - 1
 _NEGATIVE_INFINITY = float("-inf")
-# Below this a division by the temperature could leave the range of float32.
+# Dividing by a lower temperature could exceed the range of float32.
 _MIN_TEMPERATURE = 1e-5
 
 
@@ -35,31 +33,11 @@ class SampledTokens:
     ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
-    """Not finite where the model gave no numbers to sample from."""
-
-
-class PenaltyCounts:
-    """What penalties count: output ids for presence and frequency, prompt ids too for repetition."""
-
-    def __init__(self, prompt_ids: Ids, output_ids: Ids, vocab: int, device: torch.device) -> None:
-        counts = np.bincount(output_ids, minlength=vocab)[:vocab]
-        seen = (counts > 0) | (np.bincount(prompt_ids, minlength=vocab)[:vocab] > 0)
-        self._counts = torch.from_numpy(counts.astype(np.float32)).to(device)
-        self._seen = torch.from_numpy(seen).to(device)
-
-    def add(self, token: int) -> None:
-        self._counts[token] += 1
-        self._seen[token] = True
-
-    def apply(self, logits_v: Tensor, params: SamplingParams) -> Tensor:
-        factor = torch.where(logits_v > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-        scores_v = torch.where(self._seen, logits_v * factor, logits_v)
-        scores_v = scores_v - params.frequency_penalty * self._counts
-        return scores_v - params.presence_penalty * (self._counts > 0)
+    """Not finite if the model's logits were not."""
 
 
 def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> SampledTokens:
-    """The next id of each job."""
+    """Samples the next id of each job."""
     logits_b_v = logits_b_v.float()
     scores_b_v = _apply_penalties(logits_b_v, jobs)
     ids_b = scores_b_v.argmax(-1)
@@ -82,7 +60,7 @@ def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> Sample
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that belongs to this seed and position (SplitMix64).
+    """The random number in [0, 1) of this seed and position (SplitMix64).
 
     >>> uniform(7, 3) == uniform(7, 3) != uniform(7, 4)
     True
@@ -116,18 +94,20 @@ def _draw(scores_b_v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor]:
     """Ids drawn from the scores, and their logprobs under the distribution drawn from."""
     device = scores_b_v.device
     scores_b_v = scores_b_v / _column_tensor([job.params.temperature for job in jobs], device)
-    cut = [row for row, job in enumerate(jobs) if _is_truncated(job.params)]
-    if cut:
-        scores_b_v[cut] = truncate_scores(scores_b_v[cut], [jobs[row].params for row in cut])
+    truncated = [row for row, job in enumerate(jobs) if _is_truncated(job.params)]
+    if truncated:
+        scores_b_v[truncated] = truncate_scores(
+            scores_b_v[truncated], [jobs[row].params for row in truncated]
+        )
     logprobs_b_v = scores_b_v.log_softmax(-1)
-    # In float64, so that the rarest id is neither favoured nor lost by rounding a sum near 1. A number
-    # strictly below the total always falls on an id whose probability is not zero.
+    # In float64, so that rounding a sum near 1 does not change the probability of rare ids. A number
+    # strictly below the total selects an id whose probability is not zero.
     sums_b_v = logprobs_b_v.exp().cumsum(-1, dtype=torch.float64)
     total_b_1 = sums_b_v[:, -1:]
     numbers = [uniform(job.seed, job.length) for job in jobs]
-    aim_b_1 = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * total_b_1
-    aim_b_1 = torch.minimum(aim_b_1, torch.nextafter(total_b_1, torch.zeros_like(total_b_1)))
-    ids_b_1 = torch.searchsorted(sums_b_v, aim_b_1, right=True).clamp(max=sums_b_v.shape[-1] - 1)
+    target_b_1 = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * total_b_1
+    target_b_1 = torch.minimum(target_b_1, torch.nextafter(total_b_1, torch.zeros_like(total_b_1)))
+    ids_b_1 = torch.searchsorted(sums_b_v, target_b_1, right=True).clamp(max=sums_b_v.shape[-1] - 1)
     return ids_b_1[:, 0], logprobs_b_v.gather(-1, ids_b_1)[:, 0]
 
 
@@ -136,7 +116,7 @@ def _is_truncated(params: SamplingParams) -> bool:
 
 
 def truncate_scores(scores_b_v: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The scores with what top-k, then top-p, then min-p drop at minus infinity."""
+    """Sets the scores that top-k, then top-p, then min-p exclude to minus infinity."""
     device, vocab = scores_b_v.device, scores_b_v.shape[-1]
     ranked_b_v, order_b_v = scores_b_v.sort(dim=-1, descending=True)
     last = torch.tensor([min(p.top_k or vocab, vocab) - 1 for p in params], device=device)[:, None]

@@ -1,17 +1,17 @@
-"""Who computes next: requests join and leave between steps, and nothing is computed twice.
+"""Continuous batching: decides in each step which jobs join, which prompts are computed, which rows sample.
 
-A step admits what fits, computes one portion of pending prompts, and samples one id for every row that has
-no prompt pending. A new request starts behind the longest prefix that is known: of a sequence that ended,
-or of one that is running. Where a neighbour is just computing that prefix, it waits for it, so that a group
-of requests with one prompt computes it once.
+A step admits the jobs that fit, computes one portion of the pending prompts, and samples one id for every row
+without a pending prompt. A new job starts after the longest prefix with known keys and values: of an ended
+sequence, or of a running one. If another job is computing that prefix, it waits for it, so that a group of
+requests with one prompt computes it once.
 
-Its invariant: `running[row]` is the job in that row. Used from one thread only; knows no asyncio.
+Invariant: `_running[row]` is the job in that row. Used from one thread only; does not use asyncio.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
@@ -24,58 +24,54 @@ from branchline.engines.hf.kv_cache import BatchKvCache
 from branchline.engines.hf.prefix_cache import KeysValues, PrefixCache, common_prefix_length
 from branchline.engines.hf.sampling import sample
 
-# A request waits for a neighbour that is computing at least this many ids it needs too.
+# A job waits for another that is computing at least this many ids of its prompt.
 _MIN_SHARED_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """What the embedded engine may use."""
+    """Limits of the embedded engine."""
 
     max_batch: int = 64
-    """Requests decoded together; the others wait."""
+    """Maximum number of requests decoded together; others wait."""
     batch_bytes: int = 4 * 2**30
-    """Keys and values of what is running (rows × the longest row); beyond it the youngest wait."""
+    """Keys and values of running requests (rows × the longest row); beyond it the latest requests wait."""
     cache_bytes: int = 2**30
-    """Keys and values kept for next turns."""
+    """Keys and values kept for later requests."""
     prefill_tokens: int = 512
-    """Prompt ids computed between two steps of those that are decoding."""
-    flush_s: float = 0.02
-    """Ids sampled within this time travel in one chunk, but for the first: every chunk of every stream costs
-    the event loop, and a small model samples hundreds of ids a second."""
+    """Prompt ids computed in one step."""
     logprob_kind: LogprobKind = "raw"
 
     def __post_init__(self) -> None:
         for field in ("max_batch", "prefill_tokens"):
             if (value := getattr(self, field)) < 1:
-                raise EngineInputError(f"{field}: got {value}, expected 1 or more: nothing would be computed")
+                raise EngineInputError(f"{field}: got {value}, expected 1 or more")
 
 
 @dataclass(frozen=True)
 class HfStats:
-    """What has been done since the start, and what is held now."""
+    """Counters since the start, and current sizes."""
 
     running: int
     waiting: int
     computed_tokens: int
-    """Ids of prompts that went through the model."""
+    """Prompt ids that went through the model."""
     reused_tokens: int
-    """Ids of prompts that did not have to."""
+    """Prompt ids whose keys and values were reused."""
     sampled_tokens: int
     steps: int
     cached_tokens: int
     evictions: int
-    """Sequences kept for a next turn that had to go, to stay within `cache_bytes`."""
+    """Cached sequences dropped to stay within `cache_bytes`."""
     preemptions: int
-    """Times a running request had to wait again."""
+    """How often a running request lost its row and had to wait."""
 
 
 class Scheduler:
-    """The jobs of one model."""
+    """Schedules the jobs of one model."""
 
-    def __init__(self, model: Any, config: HfConfig, decode: Callable[[Sequence[int]], str] | None) -> None:
+    def __init__(self, model: Any, config: HfConfig) -> None:
         self._config = config
-        self._decode = decode
         check_compatibility(model)
         self._kv_cache = BatchKvCache(model, config.batch_bytes, config.max_batch)
         self._prefix_cache = PrefixCache(config.cache_bytes, self._kv_cache.token_bytes)
@@ -83,8 +79,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._arrivals = 0
         self._computed = self._reused = self._sampled = self._steps = self._preemptions = 0
-        self.outputs: list[StepOutput] = []
-        """What was sampled and not yet taken away."""
+        self._outputs: list[StepOutput] = []
 
     @property
     def is_busy(self) -> bool:
@@ -104,38 +99,43 @@ class Scheduler:
             preemptions=self._preemptions,
         )
 
+    def take_outputs(self) -> list[StepOutput]:
+        """Removes and returns the outputs of the steps since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
     def add(self, job: Job) -> None:
         self._arrivals += 1
         job.arrival = self._arrivals
         self._waiting.append(job)
 
     def remove(self, job: Job) -> None:
-        """Forgets a job that nobody wants any more; what it computed is kept as a prefix."""
+        """Removes a cancelled job; its keys and values are kept as a prefix."""
         if job in self._running:
             self._release_row(job)
         elif job in self._waiting:
             self._waiting.remove(job)
 
     def invalidate(self) -> None:
-        """The weights are others now: nothing computed counts, running jobs start again behind their ids."""
+        """Drops all keys and values after a weight change; running jobs compute theirs again."""
         for job in sorted(self._running, key=lambda job: job.arrival, reverse=True):
             self._preempt(job)
         self._drop_all()
 
     def clear(self) -> None:
-        """Forgets every job and everything computed."""
+        """Drops all jobs, keys and values."""
         self._waiting.clear()
         self._drop_all()
 
     def fail(self, error: Exception) -> None:
-        """Ends every running job with an error, or the first that waits if none was running."""
+        """Ends every running job with an error, or the first waiting one if none was running."""
         jobs = self._running or [self._waiting.popleft()]
-        self.outputs += [StepOutput(job, error=error) for job in jobs]
+        self._outputs += [StepOutput(job, error=error) for job in jobs]
         self._running.clear()
         self._kv_cache.free()
 
     def step(self) -> None:
-        """One portion of prompts, and one id for every other row; what was sampled goes to the outbox."""
+        """Computes one portion of prompts and samples one id for every other row."""
         self._steps += 1
         self._admit()
         prompts = self._select_prefills()
@@ -149,7 +149,7 @@ class Scheduler:
         if not self._running:
             self._kv_cache.free()
 
-    # Joining and leaving
+    # Rows
 
     def _admit(self) -> None:
         for job in list(self._waiting):
@@ -171,17 +171,17 @@ class Scheduler:
             self._running.append(job)
 
     def _find_prefix(self, job: Job) -> tuple[int, KeysValues] | None:
-        """How many ids are known, and their keys and values; None: a neighbour is computing them."""
-        wanted = job.ids[:-1]  # the last id is computed in any case, for its logits
-        best, entry = self._prefix_cache.find_longest(wanted)
-        promised, source = 0, -1
+        """The length of the known prefix, and its keys and values; None if another job is computing more."""
+        ids = job.ids[:-1]  # The last id is always computed, for its logits.
+        best, entry = self._prefix_cache.find_longest(ids)
+        upcoming, source = 0, -1
         for row, other in enumerate(self._running):
-            common = common_prefix_length(wanted, other.ids)
+            common = common_prefix_length(ids, other.ids)
             if (size := min(common, other.num_computed_tokens)) > best:
                 best, source = size, row
             if other.num_pending_tokens > 1:
-                promised = max(promised, common)
-        if promised >= best + _MIN_SHARED_TOKENS:
+                upcoming = max(upcoming, common)
+        if upcoming >= best + _MIN_SHARED_TOKENS:
             return None
         if source >= 0:
             return best, self._kv_cache.row_view(source, best)
@@ -196,19 +196,18 @@ class Scheduler:
         self._kv_cache.free()
 
     def _release_row(self, job: Job, *, keep: bool = True) -> None:
-        """Frees a job's row; the last row moves into the gap."""
+        """Frees a job's row; the last row moves there."""
         row = self._running.index(job)
         if keep:
             self._prefix_cache.add(
                 job.ids[: job.num_computed_tokens],
                 lambda: self._kv_cache.copy_row(row, job.num_computed_tokens),
             )
-        if (
-            job.num_pending_tokens > 1 or not keep
-        ):  # no logits have shown yet that these are numbers, or they are not
+        # Without logits it is not known that the row's values are finite.
+        if job.num_pending_tokens > 1 or not keep:
             self._kv_cache.zero_row(row)
         last = self._running[-1]
-        if last is not job:  # until it is copied, both are running: should that fail, both are told
+        if last is not job:  # Both stay in `_running` until the copy succeeds, so that both get its error.
             self._kv_cache.write_row(
                 row,
                 self._kv_cache.row_view(len(self._running) - 1, last.num_computed_tokens),
@@ -218,14 +217,14 @@ class Scheduler:
         self._running.pop()
 
     def _ensure_capacity(self) -> None:
-        """Room for one more id in every row; where there is none, the youngest wait."""
+        """Makes room for one more id in every row; preempts the latest jobs if there is none."""
         while self._running:
             longest = max(job.length for job in self._running)
             if self._kv_cache.reserve(len(self._running), longest + 1):
                 return
-            youngest = max(self._running, key=lambda job: job.arrival)
-            self._release_row(youngest)
-            self._preempt(youngest)
+            latest = max(self._running, key=lambda job: job.arrival)
+            self._release_row(latest)
+            self._preempt(latest)
 
     def _preempt(self, job: Job) -> None:
         job.num_computed_tokens = 0
@@ -235,9 +234,9 @@ class Scheduler:
     # Computing
 
     def _select_prefills(self) -> list[Job]:
-        """One pending prompt, and those beside it that cost no more padding than work.
+        """One pending prompt, and others that fit beside it without more padding than work.
 
-        The oldest and the shortest take turns: a long prompt does not hold up short ones, nor they it.
+        The oldest and the shortest prompt alternate, so that long and short ones do not delay each other.
         """
         limit = self._config.prefill_tokens
         pending = [job for job in self._running if job.num_pending_tokens > 1]
@@ -256,7 +255,7 @@ class Scheduler:
         return sorted(chosen, key=self._running.index)
 
     def _compute(self, jobs: Sequence[Job], sizes: Sequence[int]) -> None:
-        """Runs the next ids of each job through the model; samples where none is pending then."""
+        """Runs the next ids of each job through the model; samples for jobs with no pending ids left."""
         rows = {job: row for row, job in enumerate(self._running)}
         logits = self._kv_cache.forward(
             [rows[job] for job in jobs],
@@ -282,14 +281,14 @@ class Scheduler:
                 self._advance(job, token, logprob)
             else:
                 self._release_row(job, keep=False)
-                error = EngineError(f"logits behind {job.length} ids: got NaN or infinity, expected numbers")
-                self.outputs.append(StepOutput(job, error=error))
+                error = EngineError(f"logits after {job.length} ids: got NaN or infinity, expected numbers")
+                self._outputs.append(StepOutput(job, error=error))
 
     def _advance(self, job: Job, token: int, logprob: float) -> None:
         job.append(token)
         self._sampled += 1
         finish = self._finish_reason(job, token)
-        self.outputs.append(StepOutput(job, token, logprob, finish))
+        self._outputs.append(StepOutput(job, token, logprob, finish))
         if finish:
             self._release_row(job)
 

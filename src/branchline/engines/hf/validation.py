@@ -1,4 +1,4 @@
-"""What the embedded engine refuses, before anything is computed or changed."""
+"""Validates requests and weights of the embedded engine, before anything is computed or changed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from branchline.engines.base import SamplingParams
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What a model can take."""
+    """Limits of a model."""
 
     vocab_size: int
     max_context: int | None
-    has_text: bool
-    """Whether ids can be read as text."""
 
 
 def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits) -> None:
-    """Raises EngineInputError for what cannot be sampled as asked."""
+    """Raises EngineInputError for a request that the engine cannot serve."""
     size = len(prompt_ids)
     if not size:
         raise EngineInputError("prompt_ids: got none, expected at least one")
@@ -42,7 +40,7 @@ def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits)
         ("presence_penalty", isfinite(params.presence_penalty), "a number"),
         ("frequency_penalty", isfinite(params.frequency_penalty), "a number"),
         ("repetition_penalty", 0 < params.repetition_penalty < inf, "a number above 0"),
-        ("grammar", params.grammar is None, "none: this engine cannot keep to one"),
+        ("grammar", params.grammar is None, "none: this engine supports no grammar"),
     ):
         if not is_valid:
             raise EngineInputError(f"{field}: got {getattr(params, field)!r}, expected {expected}")
@@ -54,14 +52,14 @@ def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits)
 
 
 def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raises EngineInputError unless names and shapes fit; a weight tied to a given one may be left out.
+    """Raises EngineInputError unless names and shapes fit and tied weights have equal values.
 
-    Two that are tied in the model cannot become different ones.
+    A weight that is tied to another one may be left out.
     """
     if unknown := sorted(weights.keys() - own.keys()):
         raise EngineInputError(f"weights: got {unknown[0]!r}, expected names of the model's state_dict")
-    given = {own[key].data_ptr() for key in weights}
-    if missing := sorted(key for key in own.keys() - weights.keys() if own[key].data_ptr() not in given):
+    updated = {own[key].data_ptr() for key in weights}
+    if missing := sorted(key for key in own.keys() - weights.keys() if own[key].data_ptr() not in updated):
         raise EngineInputError(f"weights: got no {missing[0]!r}, expected all {len(own)}")
     for key, value in weights.items():
         if value.shape != own[key].shape:

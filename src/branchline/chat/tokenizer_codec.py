@@ -1,0 +1,134 @@
+"""What the codecs of real tokenizers share: parsing outputs, decoding ids, and comparing replies.
+
+The same reply can have several spellings: other ids, other whitespace, another JSON style. `ReplyReader`
+decides whether two spellings are one reply; the sampled ids are then reused in place of the rendered text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Self
+
+from branchline.chat.base import (
+    ChatTemplateKwargs,
+    Extension,
+    HistoryPolicy,
+    NewMessage,
+    PathMessage,
+    Tools,
+    reply_to_text,
+)
+from branchline.chat.parsing.base import OutputParser, parse_reply_bytes
+from branchline.chat.parsing.registry import OutputFormat
+from branchline.chat.segment_encoder import SegmentEncoder
+from branchline.chat.tokenizer import TokenizerDir
+from branchline.core.errors import CodecError
+from branchline.core.message import Message
+from branchline.core.token_arrays import Ids
+
+
+@dataclass(frozen=True)
+class ReplyReader:
+    """Reads sampled and rendered replies of one output format."""
+
+    segment_encoder: SegmentEncoder
+    stop_ids: frozenset[int]
+    output_format: OutputFormat
+    tools: Tools = ()
+
+    def ends_with_stop(self, sampled: Ids) -> bool:
+        """Whether the model ended the output itself."""
+        return len(sampled) > 0 and int(sampled[-1]) in self.stop_ids
+
+    def have_same_meaning(
+        self, rendered: bytes, sampled: bytes, *, cut: bool, ignore_arguments: bool
+    ) -> bool:
+        """Whether two spellings parse to one reply, apart from whitespace and the style of arguments."""
+        if rendered == sampled:
+            return True
+        for inside in (False, True):
+            one, other = (
+                parse_reply_bytes(
+                    self.output_format.create_parser(self.tools, starts_in_reasoning=inside),
+                    reply,
+                    cut=cut,
+                    ignore_arguments=ignore_arguments,
+                )
+                for reply in (rendered, sampled)
+            )
+            if one == other:
+                return True
+        return False
+
+
+class TokenizerCodec:
+    """Base of the codecs that use a tokenizer directory."""
+
+    stop_ids: frozenset[int]
+
+    def __init__(self, tokenizer: TokenizerDir) -> None:
+        self.tokenizer = tokenizer
+        self.segment_encoder = SegmentEncoder(tokenizer)
+
+    def with_clock(self, now: datetime) -> Self:
+        return self
+
+    def output_format(self, tools: Tools, chat_template_kwargs: ChatTemplateKwargs) -> OutputFormat:
+        """Returns how the outputs of a prompt with these tools and template arguments are parsed."""
+        raise NotImplementedError
+
+    def extend(
+        self,
+        path: Sequence[PathMessage],
+        new: Sequence[NewMessage],
+        *,
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+        history: HistoryPolicy = "template",
+    ) -> Extension:
+        raise NotImplementedError
+
+    def count_tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+    ) -> int:
+        new = [NewMessage(message) for message in messages]
+        return len(self.extend((), new, tools=tools, chat_template_kwargs=chat_template_kwargs).ids)
+
+    def parser(
+        self, tools: Tools = (), chat_template_kwargs: ChatTemplateKwargs | None = None
+    ) -> OutputParser:
+        text_parser = self.output_format(tools, chat_template_kwargs or {}).create_parser(tools)
+        return OutputParser(text_parser, self.tokenizer.token_bytes, self.stop_ids)
+
+    def parse(
+        self,
+        ids: Ids,
+        finish_reason: str = "stop",
+        tools: Tools = (),
+        chat_template_kwargs: ChatTemplateKwargs | None = None,
+    ) -> Message:
+        return self.parser(tools, chat_template_kwargs).parse(ids.tolist(), finish_reason).message
+
+    def plain_parser(self) -> OutputParser:
+        return OutputParser(OutputFormat().create_parser(), self.tokenizer.token_bytes, self.stop_ids)
+
+    def encode(self, text: str) -> Ids:
+        return self.tokenizer.encode(text)
+
+    def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
+        """Returns the ids of the reply as plain text, without a terminator: no template shows its format."""
+        return self.tokenizer.encode(reply_to_text(message))
+
+    def decode(self, ids: Ids) -> str:
+        return self.tokenizer.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        try:
+            return self.tokenizer.token_bytes(token)
+        except CodecError:
+            return b"<%d>" % token

@@ -1,0 +1,173 @@
+"""Findings about a chat template, and the probe with which the checks produce them.
+
+A finding answers one question in a sentence, with texts that show it. `fine` needs no action; a `note` is
+worth knowing (most notes cost forks, none costs exactness); `unsafe` means that something the model generated
+would be lost, changed or not understood.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.generic.template_probe import PROBE_TIME, TOOLS
+from branchline.chat.template_traits import TemplateMessage, TemplateTraits
+from branchline.core.errors import TemplateError
+from branchline.core.message import Message
+
+Evidence = Mapping[str, str]
+USE_VERBATIM = "serve with history=verbatim"
+"""The remedy for changes to earlier messages: keep them as they were sampled."""
+USE_RENDERERS = "use the renderers codec"
+
+_EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
+_CHARS_BEFORE, _CHARS_AFTER = 40, 80
+_ERROR_PREFIXES = (
+    "the chat template refused the conversation: ",
+    "the chat template failed on the conversation: ",
+)
+
+
+class Severity(StrEnum):
+    FINE = "fine"
+    NOTE = "note"
+    UNSAFE = "unsafe"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One question about a template, answered."""
+
+    name: str
+    severity: Severity
+    sentence: str
+    evidence: Evidence = field(default_factory=dict)
+    behaviour: str = ""
+    """What the template does, as the rest of a sentence "This template …", if the user should act on it."""
+    remedy: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.severity == Severity.FINE
+
+
+def fine(name: str, sentence: str) -> Finding:
+    return Finding(name, Severity.FINE, sentence)
+
+
+def note(name: str, sentence: str, evidence: Evidence, behaviour: str = "") -> Finding:
+    """Returns a note. A behaviour that costs forks has history=verbatim as its remedy."""
+    return Finding(name, Severity.NOTE, sentence, evidence, behaviour, USE_VERBATIM if behaviour else "")
+
+
+def unsafe(name: str, behaviour: str, evidence: Evidence, remedy: str) -> Finding:
+    return Finding(name, Severity.UNSAFE, f"It {behaviour}.", evidence, behaviour, remedy)
+
+
+class AuditProbe:
+    """Renders probe conversations with the templates of one codec."""
+
+    def __init__(self, codec: GenericCodec) -> None:
+        self.codec = codec.with_clock(PROBE_TIME)
+
+    @property
+    def traits(self) -> TemplateTraits:
+        """The traits of the template that is used with tools."""
+        return self.codec.profile(tools=True).traits
+
+    @property
+    def generation_prompt(self) -> str:
+        """The generation prompt, also of a template that always writes one."""
+        return self.codec.profile().traits.generation_prompt
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: bool = False,
+        add_generation_prompt: bool = False,
+        now: datetime | None = None,
+    ) -> str:
+        """Returns the text of a conversation. Raises TemplateError if the template refuses it."""
+        return self.codec.probe(tools=tools).render(
+            messages, TOOLS if tools else (), add_generation_prompt=add_generation_prompt, now=now
+        )
+
+    def render_raw(self, messages: Sequence[TemplateMessage], *, tools: bool = False) -> str:
+        """Returns the text of messages in the template's own form."""
+        probe = self.codec.probe(tools=tools)
+        return probe.render_raw(messages, TOOLS if tools else (), add_generation_prompt=False)
+
+    def refusal_message(self, messages: Sequence[TemplateMessage], *, tools: bool = False) -> str:
+        """Returns the template's own error message, or an empty text if it accepts the messages."""
+        try:
+            self.render_raw(messages, tools=tools)
+        except TemplateError as error:
+            return template_error_message(error)
+        return ""
+
+    def render_growth(
+        self,
+        messages: Sequence[Message],
+        added: Message,
+        *,
+        tools: bool = False,
+        check_every_prompt: bool = False,
+    ) -> tuple[str, str]:
+        """Returns the text of a conversation before and after a message is added.
+
+        With `check_every_prompt` the first text is the first earlier prompt that the second text does not
+        start with, if there is one. A reply is added after the generation prompt; before any other message a
+        generation prompt that the template always writes is removed. Empty reasoning blocks are removed:
+        history shows none, and the codec keeps them.
+        """
+        is_reply = added.role == "assistant"
+        before = self.render(messages, tools=tools, add_generation_prompt=is_reply)
+        if not is_reply and self.generation_prompt:
+            before = before.removesuffix(self.generation_prompt)
+        before = _EMPTY_REASONING.sub("", before)
+        after = _EMPTY_REASONING.sub("", self.render([*messages, added], tools=tools))
+        if check_every_prompt and after.startswith(before):
+            for index, message in enumerate(messages):
+                if message.role != "assistant":
+                    continue
+                prompt = self.render(messages[:index], tools=tools, add_generation_prompt=True)
+                prompt = _EMPTY_REASONING.sub("", prompt)
+                if not after.startswith(prompt):
+                    return prompt, after
+        return before, after
+
+    def has_stop_between(self, text: str, start: int, end: int) -> bool:
+        """Whether a stop token stands between two offsets."""
+        tokens = self.codec.segment_encoder.find_added_tokens(text, start, end)
+        return any(token in self.codec.stop_ids for _, _, token in tokens)
+
+
+def template_error_message(error: TemplateError) -> str:
+    """Returns the template's own message without our prefix."""
+    message = str(error)
+    for prefix in _ERROR_PREFIXES:
+        message = message.partition(prefix)[2] or message
+    return message
+
+
+def diff_excerpt(one: str, other: str, names: tuple[str, str] = ("before", "after")) -> Evidence:
+    """Returns excerpts of two texts around their first difference."""
+    start = 0
+    while start < min(len(one), len(other)) and one[start] == other[start]:
+        start += 1
+    return {names[0]: excerpt(one, start), names[1]: excerpt(other, start)}
+
+
+def excerpt_around(text: str, word: str) -> str:
+    """Returns the text around a word."""
+    return excerpt(text, max(0, text.find(word)))
+
+
+def excerpt(text: str, offset: int) -> str:
+    start, end = max(0, offset - _CHARS_BEFORE), offset + _CHARS_AFTER
+    return "…" * (start > 0) + text[start:end] + "…" * (end < len(text))

@@ -1,0 +1,69 @@
+"""Detection of the output format from short excerpts of real templates."""
+
+from __future__ import annotations
+
+import pytest
+
+from branchline.chat.parsing.registry import OutputFormat, detect_output_format
+
+THINKS = "{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}"
+LLAMA = "{{ '<|start_header_id|>' + message.role }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt", "expected"),
+    [
+        ("{{ '<tool_call>\\n{\"name\": ' }}", "<|im_start|>assistant\n", OutputFormat("hermes")),
+        (THINKS + "{{ '<tool_call>' }}", "<|im_start|>assistant\n", OutputFormat("hermes", "think")),
+        (THINKS + "<tool_call>", "assistant\n<think>\n", OutputFormat("hermes", "think", True)),
+        (THINKS + "<tool_call>", "assistant\n<think>\n\n</think>\n\n", OutputFormat("hermes", "think")),
+        ("{{ '<tool_call>\\n<function=' + name }}", "", OutputFormat("qwen3_coder")),
+        ("<tool_call>{{ '<arg_key>' }}" + THINKS, "<|assistant|>", OutputFormat("glm", "think")),
+        (
+            "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}",
+            "<|start|>assistant",
+            OutputFormat("harmony"),
+        ),
+        ("{{ '<｜tool▁calls▁begin｜>' }}", "<｜Assistant｜>", OutputFormat("deepseek")),
+        (
+            "{{ content.split('</think>')[-1] }}{{ '<｜tool▁calls▁begin｜>' }}",
+            "<｜Assistant｜><think>\n",
+            OutputFormat("deepseek", "think", True),
+        ),
+        (
+            "{{ '<｜tool▁calls▁begin｜>' }}'</think>'",
+            "<｜Assistant｜></think>",
+            OutputFormat("deepseek", "think"),
+        ),
+        ("{{ '<|tool_calls_section_begin|>' }}", "<|im_assistant|>", OutputFormat("kimi")),
+        (
+            "{% set open = '<minimax:tool_call>' %}" + THINKS,
+            "]~b]ai\n<think>\n",
+            OutputFormat("minimax", "think", True),
+        ),
+        ("{{ '[TOOL_CALLS][' }}", "", OutputFormat("mistral")),
+        (
+            "{{ '[TOOL_CALLS]' }}{{ '[THINK]' + thinking + '[/THINK]' }}",
+            "",
+            OutputFormat("mistral", "mistral"),
+        ),
+        (LLAMA + "{% if message.tool_calls %}", "", OutputFormat("llama3")),
+        (LLAMA, "", OutputFormat()),
+        ("<start_of_turn>{{ message.content }}", "<start_of_turn>model\n", OutputFormat()),
+        ("", "", OutputFormat()),
+    ],
+)
+def test_the_format_is_detected_from_the_template(source: str, prompt: str, expected: OutputFormat) -> None:
+    assert detect_output_format(source, prompt) == expected
+
+
+def test_a_template_that_shows_no_reasoning_gets_no_reasoning_parser() -> None:
+    # Qwen2.5: the tokens may be in the vocabulary, but the template would drop the reasoning.
+    assert detect_output_format("{{ '<tool_call>' }}", "", ["<think>", "</think>"]) == OutputFormat("hermes")
+
+
+def test_without_a_template_the_added_tokens_decide() -> None:
+    assert detect_output_format("", "", ["<|python_tag|>"]) == OutputFormat("llama3")
+    assert detect_output_format("", "", {"<tool_call>", "<think>", "</think>"}) == OutputFormat(
+        "hermes", "think"
+    )

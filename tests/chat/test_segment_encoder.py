@@ -1,0 +1,64 @@
+"""SegmentEncoder: the same ids as the tokenizer, and splits that lose no character."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline.chat.segment_encoder import SegmentEncoder
+from branchline.core.json_fields import replace_surrogates
+from tests.chat.families import FAMILIES, load_codec, load_tokenizer
+
+FRAGMENTS = ["'s", "'LL", "I'm", " ", "  ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u2014", "\u2019s",
+             "é", "ß", "\u017f", "\u212a", "Ω", "ы", "中文", "ｆｕ", "🙂", "👩\u200d💻", "e\u0301", "\u0301",
+             "\u2028", "\u200b", "\x1c", "\x85", "\x00", "\ufffd", "123456", "12", "{", '"a": ', "->", "==",
+             "...", "</", "def f(x):\n", "\ufb01"]  # fmt: skip
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def texts(family: str) -> st.SearchStrategy[str]:
+    """Generates texts with unusual characters and added tokens."""
+    added = sorted(load_tokenizer(family).added_tokens)
+    fragments = st.sampled_from(FRAGMENTS) | st.sampled_from(added) | st.text(max_size=6)
+    return st.lists(fragments).map("".join).map(replace_surrogates)
+
+
+@every_family
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_text_gets_the_ids_of_the_tokenizer(family: str, data: st.DataObject) -> None:
+    codec, text = load_codec(family), data.draw(texts(family))
+    for _ in range(2):
+        assert codec.segment_encoder.encode(text).tolist() == codec.tokenizer.encode(text).tolist()
+
+
+@every_family
+def test_real_tokenizers_encode_by_segment_if_added_tokens_split_texts(family: str) -> None:
+    tokenizer = load_tokenizer(family)
+    assert load_codec(family).segment_encoder.encodes_by_segment == tokenizer.splits_at_added_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_ids_are_split_at_the_nearest_token_end_to_the_right(data: st.DataObject) -> None:
+    encoder = load_codec("qwen3").segment_encoder
+    text = encoder.normalize(data.draw(texts("qwen3")))
+    offsets = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    ids = encoder.encode(text)
+    parts, actual = encoder.split_ids(text, ids, offsets)
+    assert [token for part in parts for token in part.tolist()] == ids.tolist()
+    for number, (offset, end) in enumerate(zip(offsets, actual, strict=True)):
+        assert end >= offset
+        prefix = [token for part in parts[: number + 1] for token in part.tolist()]
+        # A token may end inside a character; the character then counts to the left.
+        decoded = b"".join(map(load_tokenizer("qwen3").token_bytes, prefix)).decode("utf-8", "ignore")
+        assert len(decoded) in (end, end - 1)
+
+
+def test_cached_segments_are_not_encoded_again() -> None:
+    encoder = SegmentEncoder(load_tokenizer("qwen3"))
+    encoder.encode("<|im_start|>user\nsome words<|im_end|>")
+    before = encoder.encoded_tokens
+    encoder.encode("<|im_start|>user\nsome words<|im_end|>\nmore")
+    assert encoder.encoded_tokens - before == len(load_tokenizer("qwen3").encode("\nmore"))
