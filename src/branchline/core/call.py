@@ -19,9 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from branchline.core.errors import InputError, MessageError
-from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message, canonical_json
-from branchline.core.reader import read_messages
+from branchline.core.reader import read_messages, replace_surrogates_deep
 from branchline.core.token_arrays import Floats, Ids, Runs
 
 DEFAULT_AGENT = ""

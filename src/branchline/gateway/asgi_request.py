@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import decode_json
+from branchline.core.reader import decode_json
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

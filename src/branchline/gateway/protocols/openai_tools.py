@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import replace_surrogates
+from branchline.core.reader import replace_surrogates
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, VendorTool, warn_unsupported_tool
 from branchline.runtime.sampling import JsonObject
 

@@ -15,8 +15,8 @@ import msgspec
 
 from branchline.core.call import Equivalence, Request
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
+from branchline.core.reader import replace_surrogates
 from branchline.gateway.http_errors import CONTEXT_LENGTH_EXCEEDED
 from branchline.gateway.protocols.base import RequestContext, WireProtocol, read_model_name
 from branchline.gateway.protocols.chat import error_body

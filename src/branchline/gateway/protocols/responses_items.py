@@ -16,9 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
 from branchline.core.message import Media, Message, ToolCall, WireShape, freeform_arguments, freeform_input
-from branchline.core.reader import read_message
+from branchline.core.reader import prefix_error, read_message, read_text_field, replace_surrogates
 from branchline.gateway.protocols.openai_tools import (
     ToolAlias,
     model_tool_name,
