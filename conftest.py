@@ -1,4 +1,4 @@
-"""Settings of the whole suite: no timed tests, and what cannot be collected here is left out."""
+"""Settings of all tests: no deadlines, and no tests of packages that are not installed."""
 
 import gc
 import os
@@ -7,31 +7,31 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-# Speed is shown by `make bench`; a busy machine must not make a property fail.
-# CI draws the same examples every time, so that what it says is about the change; people draw new ones.
+# No deadlines: `make bench` measures speed, and a busy machine must not fail a test.
+# CI draws the same examples every time, so that a failure comes from the change; locally they are random.
 settings.register_profile(
-    "house",
+    "branchline",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=bool(os.environ.get("CI")),
 )
-settings.load_profile("house")
+settings.load_profile("branchline")
 
 # The embedded engine needs torch.
 _NEEDS_TORCH = ["src/branchline/engines/hf/*", "tests/engines/tiny_model.py", "tests/engines/hf/*"]
 collect_ignore_glob = [] if find_spec("torch") else _NEEDS_TORCH
 
-# Tests speak to this machine only, so they trust nobody else: a folder without certificates. Each HTTP client
-# would read the certificates of the whole world otherwise, which takes longer than most tests.
+# Tests connect to loopback only. With a folder that has no certificates, each HTTP client skips reading the
+# system's certificates, which takes longer than most tests.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
-# What is imported is never garbage, and takes half a second to look through each time.
+# Imported modules are never garbage, and scanning them takes half a second per collection.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """From here on only what tests make is looked at."""
+    """From here on, only objects made by tests are scanned."""
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from random import Random
 
 from benchmarks.measure import BenchmarkTable
-from branchline import Cause, ForkReport, MergePolicy, Session, ToyCodec, Tree, classify_forks, merge
+from branchline import Session, ToyCodec, Tree, classify_forks, merge
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator, PlannedCall
+from branchline.timelines.causes import Cause, ForkReport
+from branchline.timelines.links import MergePolicy
 from branchline.tree.node import Node
 
 _EPISODES, _STEPS = 400, 10

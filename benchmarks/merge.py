@@ -13,7 +13,9 @@ import msgspec
 
 from benchmarks.measure import BenchmarkTable, best_cpu_s, format_ms
 from benchmarks.pairwise_merge import merge_pairwise, to_entries
-from branchline import LoggedCall, LoggedOutput, Message, Request, merge, read_message, read_messages
+from branchline import Message, Request, merge
+from branchline.core.reader import read_message, read_messages
+from branchline.timelines.log import LoggedCall, LoggedOutput
 
 MESSAGES = 100
 _SIZES = (128, 256, 512, 1024, 2048)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from branchline import LoggedCall
+from branchline.timelines.log import LoggedCall
 
 
 @dataclass(slots=True)

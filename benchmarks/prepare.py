@@ -8,8 +8,9 @@ import msgspec
 
 from benchmarks.measure import BenchmarkTable, percentile
 from benchmarks.workloads import OBSERVED_TOKENS, Step, Workload, commit_step, long_conversation
-from branchline import Message, Request, Session, read_messages
+from branchline import Message, Request, Session
 from branchline.chat.base import HistoryPolicy
+from branchline.core.reader import read_messages
 
 _TURNS, _SAMPLES = 200, 200
 _TARGET_MS = 1.0

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from benchmarks.replay_codec import ReplayCodec
-from branchline import Generation, Message, Request, Session, read_message, read_messages
+from branchline import Generation, Message, Request, Session
 from branchline.chat.base import MessageTokens
+from branchline.core.reader import read_message, read_messages
 from branchline.core.token_arrays import Floats, Ids, Origin, as_ids
 from branchline.tree.session import CommitResult
 

@@ -19,11 +19,11 @@ from branchline import (
     ToolCall,
     ToyCodec,
     classify_forks,
-    diagnose,
     export_samples,
     timelines_of,
 )
-from branchline.cli.render import render_tree
+from branchline.cli.tree import render_tree
+from branchline.timelines.diagnosis import diagnose
 
 CODEC = ToyCodec.chatml()
 TOOLS = tuple({"type": "function", "function": {"name": name}} for name in ("run", "agent"))

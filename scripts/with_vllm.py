@@ -82,7 +82,7 @@ def start_server(name: str, vllm: Path, folder: Path, *, dev: bool) -> VllmServe
         "HF_HUB_OFFLINE": "1",
     }
     # By its name, from its parent folder: the server reports this name in its responses.
-    command = [vllm / "bin" / "vllm", "serve", folder.name, "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(vllm / "bin" / "vllm"), "serve", folder.name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -183,14 +183,14 @@ def test_c6_all_arrays_of_a_timeline_and_a_sample_are_aligned(
         assert ((line.origins == Origin.SAMPLED) == (line.versions >= 0)).all()
         assert len(line.messages) == len(line.authors)
     for sample in export_samples(tree).samples:
-        arrays = (
+        sample_arrays = (
             sample.response_ids,
             sample.response_mask,
             sample.response_logprobs,
             sample.response_versions,
             sample.shares,
         )
-        assert len({len(array) for array in arrays}) == 1
+        assert len({len(array) for array in sample_arrays}) == 1
         assert ((sample.shares > 0) == (sample.response_mask == 1)).all()
         assert sample.response_mask[0] == 1
 

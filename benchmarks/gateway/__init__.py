@@ -1,1 +1,1 @@
-"""What a call through the gateway costs, over real HTTP: `python -m benchmarks.gateway [table …]`."""
+"""The cost of a call through the gateway, over real HTTP: `python -m benchmarks.gateway [table …]`."""

@@ -23,16 +23,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sessions", type=int, default=_FULL.sessions, help="of load")
     parser.add_argument("--turns", type=int, default=_FULL.turns, help="of each session of load")
     parser.add_argument("--in-flight", type=int, default=_FULL.in_flight, help="of load")
-    given = parser.parse_args(arguments)
-    wanted = Load(given.sessions, given.turns, given.in_flight)
+    options = parser.parse_args(arguments)
+    load_options = Load(options.sessions, options.turns, options.in_flight)
     tables: dict[str, Callable[[], list[BenchmarkTable]]] = {
         "beside": lambda: [rllm_comparison.table()],
         "engines": lambda: [engine_clients.table()],
         "turns": long_conversation.tables,
-        "load": lambda: [load.table(wanted)],
+        "load": lambda: [load.table(load_options)],
         "embedded": embedded.tables,
     }
-    unknown = [name for name in given.tables if name not in tables]
+    unknown = [name for name in options.tables if name not in tables]
     if unknown:
         parser.error(f"got {' '.join(unknown)}, expected any of {' '.join(tables)}")
     if not (CACHE / "qwen3" / "tokenizer.json").exists():
@@ -42,13 +42,15 @@ def main(arguments: Sequence[str]) -> int:
     if not console.is_terminal:
         console = Console(width=150)
     start = time.perf_counter()
-    verdicts: list[bool] = []
-    for name in given.tables or tables:
+    targets_met: list[bool] = []
+    for name in options.tables or tables:
         for report in tables[name]():
             report.print(console)
-            verdicts += report.targets_met
-    took_s = time.perf_counter() - start
-    console.print(f"{sum(verdicts)} of {len(verdicts)} targets met, in {took_s:.0f} s.", highlight=False)
+            targets_met += report.targets_met
+    duration_s = time.perf_counter() - start
+    console.print(
+        f"{sum(targets_met)} of {len(targets_met)} targets met, in {duration_s:.0f} s.", highlight=False
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Our gateway as a process of its own, with commands for whoever measures it."""
+"""Branchline's gateway in its own process, with commands for the benchmark."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _PAGE_BYTES = 4096
 
 
 class GatewayOptions(msgspec.Struct, frozen=True):
-    """How the gateway under measurement runs."""
+    """Settings of the measured gateway."""
 
     engine: Literal["plain", "agent", "vllm", "scripted"]
-    """`plain`: one reply of 300 tokens; `agent`: replies with calls; both in this process."""
+    """`plain`: one reply of 300 tokens; `agent`: replies with tool calls; both in this process."""
     history: HistoryPolicy = "template"
     journal: str | None = None
     durability: Durability = "process"
     engine_url: str = ""
-    marks: bool = False
-    """Whether to note where each call's time goes; only for one request at a time."""
+    time_phases: bool = False
+    """Whether to time the phases of each call; only for one request at a time."""
 
 
-def scripted_reply(ask: ScriptedRequest) -> str:
-    return f"reply {ask.call_index} of the scripted engine to {ask.last_line[:20]!r}"
+def scripted_reply(request: ScriptedRequest) -> str:
+    return f"reply {request.call_index} of the scripted engine to {request.last_line[:20]!r}"
 
 
 def _engine_and_codec(options: GatewayOptions) -> tuple[Engine, Codec]:
@@ -59,7 +59,7 @@ def _engine_and_codec(options: GatewayOptions) -> tuple[Engine, Codec]:
 
 
 def _memory(engine: Engine) -> Mapping[str, Any]:
-    """What is resident once garbage is gone. The scripted engine remembers prompts for tests; not here."""
+    """Resident memory after a collection, without the prompts that the scripted engine keeps for tests."""
     if isinstance(engine, ScriptedEngine):
         engine.received_prompts.clear()
     gc.collect()
@@ -68,19 +68,19 @@ def _memory(engine: Engine) -> Mapping[str, Any]:
 
 
 def _tree_counts(gateway: Gateway) -> Mapping[str, Any]:
-    """What the trees hold."""
-    trees = [live.session.tree for live in gateway.sessions]
+    """Counts over all trees."""
+    trees = [managed.session.tree for managed in gateway.sessions]
     return {
         "sessions": len(trees),
         "calls": sum(len(tree.calls) for tree in trees),
         "tokens": sum(tree.token_count for tree in trees),
-        "sampled": sum(live.sampled_tokens for live in gateway.sessions),
+        "sampled": sum(managed.sampled_tokens for managed in gateway.sessions),
     }
 
 
 async def main(options: GatewayOptions, engine: Engine, codec: Codec) -> None:
     with ExitStack() as stack:
-        marks = stack.enter_context(timed(type(engine))) if options.marks else None
+        timer = stack.enter_context(timed(type(engine))) if options.time_phases else None
         gateway = Gateway(
             engine=engine,
             codec=codec,
@@ -91,12 +91,12 @@ async def main(options: GatewayOptions, engine: Engine, codec: Codec) -> None:
         async with gateway:
             commands = {
                 "memory": lambda: _memory(engine),
-                "tally": lambda: _tree_counts(gateway),
-                "marks": lambda: {"calls": marks.drain() if marks else []},
+                "counts": lambda: _tree_counts(gateway),
+                "phases": lambda: {"calls": timer.drain() if timer else []},
             }
             await answer_commands({"url": gateway.url, "key": gateway.admin_key}, commands)
 
 
 if __name__ == "__main__":
-    given = msgspec.json.decode(sys.argv[1].encode(), type=GatewayOptions)
-    run_server(main(given, *_engine_and_codec(given)))  # as `branchline serve` does
+    options = msgspec.json.decode(sys.argv[1].encode(), type=GatewayOptions)
+    run_server(main(options, *_engine_and_codec(options)))  # as `branchline serve` does

@@ -1,7 +1,7 @@
-"""A gateway that does nothing: what comes in goes out. Any gateway in Python pays at least this.
+"""A proxy that only copies bytes: the lower bound of the cost of any gateway in Python.
 
-It opens a connection to the engine for each of its own and copies bytes between the two. It reads no HTTP,
-knows no session and keeps nothing.
+It opens a connection to the engine for each client connection and copies bytes between the two. It parses no
+HTTP, has no sessions and stores nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProxyEnd(asyncio.Protocol):
     def __init__(self, other: ProxyEnd | None = None) -> None:
         self.other = other
         self.early: list[bytes] = []
-        """What came before the other end was there."""
+        """Data that arrived before the other end was connected."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -40,11 +40,11 @@ class ProxyEnd(asyncio.Protocol):
 
 
 class ClientEnd(ProxyEnd):
-    """The end that a client opened."""
+    """The connection of a client."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
-        self._place = host, port
+        self._address = host, port
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -52,16 +52,16 @@ class ClientEnd(ProxyEnd):
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
-        _, self.other = await loop.create_connection(lambda: ProxyEnd(self), *self._place)
+        _, self.other = await loop.create_connection(lambda: ProxyEnd(self), *self._address)
         self.other.transport.writelines(self.early)
 
 
 async def main(engine_url: str) -> None:
-    place = urlsplit(engine_url)
-    host, port = place.hostname or "", place.port or 80
+    url = urlsplit(engine_url)
+    host, port = url.hostname or "", url.port or 80
     server = await asyncio.get_running_loop().create_server(lambda: ClientEnd(host, port), "127.0.0.1", 0)
     await answer_commands({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}, {})
 
 
 if __name__ == "__main__":
-    run_server(main(msgspec.json.decode(sys.argv[1].encode())["engine_url"]))  # on the loop that ours has
+    run_server(main(msgspec.json.decode(sys.argv[1].encode())["engine_url"]))  # the same event loop as ours

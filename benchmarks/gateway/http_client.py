@@ -1,6 +1,6 @@
-"""The clients of these tables: HTTP/1.1 on one kept connection, as little of it as will do.
+"""A minimal HTTP/1.1 client on one kept-alive connection.
 
-A client that works hard would be measured too: it shares the machine with the gateway.
+It must be cheap, because it shares the machine with the measured gateway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LINE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A whole response, and how long it took from the first byte sent to the last byte received."""
+    """A complete response, and the time from the first byte sent to the last byte received."""
 
     status: int
     body: bytes
@@ -30,7 +30,7 @@ class HttpAnswer:
         return msgspec.json.decode(self.body)
 
     def events(self) -> list[Any]:
-        """The objects of a stream."""
+        """The events of a stream."""
         lines = self.body.split(b"\n\n")
         return [msgspec.json.decode(line[6:]) for line in lines if line.startswith(b"data: {")]
 
@@ -39,8 +39,8 @@ class Connection:
     """One connection to a server, for one request at a time."""
 
     def __init__(self, url: str) -> None:
-        place = urlsplit(url)
-        self._host, self._port = place.hostname or "127.0.0.1", place.port or 80
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._writer: asyncio.StreamWriter | None = None
 
     async def __aenter__(self) -> Connection:

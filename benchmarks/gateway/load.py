@@ -1,7 +1,7 @@
-"""Many sessions side by side on the scripted engine: nothing fails, and no token is lost.
+"""Many concurrent sessions on the scripted engine: no request fails, and no token is lost.
 
-Told: what responses said was sampled. In trees: what the gateway's sessions hold. In the journal: what they
-hold after a replay in another process.
+Sampled tokens are counted three times: as reported in responses, in the gateway's trees, and in the journal
+after a replay in another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODEL = "scripted"
 
 @dataclass
 class Outcome:
-    """What the clients saw."""
+    """The results of all clients."""
 
     reported_tokens: int = 0
     requests: int = 0
@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Load:
-    """How much of it."""
+    """The size of the load."""
 
     sessions: int = 1000
     turns: int = 20
@@ -51,9 +51,9 @@ def table(load: Load) -> BenchmarkTable:
         f"{load.sessions:,} sessions × {load.turns} turns, {load.in_flight} in flight, scripted engine",
         ["what", "found", "target"],
         [
-            "Every second session streams. The journal is at `process`; the engine and its toy tokens run in",
-            "the gateway's process and cost what they cost. Memory: resident, over the empty gateway's, all",
-            "sessions open.",
+            "Every second session streams. The journal's durability is `process`; the engine runs in the",
+            "gateway's process, and its cost is included. Memory: resident, minus that of the empty gateway,",
+            "with all sessions open.",
         ],
     )
     outcome, found = asyncio.run(_run(load))
@@ -64,23 +64,23 @@ def table(load: Load) -> BenchmarkTable:
         report.target_cell(f"{requests:,}", outcome.requests == requests),
     )
     report.add_row("errors", errors, report.target_cell("0", errors == 0))
-    for words, count in outcome.errors.most_common(3):
-        report.add_row(f"    {words}", count, "")
-    told = outcome.reported_tokens
-    report.add_row("sampled tokens told", f"{told:,}", "")
-    for place in ("trees", "journal"):
-        sampled = found[place]["sampled"]
+    for message, count in outcome.errors.most_common(3):
+        report.add_row(f"    {message}", count, "")
+    reported = outcome.reported_tokens
+    report.add_row("sampled tokens reported", f"{reported:,}", "")
+    for source in ("trees", "journal"):
+        sampled = found[source]["sampled"]
         report.add_row(
-            f"sampled tokens in {place}", f"{sampled:,}", report.target_cell("lost: 0", sampled == told)
+            f"sampled tokens in {source}", f"{sampled:,}", report.target_cell("lost: 0", sampled == reported)
         )
     report.add_row("requests/s", f"{outcome.requests / found['wall_s']:,.0f}", "")
-    report.add_row("gateway CPU ms a request", f"{found['cpu_s'] / max(1, outcome.requests) * 1e3:.2f}", "")
+    report.add_row("gateway CPU ms per request", f"{found['cpu_s'] / max(1, outcome.requests) * 1e3:.2f}", "")
     for share in (0.5, 0.99):
         report.add_row(f"latency p{share * 100:.0f} ms", f"{percentile(outcome.took_s, share) * 1e3:.1f}", "")
     per_session = found["bytes"] / load.sessions
-    report.add_row("tokens a session", f"{found['trees']['tokens'] / load.sessions:,.0f}", "")
-    report.add_row("memory a session, KB", f"{per_session / 1e3:,.1f}", "")
-    report.add_row("memory a stored token, bytes", f"{found['bytes'] / found['trees']['tokens']:,.1f}", "")
+    report.add_row("tokens per session", f"{found['trees']['tokens'] / load.sessions:,.0f}", "")
+    report.add_row("memory per session, KB", f"{per_session / 1e3:,.1f}", "")
+    report.add_row("memory per stored token, bytes", f"{found['bytes'] / found['trees']['tokens']:,.1f}", "")
     return report
 
 
@@ -88,17 +88,19 @@ async def _run(load: Load) -> tuple[Outcome, dict[str, Any]]:
     outcome = Outcome()
     with tempfile.TemporaryDirectory(dir=scratch()) as folder:
         path = Path(folder) / "load"
-        async with server_process("ours", {"engine": "scripted", "journal": str(path)}) as server:
+        async with server_process(
+            "branchline_server", {"engine": "scripted", "journal": str(path)}
+        ) as server:
             empty = (await server.command("memory"))["bytes"]
             cpu_s, start = await server.cpu_s(), time.perf_counter()
             await _clients(server, load, outcome)
             wall_s = time.perf_counter() - start
             cpu_s = await server.cpu_s() - cpu_s
-            trees = await server.command("tally")
+            trees = await server.command("counts")
             used = (await server.command("memory"))["bytes"] - empty
         with Journal(path) as journal:
-            again = SessionStore(ToyCodec.chatml(), journal=journal)
-            replayed = {"sampled": sum(live.sampled_tokens for live in again)}
+            sessions = SessionStore(ToyCodec.chatml(), journal=journal)
+            replayed = {"sampled": sum(managed.sampled_tokens for managed in sessions)}
     return outcome, {"trees": trees, "journal": replayed, "bytes": used, "wall_s": wall_s, "cpu_s": cpu_s}
 
 
@@ -140,8 +142,8 @@ async def _session(
 
 
 def _read_whole(answer: HttpAnswer) -> tuple[dict[str, Any], int]:
-    told = answer.json()
-    return told["choices"][0]["message"], told["usage"]["completion_tokens"]
+    body = answer.json()
+    return body["choices"][0]["message"], body["usage"]["completion_tokens"]
 
 
 def _read_stream(answer: HttpAnswer) -> tuple[dict[str, Any], int]:

@@ -1,7 +1,7 @@
-"""Turn 200 of a long conversation, over HTTP: what the gateway adds to the engine's own time.
+"""Turn 200 of a long conversation, over HTTP: the time that the gateway adds to the engine's.
 
-A conversation is played turn by turn as an agent would, each reply echoed as it came over the wire. The
-turns around the two hundredth are measured, at the client: from the first byte sent to the last received.
+An agent runs a conversation turn by turn and echoes each reply as received. The turns around the two
+hundredth are measured at the client, from the first byte sent to the last byte received.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from branchline.core.reader import write_message
 from branchline.tree.journal import Durability
 
 _TURN, _AROUND = 200, 20
-"""Measured: so many turns before and behind."""
+"""The middle of the measured turns, and how many before and after it."""
 _MIX = ConversationMix(
     "turns", reply_tokens=AGENT.reply_tokens, result_tokens=380, system_tokens=AGENT.system_tokens
 )
@@ -58,13 +58,13 @@ class Client:
         return cls(connection, f"/sessions/{session['id']}/v1/chat/completions", session["api_key"], writer)
 
     async def next_turn(self) -> float:
-        """Asks with a message nobody has seen; seconds until the reply was there."""
+        """Sends a new message; returns the seconds until the reply was received."""
         if not self.messages:
             self.messages.append(write_message(self.writer.system()))
             self.messages.append(write_message(self.writer.user()))
         elif calls := self.messages[-1].get("tool_calls"):
-            told = self.writer.user().content
-            self.messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": told})
+            result = self.writer.user().content
+            self.messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": result})
         else:
             self.messages.append(write_message(self.writer.user()))
         return await self.ask()
@@ -74,10 +74,10 @@ class Client:
         answer = await self.connection.post(self.path, body, self.key)
         if answer.status != 200:
             raise RuntimeError(f"{self.path}: status {answer.status}: {answer.body[:300]!r}")
-        told = answer.json()
-        self.messages.append(told["choices"][0]["message"])
-        self.prompt_tokens = told["usage"]["prompt_tokens"]
-        self.sampled = told["usage"]["completion_tokens"]
+        response = answer.json()
+        self.messages.append(response["choices"][0]["message"])
+        self.prompt_tokens = response["usage"]["prompt_tokens"]
+        self.sampled = response["usage"]["completion_tokens"]
         return answer.took_s
 
 
@@ -126,20 +126,20 @@ def _turns(cases: Iterable[Case]) -> BenchmarkTable:
     report = BenchmarkTable(
         f"Turn {_TURN} of a conversation: milliseconds that the gateway adds",
         ["history, journal", "earlier", "tokens", "body KB", "new", "p50 ms", "p95 ms", "CPU ms", "target",
-         "aimed at", "flat"],
+         "goal", "flat"],
         [
             f"Turns {_TURN - _AROUND} to {_TURN + _AROUND}, one after the other, measured at a client in "
             "another process:",
-            "from the first byte sent to the last byte received, less the time inside the mock engine.",
-            "New: tokens that were not in the last prompt, the echoed reply among them. CPU: of the gateway.",
-            f"Earlier: other sessions served before, {_OTHER_TURNS} turns each, and still open.",
+            "from the first byte sent to the last byte received, minus the time inside the mock engine.",
+            "New: tokens that were not in the last prompt, including the echoed reply. CPU: of the gateway.",
+            f"Earlier: other sessions with {_OTHER_TURNS} turns each, served before and still open.",
         ],
     )  # fmt: skip
     for case in cases:
         for earlier, measured in ((0, case.alone), (_OTHERS, case.after_others)):
             if measured is None:
                 continue
-            p50_ms, goal = measured.p50_s * 1e3, _TARGET_MS[case.history]
+            p50_ms, target = measured.p50_s * 1e3, _TARGET_MS[case.history]
             flat = ""
             if earlier and case.alone is not None:
                 ratio = measured.p50_s / case.alone.p50_s
@@ -153,7 +153,7 @@ def _turns(cases: Iterable[Case]) -> BenchmarkTable:
                 f"{p50_ms:.2f}",
                 f"{percentile(measured.added_s, 0.95) * 1e3:.2f}",
                 format_ms(measured.cpu_s),
-                report.target_cell(f"≤ {goal}", p50_ms <= goal),
+                report.target_cell(f"≤ {target}", p50_ms <= target),
                 f"{'✓' if p50_ms <= _GOAL_MS else '✗'} ≤ {_GOAL_MS}" if case.history == "template" else "",
                 flat,
             )
@@ -162,12 +162,12 @@ def _turns(cases: Iterable[Case]) -> BenchmarkTable:
 
 def _parts(cases: Sequence[Case]) -> BenchmarkTable:
     report = BenchmarkTable(
-        f"Where turn {_TURN} goes, milliseconds on the wall",
+        f"Phases of turn {_TURN}, milliseconds of wall time",
         ["part", *(case.name for case in cases)],
         [
-            "Medians of each part; a call alone in the gateway, so the parts follow each other.",
-            "Journal: from the commit until the record is safe, the hops to the writer and back included.",
-            f"{_CLIENT_PART}: what the client waits beyond the gateway's own first and last byte.",
+            "Medians of each phase; one call at a time, so the phases are sequential.",
+            "Journal: from the commit until the record is written, including the thread switches.",
+            f"{_CLIENT_PART}: time at the client outside the gateway's first and last byte.",
         ],
     )
     measured = [case.alone for case in cases if case.alone is not None]
@@ -183,9 +183,9 @@ def _parts(cases: Sequence[Case]) -> BenchmarkTable:
 
 def _first_turn_table(cases: Iterable[Case]) -> BenchmarkTable:
     report = BenchmarkTable(
-        "The first turn of a session, apart: all of it is encoded",
+        "The first turn of a session: all of it is encoded",
         ["history, journal", *_FIRST_NAMES],
-        [f"Milliseconds at the client, the median of {_FIRST_TURNS}, each in a session of its own."],
+        [f"Milliseconds at the client, the median of {_FIRST_TURNS}, each in its own session."],
     )
     for case in cases:
         if case.first:
@@ -193,7 +193,7 @@ def _first_turn_table(cases: Iterable[Case]) -> BenchmarkTable:
     return report
 
 
-_FIRST_NAMES = ("a system prompt and a question", "131k tokens, unseen", "131k tokens, segments known")
+_FIRST_NAMES = ("system prompt and question", "131k tokens, nothing cached", "131k tokens, segments cached")
 
 
 async def _measure_all(cases: Iterable[Case]) -> None:
@@ -204,9 +204,9 @@ async def _measure_all(cases: Iterable[Case]) -> None:
                 "history": case.history,
                 "journal": str(Path(folder) / f"{case.history}-{case.durability}"),
                 "durability": case.durability,
-                "marks": True,
+                "time_phases": True,
             }
-            async with server_process("ours", options) as server:
+            async with server_process("branchline_server", options) as server:
                 case.alone = await _conversation(server, seed=1)
                 if case.durability == "process":
                     await _run_other_sessions(server)
@@ -215,7 +215,7 @@ async def _measure_all(cases: Iterable[Case]) -> None:
 
 
 async def _conversation(server: ServerProcess, seed: int) -> Measured:
-    # An idle connection is closed after a while, so everybody brings a new one.
+    # The server closes idle connections, so each conversation opens a new one.
     async with Connection(server.url) as connection:
         return await _measure(server, await Client.open(server, connection, MessageWriter(_MIX, seed)))
 
@@ -223,7 +223,7 @@ async def _conversation(server: ServerProcess, seed: int) -> Measured:
 async def _measure(server: ServerProcess, client: Client) -> Measured:
     for _ in range(1, _TURN - _AROUND):
         await client.next_turn()
-    await server.command("marks")
+    await server.command("phases")
     cpu_s = await server.cpu_s()
     took_s: list[float] = []
     new_tokens: list[int] = []
@@ -235,8 +235,8 @@ async def _measure(server: ServerProcess, client: Client) -> Measured:
         if turn == _TURN:
             tokens, body_bytes = client.prompt_tokens, len(msgspec.json.encode(client.messages))
     cpu_s = (await server.cpu_s() - cpu_s) / len(took_s)
-    calls = [with_remainders(spent) for spent in (await server.command("marks"))["calls"]]
-    assert len(calls) == len(took_s), f"{len(calls)} calls were marked, expected {len(took_s)}"
+    calls = [with_remainders(spent) for spent in (await server.command("phases"))["calls"]]
+    assert len(calls) == len(took_s), f"{len(calls)} calls were timed, expected {len(took_s)}"
     for spent, took in zip(calls, took_s, strict=True):
         spent[_CLIENT_PART] = took - sum(spent.get(part, 0.0) for part in PARTS)
     names = {name for spent in calls for name in spent}
@@ -253,14 +253,14 @@ async def _measure(server: ServerProcess, client: Client) -> Measured:
 async def _run_other_sessions(server: ServerProcess) -> None:
     seeds = iter(range(1000, 1000 + _OTHERS))
 
-    async def play() -> None:
+    async def run() -> None:
         async with Connection(server.url) as connection:
             for seed in seeds:
                 client = await Client.open(server, connection, MessageWriter(_MIX, seed))
                 for _ in range(_OTHER_TURNS):
                     await client.next_turn()
 
-    await asyncio.gather(*(play() for _ in range(_OTHERS_IN_FLIGHT)))
+    await asyncio.gather(*(run() for _ in range(_OTHERS_IN_FLIGHT)))
 
 
 async def _first_turns(server: ServerProcess) -> dict[str, float]:
@@ -270,10 +270,10 @@ async def _first_turns(server: ServerProcess) -> dict[str, float]:
         for seed in range(_FIRST_TURNS):
             short = await Client.open(server, connection, MessageWriter(_MIX, 5000 + seed))
             spent[names[0]].append(await short.next_turn())
-            # As many messages as turn 200 has, the last one not a reply.
-            told = list(islice(MessageWriter(_MIX, 6000 + seed).messages(), 2 * _TURN))
+            # As many messages as turn 200 has; the last one is not a reply.
+            messages = list(islice(MessageWriter(_MIX, 6000 + seed).messages(), 2 * _TURN))
             for name in names[1:]:
                 long = await Client.open(server, connection, short.writer)
-                long.messages = [write_message(message) for message in told]
+                long.messages = [write_message(message) for message in messages]
                 spent[name].append(await long.ask())
     return {name: median(values) for name, values in spent.items()}

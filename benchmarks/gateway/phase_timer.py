@@ -1,7 +1,7 @@
-"""Where the time of a call goes, on the wall, from its first byte to its last.
+"""Wall time of the phases of a call, from its first byte to its last.
 
-A call alone in the gateway is a sequence, threads or not: each part ends where the next one begins, so the
-parts add up to the whole, waiting included. Parts of a part are timed beside it.
+If only one call runs, its phases are sequential, also across threads: each ends where the next begins, so
+they add up to the total, including waits. Phases inside another phase are timed separately.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,41 +21,41 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
-from branchline.gateway.asgi_request import AsgiRequest
+from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.model_api import ModelApi
 from branchline.runtime import call_lifecycle
 from branchline.runtime.session_store import SessionStore
 from branchline.tree.match import PathMatcher
 from branchline.tree.session import Session
 
-ENGINE = "the engine (not counted)"
+ENGINE = "engine (not counted)"
 _ROUTING, _COMMIT = "headers, routing, key", "commit: plan, encode, apply"
 PARTS = (
     _ROUTING,
-    "body: read, decode",
-    "messages, parameters",
+    "body: read",
+    "body: decode, parse",
     "thread hop, parser",
     "prepare",
     ENGINE,
     "generate: parse the output",
     _COMMIT,
-    "journal: until it is safe",
+    "journal: until written",
     "response: build",
     "response: encode, send",
 )
 NESTED_PARTS = (
     "match",
-    "dialect.write",
+    "template messages",
     "template.render",
     "tokenizers",
-    "codec, the rest",
-    "prepare, the rest",
+    "codec, rest",
+    "prepare, rest",
 )
 """Parts of `prepare`."""
 
 
 class PhaseTimer:
-    """The seconds of each part of each call."""
+    """The seconds of each phase of each call."""
 
     def __init__(self) -> None:
         self._calls: list[dict[str, float]] = []
@@ -67,7 +68,7 @@ class PhaseTimer:
             self._since = time.perf_counter()
 
     def end_phase(self, part: str) -> None:
-        """Everything since the last mark was this part."""
+        """Adds the time since the end of the last phase to this one."""
         now = time.perf_counter()
         if self._spent is not None:
             self._spent[part] += now - self._since
@@ -83,7 +84,7 @@ class PhaseTimer:
         self._spent = None
 
     def drain(self) -> list[dict[str, float]]:
-        """The calls since the last take."""
+        """The calls since the last `drain`."""
         calls, self._calls = self._calls, []
         return calls
 
@@ -93,111 +94,111 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def timed(engine: type) -> Iterator[PhaseTimer]:
-    """Marks every call of this process while the block runs."""
-    marks = PhaseTimer()
+    """Times every call of this process while the block runs."""
+    timer = PhaseTimer()
     cycle = import_module(AutoHTTPProtocol.__module__).RequestResponseCycle
     wraps: list[tuple[Any, str, Wrap]] = [
-        (AutoHTTPProtocol, "data_received", lambda run: _before(run, marks.begin)),
-        (SessionStore, "get", lambda run: _around(marks, run, None, _ROUTING)),
-        (AsgiRequest, "read_json", lambda run: _awaited(marks, run, None, "body: read, decode")),
-        (ModelApi, "_read_request", lambda run: _around(marks, run, None, "messages, parameters")),
-        (Session, "prepare", lambda run: _around(marks, run, "thread hop, parser", "prepare")),
-        (engine, "generate", lambda run: _generating(marks, run)),
-        (Session, "commit", lambda run: _around(marks, run, "generate: parse the output", _COMMIT)),
-        (call_lifecycle, "commit_call", lambda run: _awaited(marks, run, None, "journal: until it is safe")),
-        (AsgiRequest, "send_json", lambda run: _awaited(marks, run, "response: build", None)),
-        (cycle, "send", lambda run: _sending(marks, run)),
-        (PathMatcher, "find", lambda run: _inside(marks, run, "match")),
-        (GenericCodec, "extend", lambda run: _inside(marks, run, "codec")),
-        (TemplateTraits, "to_template_messages", lambda run: _inside(marks, run, "dialect.write")),
-        (ChatTemplate, "render", lambda run: _inside(marks, run, "template.render")),
-        (TokenizerDir, "encode", lambda run: _inside(marks, run, "tokenizers")),
+        (AutoHTTPProtocol, "data_received", partial(_before, timer.begin)),
+        (SessionStore, "get", partial(_around, timer, None, _ROUTING)),
+        (AsgiRequest, "read_body", partial(_awaited, timer, None, "body: read")),
+        (ModelApi, "_parse", partial(_around, timer, None, "body: decode, parse")),
+        (Session, "prepare", partial(_around, timer, "thread hop, parser", "prepare")),
+        (engine, "generate", partial(_generating, timer)),
+        (Session, "commit", partial(_around, timer, "generate: parse the output", _COMMIT)),
+        (call_lifecycle, "commit_call", partial(_awaited, timer, None, "journal: until written")),
+        (AsgiRequest, "send_json", partial(_awaited, timer, "response: build", None)),
+        (cycle, "send", partial(_sending, timer)),
+        (PathMatcher, "find", partial(_inside, timer, "match")),
+        (GenericCodec, "extend", partial(_inside, timer, "codec")),
+        (TemplateTraits, "to_template_messages", partial(_inside, timer, "template messages")),
+        (ChatTemplate, "render", partial(_inside, timer, "template.render")),
+        (TokenizerDir, "encode", partial(_inside, timer, "tokenizers")),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in wraps]
     for owner, name, wrap in wraps:
         setattr(owner, name, wrap(getattr(owner, name)))
     try:
-        yield marks
+        yield timer
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
 
 
 def with_remainders(spent: dict[str, float]) -> dict[str, float]:
-    """The seconds of one call with what is left of each part that has parts."""
+    """The seconds of one call, with the remainders of phases that have nested ones."""
     codec = spent.get("codec", 0.0)
-    known = sum(spent.get(part, 0.0) for part in ("dialect.write", "template.render", "tokenizers"))
+    known = sum(spent.get(part, 0.0) for part in ("template messages", "template.render", "tokenizers"))
     rest = spent["prepare"] - codec - spent.get("match", 0.0)
-    return {**spent, "codec, the rest": codec - known, "prepare, the rest": rest}
+    return {**spent, "codec, rest": codec - known, "prepare, rest": rest}
 
 
-def _before(run: Callable[..., Any], mark: Callable[[], None]) -> Callable[..., Any]:
+def _before(callback: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **options: Any) -> Any:
-        mark()
-        return run(*args, **options)
+        callback()
+        return function(*args, **options)
 
     return wrapped
 
 
 def _around(
-    marks: PhaseTimer, run: Callable[..., Any], before: str | None, itself: str
+    timer: PhaseTimer, before: str | None, phase: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Marks where a function begins and ends."""
+    """Ends a phase where a function begins and another where it returns."""
 
     def wrapped(*args: Any, **options: Any) -> Any:
         if before is not None:
-            marks.end_phase(before)
+            timer.end_phase(before)
         try:
-            return run(*args, **options)
+            return function(*args, **options)
         finally:
-            marks.end_phase(itself)
+            timer.end_phase(phase)
 
     return wrapped
 
 
 def _awaited(
-    marks: PhaseTimer, run: Callable[..., Any], before: str | None, itself: str | None
+    timer: PhaseTimer, before: str | None, phase: str | None, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The same for a coroutine."""
+    """`_around` for a coroutine."""
 
     async def wrapped(*args: Any, **options: Any) -> Any:
         if before is not None:
-            marks.end_phase(before)
+            timer.end_phase(before)
         try:
-            return await run(*args, **options)
+            return await function(*args, **options)
         finally:
-            if itself is not None:
-                marks.end_phase(itself)
+            if phase is not None:
+                timer.end_phase(phase)
 
     return wrapped
 
 
-def _inside(marks: PhaseTimer, run: Callable[..., Any], part: str) -> Callable[..., Any]:
+def _inside(timer: PhaseTimer, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **options: Any) -> Any:
         start = time.perf_counter()
         try:
-            return run(*args, **options)
+            return function(*args, **options)
         finally:
-            marks.add_nested(part, time.perf_counter() - start)
+            timer.add_nested(part, time.perf_counter() - start)
 
     return wrapped
 
 
-def _generating(marks: PhaseTimer, run: Callable[..., Any]) -> Callable[..., Any]:
+def _generating(timer: PhaseTimer, function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapped(*args: Any, **options: Any) -> AsyncGenerator[Chunk, None]:
-        marks.end_phase("thread hop, parser")
-        async for chunk in run(*args, **options):
-            marks.end_phase(ENGINE)
+        timer.end_phase("thread hop, parser")
+        async for chunk in function(*args, **options):
+            timer.end_phase(ENGINE)
             yield chunk
 
     return wrapped
 
 
-def _sending(marks: PhaseTimer, run: Callable[..., Any]) -> Callable[..., Any]:
+def _sending(timer: PhaseTimer, function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapped(self: Any, message: dict[str, Any]) -> None:
-        await run(self, message)
+        await function(self, message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            marks.end_phase("response: encode, send")
-            marks.finish_call()
+            timer.end_phase("response: encode, send")
+            timer.finish_call()
 
     return wrapped

@@ -1,8 +1,8 @@
-"""rllm-model-gateway as its README embeds it: `create_app` under uvicorn. Runs in any Python that has it.
+"""rllm-model-gateway as in its README: `create_app` under uvicorn. Runs in any Python that has it.
 
-Its logs are off, which its own command leaves on. Its stores are `sqlite` (the default) and `memory`. With
-what its own requirements install, uvicorn runs it on asyncio and h11; `fast` is with uvloop and httptools,
-which uvicorn would take where somebody has installed them too.
+Its logs are off, unlike with its own command. Its stores are `sqlite` (the default) and `memory`. With its
+own requirements uvicorn runs on asyncio and h11; `fast` uses uvloop and httptools, which uvicorn uses if they
+are installed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import uvicorn
 
 
 async def main(options: dict[str, Any]) -> None:
-    theirs = import_module("rllm_model_gateway")
-    config = theirs.GatewayConfig(
+    rllm = import_module("rllm_model_gateway")
+    config = rllm.GatewayConfig(
         host="127.0.0.1",
         workers=[{"url": options["engine_url"] + "/v1", "model_name": "mock"}],
         store_worker=options["store"],
         db_path=options.get("db_path"),
         log_level="WARNING",
     )
-    # With its protocol named: asyncio turns Nagle's delays off only where it is.
+    # With an explicit protocol: asyncio disables Nagle's algorithm only then.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     http = "httptools" if options["fast"] else "h11"
-    app = theirs.create_app(config)
+    app = rllm.create_app(config)
     server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning", access_log=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
@@ -44,5 +44,5 @@ async def main(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    (import_module("uvloop") if given["fast"] else asyncio).run(main(given))
+    options = json.loads(sys.argv[1])
+    (import_module("uvloop") if options["fast"] else asyncio).run(main(options))

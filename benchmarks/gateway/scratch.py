@@ -1,4 +1,4 @@
-"""Where the journals of a benchmark lie while it runs."""
+"""The folder for the journals of a benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def scratch() -> Path:
-    """A folder on a real disk: in many systems /tmp is memory, and an fsync there costs nothing."""
+    """A folder on a real disk: /tmp is often in memory, where an fsync costs nothing."""
     folder = Path(".cache")
     folder.mkdir(exist_ok=True)
     return folder

@@ -1,7 +1,7 @@
-"""Servers as processes of their own, so that nobody else's work is counted as theirs.
+"""Servers in their own processes, so that their CPU time is measured alone.
 
-A server prints one line of JSON when it listens, answers each line on its stdin with one, and ends when its
-stdin does. Whatever it costs, `cpu_s` says: all threads, user and system.
+A server prints one line of JSON when it listens, answers each line on its stdin with one line, and exits when
+its stdin is closed. `cpu_s` is the CPU time of all its threads, user and system.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Command = Callable[[], Mapping[str, Any]]
 
 
 class ServerProcess:
-    """A server that listens."""
+    """A running server."""
 
-    def __init__(self, process: Process, told: dict[str, Any]) -> None:
+    def __init__(self, process: Process, address: dict[str, Any]) -> None:
         self._process = process
-        self.url: str = told["url"]
-        self.key: str = told.get("key", "")
+        self.url: str = address["url"]
+        self.key: str = address.get("key", "")
 
     async def command(self, command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -38,7 +38,7 @@ class ServerProcess:
         return await asyncio.wait_for(_read_line(self._process), _ANSWER_S)
 
     async def cpu_s(self) -> float:
-        """CPU seconds so far, once it has nothing left to do: some store what they saw after they answer."""
+        """CPU seconds so far, once the server is idle: some servers store data after they have answered."""
         spent = float("-inf")
         while True:
             now = float((await self.command("cpu"))["cpu_s"])
@@ -52,16 +52,16 @@ async def _read_line(process: Process) -> dict[str, Any]:
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
-        raise RuntimeError("a server of the benchmark ended before its time; its own words are above")
-    told: dict[str, Any] = msgspec.json.decode(line)
-    return told
+        raise RuntimeError("a server of the benchmark exited early; its output is above")
+    answer: dict[str, Any] = msgspec.json.decode(line)
+    return answer
 
 
 @asynccontextmanager
 async def server_process(
     script: str, options: Mapping[str, Any], python: str = sys.executable
 ) -> AsyncIterator[ServerProcess]:
-    """A server of this folder while the block runs."""
+    """Runs a module of this package as a server while the block runs."""
     where = [str(Path(__file__).parent / f"{script}.py")] if python != sys.executable else []
     command = where or ["-m", f"benchmarks.gateway.{script}"]
     process = await asyncio.create_subprocess_exec(
@@ -80,12 +80,12 @@ async def server_process(
             await process.wait()
 
 
-async def answer_commands(told: Mapping[str, Any], commands: Mapping[str, Command]) -> None:
-    """The server's side: says that it listens, answers until nobody asks any more."""
-    known: dict[str, Command] = {"cpu": lambda: {"cpu_s": time.process_time()}, **commands}
-    _print_json(told)
+async def answer_commands(address: Mapping[str, Any], commands: Mapping[str, Command]) -> None:
+    """The server's side: prints its address, then answers commands until stdin is closed."""
+    all_commands: dict[str, Command] = {"cpu": lambda: {"cpu_s": time.process_time()}, **commands}
+    _print_json(address)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        _print_json(known[line.strip()]())
+        _print_json(all_commands[line.strip()]())
 
 
 def _print_json(value: Mapping[str, Any]) -> None:

@@ -26,28 +26,26 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from branchline import (
-    AgentContext,
     CancelToken,
     HttpModel,
-    InteractionRegistry,
     LoopLimits,
     LoopOutput,
-    LoopState,
     Message,
     SessionModel,
     Task,
     ToolCall,
-    ToolRegistry,
     ToyCodec,
-    build_output,
-    check_tasks,
     run_agent,
 )
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
 from branchline.gateway.server import Gateway
+from branchline.loop.agents import AgentContext, check_tasks
 from branchline.loop.model import Model
+from branchline.loop.output import build_output
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.state import LoopState
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from examples.loop.arithmetic import Calculator, Problem, problems

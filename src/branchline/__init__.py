@@ -1,5 +1,5 @@
 """Branchline records every LLM call an agent makes, as exact tokens, in one prefix tree per episode, and
-turns that tree into training data in which every sampled token is trained exactly once, behind exactly the
+turns that tree into training data in which every sampled token is trained exactly once, in exactly the
 context it was sampled in.
 
     session = Session("episode-1", codec)
@@ -7,156 +7,151 @@ context it was sampled in.
     session.commit(turn, Generation(ids, logprobs))
     samples = export_samples(session.tree).samples
 
-The gateway and the agent loop are imported when they are first asked for.
+The names here are those most programs need; everything else is imported from its module. A name is imported
+when it is first used, so `import branchline` needs none of the optional packages.
 """
 
 import importlib
 import typing
 
-from branchline.chat.toy import ToyCodec
-from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.echo import Equivalence, match_echo
-from branchline.core.errors import (
-    BranchlineError,
-    CodecError,
-    ExportError,
-    InputError,
-    JournalError,
-    LogError,
-    MessageError,
-    MissingLogprobsError,
-    TreeError,
-)
-from branchline.core.message import Media, Message, ToolCall
-from branchline.core.reader import read_message, read_messages, write_message
-from branchline.core.sample import ExportReport, Sample
-from branchline.export.jsonl import read_jsonl, write_jsonl
-from branchline.export.samples import Export, ExportPolicy, export_samples
-from branchline.timelines.causes import Cause, Fork, ForkReport, classify_forks
-from branchline.timelines.diagnosis import Diagnosis, diagnose
-from branchline.timelines.links import MergePolicy
-from branchline.timelines.log import LoggedCall, LoggedOutput, read_log
-from branchline.timelines.merge import MergeResult, merge
-from branchline.timelines.timeline import Timeline, timelines_of
-from branchline.tree.journal import Journal
-from branchline.tree.session import Session
-from branchline.tree.tree import Tree, Turn
-
 if typing.TYPE_CHECKING:
-    from branchline.gateway.process import tune_gc
+    from branchline.chat.generic.codec import GenericCodec
+    from branchline.chat.renderers_codec.codec import RenderersCodec
+    from branchline.chat.toy import ToyCodec
+    from branchline.core.call import Generation, Request
+    from branchline.core.errors import BranchlineError
+    from branchline.core.message import Message, ToolCall
+    from branchline.core.sample import Sample
+    from branchline.engines.base import SamplingParams
+    from branchline.engines.hf.engine import HfEngine
+    from branchline.engines.replicas import Replicas
+    from branchline.engines.scripted import ScriptedEngine
+    from branchline.engines.sglang import SglangEngine
+    from branchline.engines.vllm import VllmEngine
+    from branchline.export.jsonl import read_jsonl, write_jsonl
+    from branchline.export.samples import Export, ExportPolicy, export_samples
     from branchline.gateway.server import Gateway
-    from branchline.loop.agents import AgentContext, agent, check_tasks, run_agent
+    from branchline.loop.agents import agent, run_agent
     from branchline.loop.http_model import HttpModel
     from branchline.loop.model import SessionModel
-    from branchline.loop.output import LoopOutput, build_output
-    from branchline.loop.registry import InteractionRegistry, ToolRegistry
-    from branchline.loop.state import LoopState
+    from branchline.loop.output import LoopOutput
     from branchline.loop.task import LoopLimits, Task
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
-else:
-    _LATE = {
-        "BaseTool": "loop.tools.base",
-        "CancelToken": "loop.timeouts",
-        "Gateway": "gateway.server",
-        "HttpModel": "loop.http_model",
-        "InteractionRegistry": "loop.registry",
-        "LoopLimits": "loop.task",
-        "LoopOutput": "loop.output",
-        "LoopState": "loop.state",
-        "SessionModel": "loop.model",
-        "AgentContext": "loop.agents",
-        "Task": "loop.task",
-        "ToolRegistry": "loop.registry",
-        "ToolResult": "loop.tools.base",
-        "agent": "loop.agents",
-        "tune_gc": "gateway.process",
-        "check_tasks": "loop.agents",
-        "build_output": "loop.output",
-        "run_agent": "loop.agents",
-        "tool": "loop.tools.functions",
-    }
+    from branchline.timelines.causes import classify_forks
+    from branchline.timelines.log import read_log
+    from branchline.timelines.merge import merge
+    from branchline.timelines.timeline import Timeline, timelines_of
+    from branchline.tree.journal import Journal
+    from branchline.tree.session import Session
+    from branchline.tree.tree import Tree
 
-    def __getattr__(name):
-        if name not in _LATE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"branchline.{_LATE[name]}"), name)
-        globals()[name] = value
-        return value
-
-    def __dir__():
-        return [*globals(), *_LATE]
-
+_MODULE_OF = {
+    # sessions
+    "Generation": "core.call",
+    "Journal": "tree.journal",
+    "Message": "core.message",
+    "Request": "core.call",
+    "Session": "tree.session",
+    "Timeline": "timelines.timeline",
+    "ToolCall": "core.message",
+    "Tree": "tree.tree",
+    "timelines_of": "timelines.timeline",
+    # codecs
+    "GenericCodec": "chat.generic.codec",
+    "RenderersCodec": "chat.renderers_codec.codec",
+    "ToyCodec": "chat.toy",
+    # engines
+    "HfEngine": "engines.hf.engine",
+    "Replicas": "engines.replicas",
+    "SamplingParams": "engines.base",
+    "ScriptedEngine": "engines.scripted",
+    "SglangEngine": "engines.sglang",
+    "VllmEngine": "engines.vllm",
+    # gateway
+    "Gateway": "gateway.server",
+    # agent loop
+    "BaseTool": "loop.tools.base",
+    "CancelToken": "loop.timeouts",
+    "HttpModel": "loop.http_model",
+    "LoopLimits": "loop.task",
+    "LoopOutput": "loop.output",
+    "SessionModel": "loop.model",
+    "Task": "loop.task",
+    "ToolResult": "loop.tools.base",
+    "agent": "loop.agents",
+    "run_agent": "loop.agents",
+    "tool": "loop.tools.functions",
+    # samples and logs
+    "Export": "export.samples",
+    "ExportPolicy": "export.samples",
+    "Sample": "core.sample",
+    "classify_forks": "timelines.causes",
+    "export_samples": "export.samples",
+    "merge": "timelines.merge",
+    "read_jsonl": "export.jsonl",
+    "read_log": "timelines.log",
+    "write_jsonl": "export.jsonl",
+    # errors
+    "BranchlineError": "core.errors",
+}
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AgentContext",
     "BaseTool",
     "BranchlineError",
-    "Call",
     "CancelToken",
-    "Cause",
-    "CodecError",
-    "Delivery",
-    "Diagnosis",
-    "Equivalence",
     "Export",
-    "ExportError",
     "ExportPolicy",
-    "ExportReport",
-    "Fork",
-    "ForkReport",
     "Gateway",
     "Generation",
+    "GenericCodec",
+    "HfEngine",
     "HttpModel",
-    "InputError",
-    "InteractionRegistry",
     "Journal",
-    "JournalError",
-    "LogError",
-    "LoggedCall",
-    "LoggedOutput",
     "LoopLimits",
     "LoopOutput",
-    "LoopState",
-    "Media",
-    "MergePolicy",
-    "MergeResult",
     "Message",
-    "MessageError",
-    "MissingLogprobsError",
+    "RenderersCodec",
+    "Replicas",
     "Request",
     "Sample",
+    "SamplingParams",
+    "ScriptedEngine",
     "Session",
     "SessionModel",
+    "SglangEngine",
     "Task",
     "Timeline",
     "ToolCall",
-    "ToolRegistry",
     "ToolResult",
     "ToyCodec",
     "Tree",
-    "TreeError",
-    "Turn",
+    "VllmEngine",
     "__version__",
     "agent",
-    "build_output",
-    "check_tasks",
     "classify_forks",
-    "diagnose",
     "export_samples",
-    "match_echo",
     "merge",
     "read_jsonl",
     "read_log",
-    "read_message",
-    "read_messages",
     "run_agent",
     "timelines_of",
     "tool",
-    "tune_gc",
     "write_jsonl",
-    "write_message",
 ]
+
+
+if not typing.TYPE_CHECKING:  # a checker would take any name for defined
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"branchline.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return [*globals(), *_MODULE_OF]

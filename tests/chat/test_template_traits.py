@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -159,7 +160,13 @@ def test_what_mistral_accepts_is_not_changed() -> None:
     codec = load_codec("mistral_nemo")
     adapted = codec.probe(tools=True)
     plain = adapted.with_traits(role_rules=UNRESTRICTED_ROLES)
-    make = {"s": system, "u": user, "a": assistant, "c": lambda _: CALL, "r": lambda _: RESULT}
+    make: dict[str, Callable[[str], Message]] = {
+        "s": system,
+        "u": user,
+        "a": assistant,
+        "c": lambda _: CALL,
+        "r": lambda _: RESULT,
+    }
     accepted = shown = 0
     for count in range(1, 6):
         for roles in product(make, repeat=count):

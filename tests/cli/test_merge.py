@@ -1,4 +1,4 @@
-"""`branchline merge` accounts for every sampled token of a log, or names the line it cannot read."""
+"""`branchline merge` accounts for every sampled token of a log and names the lines it cannot read."""
 
 from __future__ import annotations
 
@@ -13,36 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from branchline.cli.main import main
 from branchline.export.jsonl import read_jsonl
+from tests.cli.harness import LogLine, log_line, raw_message
 
-Line = dict[str, Any]
-Merge = Callable[..., Any]
-
-
-def raw_message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": text}
-
-
-def log_line(
-    messages: Sequence[dict[str, Any]],
-    answer: str | dict[str, Any],
-    prompt: Sequence[int] | None = None,
-    ids: Sequence[int] | None = None,
-    *,
-    logprobs: bool = True,
-    tools: Sequence[dict[str, Any]] = (),
-    **names: str,
-) -> Line:
-    choice: dict[str, Any] = {
-        "message": raw_message("assistant", answer) if isinstance(answer, str) else answer
-    }
-    response: dict[str, Any] = {"choices": [choice]}
-    if prompt is not None:
-        response["prompt_token_ids"] = list(prompt)
-    if ids is not None:
-        choice["token_ids"] = list(ids)
-        if logprobs:
-            choice["logprobs"] = {"content": [{"logprob": -0.5} for _ in ids]}
-    return {"request": {"messages": list(messages), "tools": list(tools)}, "response": response, **names}
+RunMerge = Callable[..., Any]
 
 
 ASK = [raw_message("system", "s"), raw_message("user", "Three words.")]
@@ -69,8 +42,8 @@ DRIFTED_LOG = [
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Callable[[Sequence[Line | str]], Path]:
-    def write(lines: Sequence[Line | str]) -> Path:
+def log(tmp_path: Path) -> Callable[[Sequence[LogLine | str]], Path]:
+    def write(lines: Sequence[LogLine | str]) -> Path:
         path = tmp_path / "calls.jsonl"
         path.write_text(
             "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
@@ -81,10 +54,10 @@ def log(tmp_path: Path) -> Callable[[Sequence[Line | str]], Path]:
 
 
 @pytest.fixture
-def merge(log: Callable[[Sequence[Line | str]], Path], capsys: pytest.CaptureFixture[str]) -> Merge:
-    """Runs `merge --json` on lines and returns the object it printed."""
+def run_merge(log: Callable[[Sequence[LogLine | str]], Path], capsys: pytest.CaptureFixture[str]) -> RunMerge:
+    """Runs `merge --json` on log lines and returns the printed object."""
 
-    def run(lines: Sequence[Line | str], *options: object) -> Any:
+    def run(lines: Sequence[LogLine | str], *options: object) -> Any:
         code = main(["merge", str(log(lines)), "--json", *map(str, options)])
         printed = capsys.readouterr()
         assert code == 0, printed.err
@@ -96,7 +69,7 @@ def merge(log: Callable[[Sequence[Line | str]], Path], capsys: pytest.CaptureFix
 
 
 def merge_error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The error of a command that must fail, with nothing on stdout."""
+    """The error text of a command that must fail with an empty stdout."""
     assert main(["merge", *map(str, arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -105,32 +78,33 @@ def merge_error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return printed.err.removeprefix("branchline: error: ").strip()
 
 
-# Timelines and the account
+# -- timelines and the account
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_three_words_one_continued_are_three_timelines_in_every_order(
-    merge: Merge, order: tuple[int, ...]
+def test_three_answers_are_three_timelines_in_every_order(
+    run_merge: RunMerge, order: tuple[int, ...]
 ) -> None:
-    told = merge([THREE_WORDS[index] for index in order])
+    report = run_merge([THREE_WORDS[index] for index in order])
     histories = {
-        tuple((entry["text"], entry["author"]) for entry in line["history"]) for line in told["timelines"]
+        tuple((entry["text"], entry["author"]) for entry in timeline["history"])
+        for timeline in report["timelines"]
     }
-    asked = (("s", "env"), ("Three words.", "env"))
+    prompt = (("s", "env"), ("Three words.", "env"))
     assert histories == {
-        (*asked, ("Luminous", "llm")),
-        (*asked, ("Ephemeral", "llm")),
-        (*asked, ("Serendipity", "llm"), ("next", "env"), ("Whimsical", "llm")),
+        (*prompt, ("Luminous", "llm")),
+        (*prompt, ("Ephemeral", "llm")),
+        (*prompt, ("Serendipity", "llm"), ("next", "env"), ("Whimsical", "llm")),
     }
-    assert len(told["timelines"]) == 3
-    assert told["sampled_tokens"] == told["delivered_tokens"] == 8
-    assert told["dropped"] == []
-    assert all(line["exact"] for line in told["timelines"])
+    assert len(report["timelines"]) == 3
+    assert report["sampled_tokens"] == report["delivered_tokens"] == 8
+    assert report["dropped"] == []
+    assert all(line["exact"] for line in report["timelines"])
 
 
-def test_a_timeline_tells_its_size_its_calls_and_its_lines(merge: Merge) -> None:
-    told = merge(["", *THREE_WORDS])
-    longest = max(told["timelines"], key=lambda line: line["messages"])
+def test_a_timeline_lists_its_size_calls_and_lines(run_merge: RunMerge) -> None:
+    report = run_merge(["", *THREE_WORDS])
+    longest = max(report["timelines"], key=lambda line: line["messages"])
     longest.pop("history")
     assert longest == {
         "session": None,
@@ -145,32 +119,32 @@ def test_a_timeline_tells_its_size_its_calls_and_its_lines(merge: Merge) -> None
         "missing_logprobs": 0,
         "finish": "stop",
     }
-    assert (told["calls"], told["sessions"]) == (4, 1)
+    assert (report["calls"], report["sessions"]) == (4, 1)
 
 
-def test_every_fork_has_a_cause_a_place_a_line_and_a_sentence(merge: Merge) -> None:
-    told = merge(THREE_WORDS)
-    assert told["causes"] == {"best_of_n": 2}
-    for fork in told["forks"]:
+def test_every_fork_has_a_cause_a_token_a_line_and_a_diagnosis(run_merge: RunMerge) -> None:
+    report = run_merge(THREE_WORDS)
+    assert report["causes"] == {"best_of_n": 2}
+    for fork in report["forks"]:
         assert fork["cause"] == "best_of_n"
         assert fork["line"] in (2, 3)
         assert fork["first_divergent_token"] == 2
         assert "first divergent token 2" in fork["diagnosis"]
 
 
-def test_forks_come_most_expensive_first(merge: Merge) -> None:
+def test_forks_are_sorted_by_cost(run_merge: RunMerge) -> None:
     long, short = "x" * 60, "y"
     lines = [
         log_line([raw_message("user", "u"), raw_message("user", long)], "a", [1, *range(100, 160)], [9]),
         log_line([raw_message("user", "u"), raw_message("user", short)], "b", [1, 2], [9]),
         log_line([raw_message("user", "w"), raw_message("user", long)], "c", [5, *range(100, 160)], [9]),
     ]
-    costs = [fork["tokens_computed_again"] for fork in merge(lines)["forks"]]
+    costs = [fork["tokens_computed_again"] for fork in run_merge(lines)["forks"]]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] > 0
 
 
-def test_sessions_and_named_agents_are_kept_apart(merge: Merge) -> None:
+def test_sessions_and_named_agents_are_kept_apart(run_merge: RunMerge) -> None:
     lines = [
         log_line(ASK, "a", [1], [2], session="one", agent="planner"),
         log_line(
@@ -197,72 +171,70 @@ def test_sessions_and_named_agents_are_kept_apart(merge: Merge) -> None:
             agent="planner",
         ),
     ]
-    told = merge(lines)
-    found = {(line["session"], line["agent"], line["calls"]) for line in told["timelines"]}
+    report = run_merge(lines)
+    found = {(line["session"], line["agent"], line["calls"]) for line in report["timelines"]}
     assert found == {("one", "planner", 2), ("one", "coder", 1), ("two", None, 1)}
-    assert told["sessions"] == 2
+    assert report["sessions"] == 2
 
 
-def test_tool_lists_are_ignored_unless_they_are_kept(merge: Merge) -> None:
+def test_tool_lists_are_ignored_by_default(run_merge: RunMerge) -> None:
     more = [*ASK, raw_message("assistant", "a"), raw_message("user", "go")]
     lines = [
         log_line(ASK, "a", [1], [2], tools=[{"type": "function", "function": {"name": "f"}}]),
         log_line(more, "b", [1, 2, 3], [4]),
     ]
-    assert len(merge(lines)["timelines"]) == 1
-    assert len(merge(lines, "--keep-tools")["timelines"]) == 2
+    assert len(run_merge(lines)["timelines"]) == 1
+    assert len(run_merge(lines, "--keep-tools")["timelines"]) == 2
 
 
-def test_equal_answers_are_samples_each_unless_one_is_asked_for(merge: Merge) -> None:
+def test_dedupe_keeps_one_of_several_equal_answers(run_merge: RunMerge) -> None:
     lines = [THREE_WORDS[0], THREE_WORDS[0]]
-    told = merge(lines)
-    assert len(told["timelines"]) == 2
-    told = merge(lines, "--dedupe")
-    assert len(told["timelines"]) == 1
-    assert told["dropped"] == [{"reason": "duplicate", "call": "line-2", "tokens": 2}]
-    assert told["sampled_tokens"] == told["delivered_tokens"] + 2
+    report = run_merge(lines)
+    assert len(report["timelines"]) == 2
+    report = run_merge(lines, "--dedupe")
+    assert len(report["timelines"]) == 1
+    assert report["dropped"] == [{"reason": "duplicate", "call": "line-2", "tokens": 2}]
+    assert report["sampled_tokens"] == report["delivered_tokens"] + 2
 
 
-# Drift
+# -- drift
 
 
-def test_drift_is_repaired_by_text_and_what_stood_behind_it_is_inexact(merge: Merge) -> None:
-    told = merge(DRIFTED_LOG)
-    (line,) = told["timelines"]
-    assert told["repairs"] == [{"line": 2, "method": "stop_token"}]
+def test_drift_is_repaired_and_outputs_after_it_are_inexact(run_merge: RunMerge) -> None:
+    report = run_merge(DRIFTED_LOG)
+    (line,) = report["timelines"]
+    assert report["repairs"] == [{"line": 2, "method": "stop_token"}]
     assert (line["exact"], line["tokens_behind_other_ids"], line["trained_tokens"]) == (False, 1, 4)
-    assert told["sampled_tokens"] == told["delivered_tokens"] == 4
+    assert report["sampled_tokens"] == report["delivered_tokens"] == 4
 
 
 @pytest.mark.parametrize("options", [("--no-repair",), ("--compare", "token")])
-def test_drift_forks_by_token_or_without_repair_and_all_stays_exact(
-    merge: Merge, options: tuple[str, ...]
-) -> None:
-    told = merge(DRIFTED_LOG, *options)
-    assert len(told["timelines"]) == 2
-    assert all(line["exact"] for line in told["timelines"])
-    assert told["repairs"] == []
-    assert told["causes"] == {"drift": 1}
-    assert told["sampled_tokens"] == told["delivered_tokens"] == 4
+def test_drift_forks_at_token_level_or_without_repair(run_merge: RunMerge, options: tuple[str, ...]) -> None:
+    report = run_merge(DRIFTED_LOG, *options)
+    assert len(report["timelines"]) == 2
+    assert all(line["exact"] for line in report["timelines"])
+    assert report["repairs"] == []
+    assert report["causes"] == {"drift": 1}
+    assert report["sampled_tokens"] == report["delivered_tokens"] == 4
 
 
-def test_calls_without_ids_merge_by_text_and_are_listed_as_undelivered(merge: Merge) -> None:
+def test_calls_without_ids_merge_by_text_and_are_listed_as_dropped(run_merge: RunMerge) -> None:
     more = [*ASK, raw_message("assistant", "a"), raw_message("user", "go")]
-    told = merge([log_line(ASK, "a"), log_line(more, "b")])
-    (line,) = told["timelines"]
+    report = run_merge([log_line(ASK, "a"), log_line(more, "b")])
+    (line,) = report["timelines"]
     assert (line["tokens"], line["calls"], line["exact"]) == (0, 2, False)
-    assert told["dropped"] == [
+    assert report["dropped"] == [
         {"reason": "no_token_ids", "call": "line-1", "tokens": 0},
         {"reason": "no_token_ids", "call": "line-2", "tokens": 0},
     ]
 
 
-# A tokenizer
+# -- tokenizer
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab["ab"] = 256
     built = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -276,41 +248,40 @@ def tokenizer(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_tokenizer_makes_repairs_certain_and_shows_forks_as_text(merge: Merge, tokenizer: Path) -> None:
+def test_a_tokenizer_repairs_by_bytes_and_shows_forks_as_text(run_merge: RunMerge, tokenizer: Path) -> None:
     a, b, ab, end = 64, 65, 256, 257
     assert json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]["a"] == a
-    # Cut by length, so there is no stop token to go by: only the bytes tell where `abb` ends.
-    first = log_line([raw_message("user", "u")], "abb", [1], [a, b, b])
-    first["response"]["choices"][0]["finish_reason"] = "length"
+    # Truncated by length, so there is no stop token: only the bytes show where `abb` ends.
+    first = log_line([raw_message("user", "u")], "abb", [1], [a, b, b], finish_reason="length")
     later = [raw_message("user", "u"), raw_message("assistant", "abb"), raw_message("user", "v")]
     lines = [first, log_line(later, "c", [1, ab, b, end], [5])]
-    assert merge(lines)["repairs"][0]["method"] == "estimate"
-    told = merge(lines, "--tokenizer", tokenizer)
-    assert told["repairs"] == [{"line": 2, "method": "bytes"}]
-    apart = merge(lines, "--tokenizer", tokenizer, "--no-repair")
+    assert run_merge(lines)["repairs"][0]["method"] == "estimate"
+    report = run_merge(lines, "--tokenizer", tokenizer)
+    assert report["repairs"] == [{"line": 2, "method": "bytes"}]
+    apart = run_merge(lines, "--tokenizer", tokenizer, "--no-repair")
     assert (apart["forks"][0]["before"], apart["forks"][0]["after"]) == ("abb", "abb<e>")
 
 
-def test_a_tokenizer_gives_ids_to_calls_without_and_they_are_inexact(merge: Merge, tokenizer: Path) -> None:
+def test_a_tokenizer_encodes_calls_without_ids_as_inexact(run_merge: RunMerge, tokenizer: Path) -> None:
     lines = [
         log_line([raw_message("user", "u")], "ab"),
         log_line([raw_message("user", "u"), raw_message("assistant", "ab"), raw_message("user", "v")], "b"),
     ]
-    told = merge(lines, "--tokenizer", tokenizer)
-    (line,) = told["timelines"]
+    report = run_merge(lines, "--tokenizer", tokenizer)
+    (line,) = report["timelines"]
     # uu<e>a + ab, then <e>uv<e>a + b
     assert (line["tokens"], line["trained_tokens"], line["exact"]) == (4 + 1 + 5 + 1, 2, False)
     assert line["missing_logprobs"] == 2
-    assert told["dropped"] == []
+    assert report["dropped"] == []
 
 
-def test_logged_ids_stay_as_logged_where_only_the_prompt_has_none(merge: Merge, tokenizer: Path) -> None:
-    told = merge([log_line([raw_message("user", "u")], "ab", None, [64, 65])], "--tokenizer", tokenizer)
-    (line,) = told["timelines"]
+def test_logged_output_ids_are_kept_if_only_the_prompt_has_none(run_merge: RunMerge, tokenizer: Path) -> None:
+    report = run_merge([log_line([raw_message("user", "u")], "ab", None, [64, 65])], "--tokenizer", tokenizer)
+    (line,) = report["timelines"]
     assert (line["trained_tokens"], line["missing_logprobs"], line["exact"]) == (2, 0, False)
 
 
-def test_ids_that_do_not_decode_are_refused_with_their_line(
+def test_ids_that_do_not_decode_are_errors_with_their_line(
     log: Callable[..., Path], tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = log([THREE_WORDS[0], log_line(ASK, "x", [1, 5000], [2])])
@@ -318,20 +289,20 @@ def test_ids_that_do_not_decode_are_refused_with_their_line(
     assert error.startswith(f"{path}:2: response.prompt_token_ids: id 5000 at index 1 does not decode")
 
 
-def test_a_call_the_template_refuses_is_a_bad_line(
-    log: Callable[..., Path], merge: Merge, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+def test_a_call_that_the_template_rejects_is_a_bad_line(
+    log: Callable[..., Path], run_merge: RunMerge, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     (tokenizer / "chat_template.jinja").write_text(template)
     lines = [THREE_WORDS[0], log_line(ASK, "x")]
     path = log(lines)
     assert merge_error(capsys, path, "--tokenizer", tokenizer).startswith(f"{path}:2: cannot be encoded")
-    told = merge(lines, "--tokenizer", tokenizer, "--skip-bad")
-    assert [entry["line"] for entry in told["skipped"]] == [2]
-    assert "user first" in told["skipped"][0]["problem"]
+    report = run_merge(lines, "--tokenizer", tokenizer, "--skip-bad")
+    assert [entry["line"] for entry in report["skipped"]] == [2]
+    assert "user first" in report["skipped"][0]["problem"]
 
 
-# Bad input
+# -- bad input
 
 
 BAD_LINES = {
@@ -351,7 +322,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("bad", "expected"), list(BAD_LINES.items()))
-def test_a_bad_line_is_refused_with_file_line_and_what_was_expected(
+def test_a_bad_line_is_an_error_with_file_line_and_expectation(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str], bad: str, expected: str
 ) -> None:
     path = log([THREE_WORDS[0], "", bad, THREE_WORDS[1]])
@@ -360,14 +331,14 @@ def test_a_bad_line_is_refused_with_file_line_and_what_was_expected(
     assert expected in error
 
 
-def test_skipping_bad_lines_goes_on_and_counts_them(merge: Merge) -> None:
-    told = merge([THREE_WORDS[0], *BAD_LINES, THREE_WORDS[1]], "--skip-bad")
-    assert told["calls"] == 2
-    assert [entry["line"] for entry in told["skipped"]] == list(range(2, 2 + len(BAD_LINES)))
-    assert told["skipped"][0]["problem"].startswith("expected one JSON object a line")
+def test_skip_bad_continues_and_lists_bad_lines(run_merge: RunMerge) -> None:
+    report = run_merge([THREE_WORDS[0], *BAD_LINES, THREE_WORDS[1]], "--skip-bad")
+    assert report["calls"] == 2
+    assert [entry["line"] for entry in report["skipped"]] == list(range(2, 2 + len(BAD_LINES)))
+    assert report["skipped"][0]["problem"].startswith("expected one JSON object a line")
 
 
-def test_a_log_with_nothing_to_merge_says_so(
+def test_a_log_without_calls_is_an_error(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = log([])
@@ -379,34 +350,34 @@ def test_a_log_with_nothing_to_merge_says_so(
 def test_a_missing_log_or_tokenizer_is_named(
     log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "nowhere.jsonl: cannot be read: No such file" in merge_error(capsys, tmp_path / "nowhere.jsonl")
+    assert "missing.jsonl: cannot be read: No such file" in merge_error(capsys, tmp_path / "missing.jsonl")
     assert "cannot be read: Is a directory" in merge_error(capsys, tmp_path)
-    assert "not a directory" in merge_error(capsys, log(THREE_WORDS), "--tokenizer", tmp_path / "nowhere")
+    assert "not a directory" in merge_error(capsys, log(THREE_WORDS), "--tokenizer", tmp_path / "missing")
 
 
-# Samples
+# -- samples
 
 
-def test_samples_are_written_whole_and_their_shares_add_up(merge: Merge, tmp_path: Path) -> None:
+def test_shares_of_written_samples_add_up(run_merge: RunMerge, tmp_path: Path) -> None:
     target = tmp_path / "samples.jsonl"
-    told = merge(THREE_WORDS, "--samples", target)
+    report = run_merge(THREE_WORDS, "--samples", target)
     samples = list(read_jsonl(target))
-    assert told["samples"]["samples"] == len(samples) == 3
-    assert sum(float(sample.shares.sum()) for sample in samples) == told["sampled_tokens"]
+    assert report["samples"]["samples"] == len(samples) == 3
+    assert sum(float(sample.shares.sum()) for sample in samples) == report["sampled_tokens"]
     assert {tuple(sample.prompt_ids) for sample in samples} == {(1, 2)}
 
 
-def test_inexact_outputs_are_not_trained_unless_asked_for(merge: Merge, tmp_path: Path) -> None:
+def test_inexact_outputs_are_not_trained_by_default(run_merge: RunMerge, tmp_path: Path) -> None:
     target = tmp_path / "samples.jsonl"
-    told = merge(DRIFTED_LOG, "--samples", target)
-    assert told["samples"]["dropped_tokens"] == {"inexact": 1}
+    report = run_merge(DRIFTED_LOG, "--samples", target)
+    assert report["samples"]["dropped_tokens"] == {"inexact": 1}
     assert [sample.trained_tokens for sample in read_jsonl(target)] == [3]
-    merge(DRIFTED_LOG, "--samples", target, "--inexact")
+    run_merge(DRIFTED_LOG, "--samples", target, "--inexact")
     assert [sample.trained_tokens for sample in read_jsonl(target)] == [4]
 
 
 def test_missing_logprobs_leave_no_file_unless_allowed(
-    log: Callable[..., Path], merge: Merge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    log: Callable[..., Path], run_merge: RunMerge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
         {**THREE_WORDS[0], "session": "good"},
@@ -414,10 +385,10 @@ def test_missing_logprobs_leave_no_file_unless_allowed(
     ]
     target = tmp_path / "samples.jsonl"
     error = merge_error(capsys, log(lines), "--samples", target)
-    assert "session 'bad': 1 of 1 sampled tokens came without logprobs" in error
+    assert "session 'bad': 1 of 1 sampled tokens have no logprobs" in error
     assert "--allow-missing-logprobs" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calls.jsonl"]
-    merge(lines, "--samples", target, "--allow-missing-logprobs")
+    run_merge(lines, "--samples", target, "--allow-missing-logprobs")
     assert len(list(read_jsonl(target))) == 2
 
 
@@ -430,21 +401,21 @@ def test_a_bad_line_leaves_earlier_samples_untouched(
     assert target.read_text() == "before"
 
 
-def test_samples_never_replace_the_log_or_something_that_is_no_file(
+def test_samples_never_replace_the_log_or_a_non_file(
     log: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = log(THREE_WORDS)
     before = path.read_bytes()
     assert "that is the log itself" in merge_error(capsys, path, "--samples", path)
     assert "not a regular file" in merge_error(capsys, path, "--samples", tmp_path)
-    assert "cannot be written" in merge_error(capsys, path, "--samples", tmp_path / "nowhere" / "x.jsonl")
+    assert "cannot be written" in merge_error(capsys, path, "--samples", tmp_path / "missing" / "x.jsonl")
     assert path.read_bytes() == before
 
 
-# Tables
+# -- tables
 
 
-def test_the_tables_tell_timelines_totals_repairs_forks_and_skipped_lines(
+def test_the_tables_show_timelines_totals_repairs_forks_and_skipped_lines(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
@@ -458,7 +429,7 @@ def test_the_tables_tell_timelines_totals_repairs_forks_and_skipped_lines(
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "[bold]words" in out
-    for told in (
+    for expected in (
         "7 calls in 2 sessions became 5 timelines",
         "12 sampled tokens, 12 delivered",
         "dropped, no_token_ids: 1 output, 0 tokens",
@@ -468,13 +439,13 @@ def test_the_tables_tell_timelines_totals_repairs_forks_and_skipped_lines(
         "skipped 1 bad line",
         f"{path}:8: expected one JSON object a line",
     ):
-        assert told in out
+        assert expected in out
 
 
-def test_long_lists_are_cut_and_say_how_many_more(
+def test_long_lists_are_cut_with_a_count_of_the_rest(
     log: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines: list[Line | str] = [log_line(ASK, f"word {index}", [1, 2], [index]) for index in range(60)]
+    lines: list[LogLine | str] = [log_line(ASK, f"word {index}", [1, 2], [index]) for index in range(60)]
     assert main(["merge", str(log([*lines, *["{"] * 12])), "--skip-bad"]) == 0
     out = capsys.readouterr().out
     assert "10 more timelines; --json lists them all" in out

@@ -1,4 +1,4 @@
-"""`branchline tree` draws what was merged: forks indent, chains do not, and text is shown as it is."""
+"""`branchline tree`: forks indent, chains do not, and message text is printed literally."""
 
 from __future__ import annotations
 
@@ -11,33 +11,13 @@ import pytest
 from rich.cells import cell_len
 
 from branchline.cli.main import main
+from tests.cli.harness import log_line, raw_message
 
-Draw = Callable[..., list[str]]
-
-
-def raw_message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "content": text}
-
-
-def log_line(
-    messages: Sequence[dict[str, Any]],
-    answer: str | dict[str, Any],
-    prompt: Sequence[int],
-    ids: Sequence[int],
-    finish_reason: str = "stop",
-    **names: str,
-) -> dict[str, Any]:
-    message = raw_message("assistant", answer) if isinstance(answer, str) else answer
-    choice = {"message": message, "token_ids": list(ids), "finish_reason": finish_reason}
-    return {
-        "request": {"messages": list(messages)},
-        "response": {"prompt_token_ids": list(prompt), "choices": [choice]},
-        **names,
-    }
+RunTree = Callable[..., list[str]]
 
 
 def conversation(turns: int, others: int = 0) -> list[dict[str, Any]]:
-    """A long talk; each turn is answered once, and `others` times more without being continued."""
+    """A long conversation; each turn has `others` more answers that are not continued."""
     messages, ids, lines = [raw_message("user", "start")], [1], []
     for turn in range(turns):
         lines += [
@@ -54,8 +34,8 @@ def conversation(turns: int, others: int = 0) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Draw:
-    """Runs `tree` on lines and returns what it printed, line by line."""
+def run_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunTree:
+    """Runs `tree` on log lines and returns the printed lines."""
 
     def run(lines: Sequence[dict[str, Any] | str], *options: str) -> list[str]:
         path = tmp_path / "calls.jsonl"
@@ -81,8 +61,8 @@ THREE_WORDS = [
 ]
 
 
-def test_a_fork_indents_and_names_its_cause_and_a_cut_answer_is_marked(draw: Draw) -> None:
-    title, *lines = draw(THREE_WORDS)
+def test_a_fork_indents_with_its_cause_and_truncated_answers_are_marked(run_tree: RunTree) -> None:
+    title, *lines = run_tree(THREE_WORDS)
     assert title.startswith("session · 3 calls · 2 timelines · ")
     assert [" ".join(line.split()) for line in lines] == [
         "system s",
@@ -94,14 +74,14 @@ def test_a_fork_indents_and_names_its_cause_and_a_cut_answer_is_marked(draw: Dra
     ]
 
 
-def test_a_long_conversation_stays_at_its_margin(draw: Draw) -> None:
-    lines = draw(conversation(300))
+def test_a_long_conversation_is_not_indented(run_tree: RunTree) -> None:
+    lines = run_tree(conversation(300))
     assert len(lines) == 1 + 600
     assert all(line.startswith(("  user ", "* assistant ")) for line in lines[1:])
 
 
-def test_forks_inside_forks_go_on_at_the_margin_before_they_run_out_of_room(draw: Draw) -> None:
-    lines = draw(conversation(40, others=2), "--width", "80")
+def test_deeply_nested_forks_continue_at_the_margin(run_tree: RunTree) -> None:
+    lines = run_tree(conversation(40, others=2), "--width", "80")
     assert max(map(cell_len, lines)) <= 80
     for turn in range(40):
         for other in range(3):
@@ -111,26 +91,28 @@ def test_forks_inside_forks_go_on_at_the_margin_before_they_run_out_of_room(draw
     assert parts
 
 
-def test_message_text_is_never_read_as_markup_nor_as_control_characters(draw: Draw) -> None:
+def test_markup_and_control_characters_of_messages_are_escaped(run_tree: RunTree) -> None:
     text = "[bold]x[/bold] [/] :smile: \x1b[31mred\x07 two\nlines"
-    out = "\n".join(draw([log_line([raw_message("user", text)], text, [1], [2], agent="[red]")]))
+    out = "\n".join(run_tree([log_line([raw_message("user", text)], text, [1], [2], agent="[red]")]))
     assert out.count(r"[bold]x[/bold] [/] :smile: \x1b[31mred\x07 two lines") == 2
     assert "\x1b" not in out
 
 
-def test_wide_letters_are_cut_by_their_width(draw: Draw) -> None:
-    lines = draw([log_line([raw_message("user", "世界" * 100)], "👩‍🚀 é" * 50, [1], [2])], "--width", "40")
+def test_wide_characters_are_cut_by_their_display_width(run_tree: RunTree) -> None:
+    lines = run_tree(
+        [log_line([raw_message("user", "世界" * 100)], "👩‍🚀 é" * 50, [1], [2])], "--width", "40"
+    )
     assert all(cell_len(line) <= 40 for line in lines[1:])
     assert all(line.endswith("…") for line in lines[1:])
 
 
-def test_a_reply_shown_in_another_place_says_so(draw: Draw) -> None:
+def test_a_reply_shown_on_another_branch_is_marked(run_tree: RunTree) -> None:
     bad, err, good = (
         raw_message("assistant", "bad call"),
         raw_message("user", "error"),
         raw_message("assistant", "good call"),
     )
-    lines = draw(
+    lines = run_tree(
         [
             log_line(ASK, "bad call", [1, 2], [3]),
             log_line([*ASK, bad, err], "good call", [1, 2, 3, 4], [5]),
@@ -142,41 +124,41 @@ def test_a_reply_shown_in_another_place_says_so(draw: Draw) -> None:
     assert sum("(shown again)" in line and "(repair_loop)" in line for line in shown) == 1
 
 
-def test_tool_calls_and_images_are_shown_where_there_is_no_text(draw: Draw) -> None:
+def test_tool_calls_and_images_are_printed(run_tree: RunTree) -> None:
     tool_call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
     image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
     answer = {"role": "assistant", "content": None, "tool_calls": [tool_call]}
-    out = "\n".join(draw([log_line([{"role": "user", "content": [image]}], answer, [1], [2])]))
+    out = "\n".join(run_tree([log_line([{"role": "user", "content": [image]}], answer, [1], [2])]))
     assert 'search({"q": "x"})' in out
     assert "<image>" in out
 
 
-def test_agents_are_named_where_there_are_several(draw: Draw) -> None:
-    alone = draw([{**line, "agent": "solo"} for line in THREE_WORDS])
-    assert not any("(solo)" in line for line in alone)
-    lines = draw([{**THREE_WORDS[0], "agent": "one"}, THREE_WORDS[1]])
+def test_agent_names_are_printed_if_there_are_several(run_tree: RunTree) -> None:
+    single = run_tree([{**line, "agent": "solo"} for line in THREE_WORDS])
+    assert not any("(solo)" in line for line in single)
+    lines = run_tree([{**THREE_WORDS[0], "agent": "one"}, THREE_WORDS[1]])
     assert any("(one) Luminous" in line for line in lines)
     assert any("(no agent named)" in line for line in lines)
 
 
-def test_sessions_are_drawn_one_after_the_other_or_one_alone(
-    draw: Draw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_all_sessions_are_printed_or_the_selected_one(
+    run_tree: RunTree, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{**THREE_WORDS[0], "session": "a"}, {**THREE_WORDS[1], "session": "b"}]
-    assert sum(line.startswith("session ") for line in draw(lines)) == 2
-    alone = draw(lines, "--session", "b")
-    assert [line for line in alone if line.startswith("session ")] == [alone[0]]
-    assert "Serendipity" in alone[-1]
+    assert sum(line.startswith("session ") for line in run_tree(lines)) == 2
+    selected = run_tree(lines, "--session", "b")
+    assert [line for line in selected if line.startswith("session ")] == [selected[0]]
+    assert "Serendipity" in selected[-1]
     assert main(["tree", str(tmp_path / "calls.jsonl"), "--session", "c"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "--session: got 'c', expected one of the log's: a, b" in printed.err
 
 
-def test_skipped_lines_are_counted(draw: Draw) -> None:
-    assert draw([*THREE_WORDS, "{"], "--skip-bad")[-1] == "skipped 1 bad line"
+def test_skipped_lines_are_counted(run_tree: RunTree) -> None:
+    assert run_tree([*THREE_WORDS, "{"], "--skip-bad")[-1] == "skipped 1 bad line"
 
 
-def test_separate_first_messages_hang_below_the_session(draw: Draw) -> None:
-    lines = draw([THREE_WORDS[0], log_line([raw_message("user", "else")], "other", [7], [8])])
+def test_several_first_messages_are_branches_of_the_session(run_tree: RunTree) -> None:
+    lines = run_tree([THREE_WORDS[0], log_line([raw_message("user", "else")], "other", [7], [8])])
     assert [line[:3] for line in lines if line.startswith(("├", "└"))] == ["├──", "└──"]

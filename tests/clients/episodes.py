@@ -1,4 +1,4 @@
-"""A client's episode: a gateway, a scripted engine, the real program, and what the tree holds afterwards."""
+"""A client's episode: a gateway, a scripted engine, the real program, and the resulting tree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.clients.table import Row
 
 @dataclass(frozen=True)
 class Episode:
-    """What happened."""
+    """The results of one run."""
 
     program: ClientProgram
     prompt_reader: PromptReader
@@ -57,7 +57,7 @@ class Episode:
     def row(self) -> Row:
         report = self.export.report
         tolerated = {echo.equivalence for call in self.tree.calls for echo in call.applied_equivalences}
-        # In which order two helpers end is chance.
+        # The order in which two sub-agents end varies.
         tolerated.discard(Equivalence.REORDERED_RESULTS)
         return Row(
             self.program.name,
@@ -74,28 +74,28 @@ class Episode:
 
 
 @cache
-def episode(name: str, codec: str) -> Episode:
-    """A client's episode on the toy codec or on a real template; played once."""
-    stage: PromptReader = ToyPromptReader() if codec == "toy" else TemplatePromptReader(load_codec(codec))
-    return asyncio.run(_run(PROGRAMS[name], stage))
+def run_episode(name: str, codec: str) -> Episode:
+    """A client's episode on the toy codec or on a real template; run once."""
+    reader: PromptReader = ToyPromptReader() if codec == "toy" else TemplatePromptReader(load_codec(codec))
+    return asyncio.run(_run(PROGRAMS[name], reader))
 
 
-async def _run(program: ClientProgram, stage: PromptReader) -> Episode:
+async def _run(program: ClientProgram, reader: PromptReader) -> Episode:
     with tempfile.TemporaryDirectory(prefix="branchline-") as folder:
         home, workspace = Path(folder) / "home", Path(folder) / "work"
         home.mkdir()
         workspace.mkdir()
-        script = replace(program.script(workspace), thinks=stage.name == "toy")
-        engine = ScriptEngine(stage, script)
-        async with Gateway(engine=engine, codec=stage.codec) as gateway:
+        script = replace(program.script(workspace), has_reasoning=reader.name == "toy")
+        engine = ScriptEngine(reader, script)
+        async with Gateway(engine=engine, codec=reader.codec) as gateway:
             session = await gateway.session()
-            setting = ClientEnvironment(
+            environment = ClientEnvironment(
                 home, workspace, session.base_url, session.anthropic_base_url, session.api_key
             )
-            prepare(program, setting)
-            printed = [
-                await program.run(setting, program.first_arguments(setting, FIRST_REQUEST)),
-                await program.run(setting, program.resume_arguments(setting, SECOND_REQUEST)),
+            prepare(program, environment)
+            stdout = [
+                await program.run(environment, program.first_arguments(environment, FIRST_REQUEST)),
+                await program.run(environment, program.resume_arguments(environment, SECOND_REQUEST)),
             ]
             notes = {path.stem: path.read_text().strip() for path in workspace.glob("*.txt")}
-            return Episode(program, stage, session.managed.session.tree, engine.generations, printed, notes)
+            return Episode(program, reader, session.managed.session.tree, engine.generations, stdout, notes)

@@ -1,4 +1,4 @@
-"""How each client is pointed at a session and asked twice: what docs/guides tell people to paste."""
+"""How each client is configured for a session and run twice, as docs/guides describe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ClientProgram:
     first_arguments: Callable[[ClientEnvironment, str], Sequence[str]]
     """Arguments for a first request."""
     resume_arguments: Callable[[ClientEnvironment, str], Sequence[str]]
-    """Arguments for a request that goes on with the last conversation."""
+    """Arguments for a request that continues the last conversation."""
     env: Callable[[ClientEnvironment], Mapping[str, str]]
     files: Callable[[ClientEnvironment], Mapping[Path, str]] = lambda setting: {}
 
@@ -54,7 +54,7 @@ class ClientProgram:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # A group of its own, so that nothing it started stays behind.
+            # A process group of its own, so that all of its children can be killed.
             start_new_session=True,
         )
         try:
@@ -78,7 +78,7 @@ def plain_env(setting: ClientEnvironment) -> dict[str, str]:
 
 
 def kill_group(leader: int) -> None:
-    """Ends what is left of a process group that was started here."""
+    """Kills the rest of a process group that was started here."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -143,7 +143,7 @@ def _codex(name: str, model: str, script: Callable[[Path], Script]) -> ClientPro
     )
 
 
-# -- those that speak Chat Completions ----------------------------------------------------------------
+# -- clients of Chat Completions ----------------------------------------------------------------------
 
 
 def _qwen_code() -> ClientProgram:

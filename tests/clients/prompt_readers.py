@@ -1,4 +1,4 @@
-"""Prompts as an actor reads them: who spoke, what was said, and whether there are tools. For two codecs."""
+"""Reads roles, texts and the presence of tools from the ids of a prompt, for two codecs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from branchline.core.token_arrays import Ids, as_ids
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 
 CANNED = ("Got it. Thanks for the context!",)
-"""What clients put into an assistant's mouth before it has said anything."""
+"""Assistant messages that clients write themselves."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, read."""
+    """One prompt."""
 
     has_tools: bool
     messages: Sequence[tuple[str, str]]
@@ -29,17 +29,17 @@ class Prompt:
 
     @property
     def turn(self) -> int:
-        """How often the assistant has spoken."""
-        spoken = [text for role, text in self.messages if role == "assistant"]
-        return sum(not text.startswith(CANNED) for text in spoken)
+        """The number of the assistant's messages before this one."""
+        replies = [text for role, text in self.messages if role == "assistant"]
+        return sum(not text.startswith(CANNED) for text in replies)
 
     @property
     def text(self) -> str:
         return "\n".join([text for _, text in self.messages])
 
-    def asks_for(self, words: str) -> bool:
-        """Whether these are words of the user's."""
-        return any(words in text for role, text in self.messages if role == "user")
+    def asks_for(self, task: str) -> bool:
+        """Whether a user message contains this text."""
+        return any(task in text for role, text in self.messages if role == "user")
 
 
 class ToyPromptReader:
@@ -51,7 +51,7 @@ class ToyPromptReader:
         self.codec = ToyCodec.chatml()
 
     def read(self, ids: Ids) -> Prompt:
-        starts = [0, *[place + 1 for place, token in enumerate(ids.tolist()) if token == STOP]]
+        starts = [0, *[index + 1 for index, token in enumerate(ids.tolist()) if token == STOP]]
         texts = [self.codec.decode(ids[a:b]).strip("\n") for a, b in pairwise(starts)]
         # The tools are one line before the first message.
         has_tools = texts[0].startswith("tools:")
@@ -68,7 +68,7 @@ class ToyPromptReader:
 
 
 class TemplatePromptReader:
-    """A real ChatML template and tokenizer; replies are spelled in tokens its tokenizer would not choose."""
+    """A real ChatML template and tokenizer; replies have token boundaries that it would not choose."""
 
     def __init__(self, codec: GenericCodec) -> None:
         self.codec = codec
@@ -76,15 +76,15 @@ class TemplatePromptReader:
 
     def read(self, ids: Ids) -> Prompt:
         found = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", self.codec.decode(ids), re.DOTALL)
-        # A tool's result is a user's message here, which is nobody's task.
-        said = [("tool" if text.startswith("<tool_response>") else role, text) for role, text in found]
-        return Prompt("<tools>" in said[0][1], said)
+        # A tool result is a user message in this template, but not a task.
+        messages = [("tool" if text.startswith("<tool_response>") else role, text) for role, text in found]
+        return Prompt("<tools>" in messages[0][1], messages)
 
     def decode(self, ids: Ids) -> str:
         return self.codec.decode(ids)
 
     def encode_reply(self, message: Message) -> Ids:
-        # By what is said, so that it does not matter who speaks first.
+        # Seeded by the reply, so that the order of agents does not matter.
         seed = crc32(repr((message.content, message.tool_calls)).encode())
         return as_ids(TemplateReplyEncoder(self.codec, Random(seed)).encode_reply(message))
 

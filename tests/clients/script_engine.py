@@ -1,9 +1,9 @@
-"""An engine that plays a script, holds helpers until they overlap, and remembers what crossed."""
+"""An engine that follows a script, holds sub-agents until they overlap, and records its generations."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from branchline.core.token_arrays import Ids
@@ -26,17 +26,17 @@ class RecordedGeneration:
 
 
 class ScriptEngine(ScriptedEngine):
-    """Replies by script.
+    """Replies by script, in an order that does not depend on timing.
 
-    Where a script says that its helpers meet, the first reply of each waits for the other's request: they
-    were asked side by side or the run fails. Where it says so, a helper waits for its parent's turn, and its
-    parent's turn for the helpers' ends: who comes first must not be chance.
+    With `helpers_overlap`, the first reply of each helper waits for the other's request: the client runs them
+    concurrently or the test fails. With `released_by_turn`, a helper waits for a turn of the main agent; with
+    `turn_after_helpers`, that turn of the main agent waits for the helpers.
     """
 
-    def __init__(self, stage: PromptReader, script: Script) -> None:
-        # One token at a time: a client that wants one call an answer gets no token more, nor is one made.
-        super().__init__(stage, lambda ask: script.reply(stage.read(ask.prompt_ids)), chunk_size=1)  # type: ignore[arg-type]
-        self._prompt_reader = stage
+    def __init__(self, reader: PromptReader, script: Script) -> None:
+        # One token per chunk: if a client wants one call per answer, no further token is generated.
+        super().__init__(reader, lambda request: script.reply(reader.read(request.prompt_ids)), chunk_size=1)  # type: ignore[arg-type]
+        self._prompt_reader = reader
         self._script = script
         self._arrived: set[str] = set()
         self._ended: set[str] = set()
@@ -46,37 +46,37 @@ class ScriptEngine(ScriptedEngine):
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         prompt = self._prompt_reader.read(prompt_ids)
-        who, turn = self._script.agent_of(prompt), prompt.turn
-        crossed = RecordedGeneration(prompt_ids.tolist(), who, turn)
-        self.generations.append(crossed)
-        await self._wait(who, turn)
+        agent, turn = self._script.agent_of(prompt), prompt.turn
+        generation = RecordedGeneration(prompt_ids.tolist(), agent, turn)
+        self.generations.append(generation)
+        await self._wait(agent, turn)
         try:
             async for chunk in super().generate(prompt_ids, params, session=session):
-                crossed.ids += chunk.ids.tolist()
+                generation.ids += chunk.ids.tolist()
                 yield chunk
         finally:
-            # Also where the gateway wants no more of it.
+            # Also if the gateway stops the generation.
             async with self._changed:
-                if who == "main":
+                if agent == "main":
                     self._finished_turns.add(turn)
-                elif who in HELPERS and turn == len(self._script.helper(who)) - 1:
-                    self._ended.add(who)
+                elif agent in HELPERS and turn == len(self._script.helper(agent)) - 1:
+                    self._ended.add(agent)
                 self._changed.notify_all()
 
-    async def _wait(self, who: str, turn: int) -> None:
-        if who in HELPERS and turn == 0:
+    async def _wait(self, agent: str, turn: int) -> None:
+        if agent in HELPERS and turn == 0:
             async with self._changed:
-                self._arrived.add(who)
+                self._arrived.add(agent)
                 self._changed.notify_all()
             if self._script.helpers_overlap:
                 await self._until(lambda: self._arrived >= set(HELPERS))
-            released_by = self._script.released_by_turn.get(who, 0)
+            released_by = self._script.released_by_turn.get(agent, 0)
             await self._until(lambda: released_by in self._finished_turns)
-        elif who == "main" and turn == self._script.turn_after_helpers:
+        elif agent == "main" and turn == self._script.turn_after_helpers:
             await self._until(lambda: self._ended >= set(HELPERS))
 
-    async def _until(self, happened: Callable[[], bool]) -> None:
+    async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(OVERLAP_TIMEOUT_S), self._changed:
-            await self._changed.wait_for(happened)
+            await self._changed.wait_for(condition)

@@ -1,5 +1,5 @@
-"""What the model says to each client: a round trip of tools, two helpers where the client has them, and a
-second request that goes on where the first ended."""
+"""The model's replies to each client: tool calls, two helpers if the client has sub-agents, and a second
+request that continues the first."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def reply(text: str, *calls: ToolCall) -> Message:
     return Message("assistant", text, tool_calls=calls)
 
 
-def reply_with_reasoning(thought: str, text: str, *calls: ToolCall) -> Message:
-    return Message("assistant", text, reasoning_content=thought, tool_calls=calls)
+def reply_with_reasoning(reasoning: str, text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, reasoning_content=reasoning, tool_calls=calls)
 
 
 @dataclass(frozen=True)
 class Script:
-    """The lines of one client's model."""
+    """The replies for one client."""
 
     main: Sequence[ScriptedReply]
     write: Callable[[str], ToolCall] | None = None
-    """The call by which a helper writes its word; none where the client has no helpers."""
+    """The call with which a helper writes its word; None if the client has no sub-agents."""
     helpers_overlap: bool = False
-    """The client asks for both at once."""
+    """The client runs both helpers concurrently."""
     turn_after_helpers: int = -1
     """The main agent's turn that must find the helpers' work done."""
     released_by_turn: Mapping[str, int] = field(default_factory=dict)
-    """Helpers that say nothing before the main agent has had this turn."""
+    """Helpers that do not reply before this turn of the main agent."""
     has_reasoning: bool = False
 
     def agent_of(self, prompt: Prompt) -> str:
-        """Whose turn it is."""
+        """The agent that a prompt belongs to; `aside` for requests without tools."""
         if not prompt.has_tools:
             return "aside"
         return next((who for who in HELPERS if prompt.asks_for(TASKS[who])), "main")
@@ -63,16 +63,16 @@ class Script:
             return reply(TITLE)
         lines: Sequence[ScriptedReply] = self.main if who == "main" else self.helper(who)
         line = lines[min(prompt.turn, len(lines) - 1)]
-        said = line if isinstance(line, Message) else line(prompt)
+        message = line if isinstance(line, Message) else line(prompt)
         if not self.has_reasoning:
-            return said
-        return reply_with_reasoning(f"Turn {prompt.turn} of {who}.", said.content, *said.tool_calls)
+            return message
+        return reply_with_reasoning(f"Turn {prompt.turn} of {who}.", message.content, *message.tool_calls)
 
 
 FIRST_REQUEST = "Write a note, then let two helpers write a word each."
 SECOND_REQUEST = "And look at the note once more."
 FINAL_REPLIES = ("All done.", "Looked again.")
-"""What the first and the second request end in."""
+"""The last replies to the first and the second request."""
 
 
 def claude_code(workspace: Path) -> Script:

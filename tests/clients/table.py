@@ -1,4 +1,4 @@
-"""The table of docs/guides/clients.md: what each client's episode came to, written and read back."""
+"""The table of docs/guides/clients.md with the results of each client, rendered and parsed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Row:
 
 
 def render_table(rows: Iterable[Row]) -> str:
-    """The table as it stands in the guide."""
+    """The table in the form of the guide."""
     lines = [HEAD, ("---",) * len(HEAD), *(row.cells for row in rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -72,5 +72,5 @@ def parse_table(text: str) -> list[tuple[str, ...]]:
 
 
 def comparable(cells: Sequence[str]) -> tuple[str, ...]:
-    """Without counts of tokens: paths of a machine are in what is said."""
+    """A row without token counts, which depend on the paths of the machine."""
     return (*cells[:-1], cells[-1].partition("(")[2])

@@ -36,7 +36,7 @@ async def terminal(
     )
     os.close(slave)
     loop = asyncio.get_running_loop()
-    # A screen that nobody looks at would fill up and hold the program.
+    # An unread terminal would fill its buffer and block the program.
     loop.add_reader(master, _read_output, master)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the guides say can be pasted: their commands are run, against a gateway that they start."""
+"""The commands of the guides are run, against a gateway that they start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serving(guide: str) -> list[str]:
 
 
 @pytest.mark.parametrize("guide", sorted(path.stem for path in GUIDES.glob("*.md")))
-def test_every_line_that_starts_a_gateway_is_understood(guide: str) -> None:
+def test_every_serve_command_of_the_guides_is_valid(guide: str) -> None:
     parser = argparse.ArgumentParser()
     add_serve(parser.add_subparsers())
     for line in serving(guide):
@@ -48,7 +48,7 @@ def test_every_line_that_starts_a_gateway_is_understood(guide: str) -> None:
     reason="needs the clients: make test-clients",
 )
 @pytest.mark.parametrize("guide", PASTED)
-def test_what_a_guide_says_can_be_pasted(guide: str, tmp_path: Path) -> None:
+def test_code_of_the_guides_can_be_pasted(guide: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     script = "set -e\n" + "\n".join(blocks(guide))
@@ -74,7 +74,7 @@ def test_what_a_guide_says_can_be_pasted(guide: str, tmp_path: Path) -> None:
         try:
             ended = process.wait(TIMEOUT_S)
         finally:
-            # The gateway too: it was started behind the script's back, in its group.
+            # The gateway too: the script started it in its process group.
             kill_group(process.pid)
     printed = log.read_text()
     assert ended == 0, printed[-3000:]

@@ -1,4 +1,4 @@
-"""Claude Code as people use it, in a terminal: it asks for a title beside its work."""
+"""Claude Code in a terminal: it requests a title in a side call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class CallWaiter:
-    """Waits for what the model says."""
+    """Waits for the model's reply."""
 
     def __init__(self) -> None:
         self._ended: asyncio.Queue[CallRecord] = asyncio.Queue()
@@ -57,7 +57,7 @@ def write_onboarding_config(setting: ClientEnvironment) -> str:
     )
 
 
-def test_a_title_is_a_side_call_and_the_work_is_one_timeline() -> None:
+def test_title_is_a_side_call_and_the_work_is_one_timeline() -> None:
     async def main(folder: Path) -> None:
         home, workspace = folder / "home", folder / "work"
         home.mkdir()

@@ -388,9 +388,8 @@ def reordered(sampled: str, shown: str, results: str) -> tuple[str, bool]:
     """Orders results `text:tool_call_id` of calls `name:id`; returns the texts in their new order."""
 
     def message(row: str) -> Message:
-        return Message(
-            "assistant", tool_calls=tool_calls(*(tuple(entry.split(":")) for entry in row.split()))
-        )  # type: ignore[arg-type]
+        pairs = [entry.partition(":")[::2] for entry in row.split()]
+        return Message("assistant", tool_calls=tool_calls(*pairs))
 
     messages = [
         Message("tool", text, tool_call_id=answers)
@@ -481,7 +480,9 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def rewrite_arguments(draw: st.DrawFn, body: dict[str, Any]) -> Equivalence | None:
+def rewrite_arguments(
+    draw: Callable[[st.SearchStrategy[Any]], Any], body: dict[str, Any]
+) -> Equivalence | None:
     """Rewrites the arguments of a call; returns the equivalence, or None if the text is unchanged."""
     text = body["arguments"]
     if not _is_json(text):
@@ -501,7 +502,7 @@ def rewrite_arguments(draw: st.DrawFn, body: dict[str, Any]) -> Equivalence | No
     return reason if body["arguments"] != text else None
 
 
-def mutate(draw: st.DrawFn, raw: dict[str, Any]) -> set[Equivalence]:
+def mutate(draw: Callable[[st.SearchStrategy[Any]], Any], raw: dict[str, Any]) -> set[Equivalence]:
     """Changes a message as clients do; returns the equivalences."""
     done: set[Equivalence] = set()
     text, reasoning = raw["content"], raw.get("reasoning_content", "")

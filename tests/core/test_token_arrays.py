@@ -41,7 +41,8 @@ def test_runs_are_never_empty_and_never_repeat_their_neighbour(pairs: Any, runs:
 
 
 def test_runs_contain_plain_ints() -> None:
-    runs = normalize_runs([(np.int64(2), Origin.SAMPLED), (np.int64(1), Origin.SAMPLED), (1, np.int32(7))])
+    numpy_runs: Any = [(np.int64(2), Origin.SAMPLED), (np.int64(1), Origin.SAMPLED), (1, np.int32(7))]
+    runs = normalize_runs(numpy_runs)
     assert runs == ((3, 2), (1, 7))
     assert {type(number) for run in runs for number in run} == {int}
     compressed = encode_runs(np.array([7, 7], np.int64))

@@ -49,7 +49,8 @@ class InMemoryServer:
         """The transport of each generation request."""
         self.bodies: list[dict[str, Any]] = []
         self._request_received = asyncio.Event()
-        asyncio.get_running_loop().create_connection = self._connect
+        loop: Any = asyncio.get_running_loop()
+        loop.create_connection = self._connect
 
     async def next_request_events(self) -> list[bytes]:
         """Waits for the next request and returns the encoded events of its response."""

@@ -9,20 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import (
-    Cause,
-    Delivery,
-    ExportError,
-    ExportPolicy,
-    Generation,
-    Message,
-    Request,
-    Session,
-    ToyCodec,
-    export_samples,
-)
+from branchline import ExportPolicy, Generation, Message, Request, Session, ToyCodec, export_samples
+from branchline.core.call import Delivery
+from branchline.core.errors import ExportError
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
+from branchline.timelines.causes import Cause
 
 CODEC = ToyCodec()
 

@@ -21,7 +21,7 @@ AsyncTest = Callable[[], Coroutine[Any, Any, None]]
 
 
 def run(test: AsyncTest) -> None:
-    """Runs an async test; nothing may be left running."""
+    """Runs an async test with a timeout."""
     asyncio.run(asyncio.wait_for(test(), 30))
 
 
@@ -34,14 +34,26 @@ class Agent:
     http: httpx.AsyncClient
     engine: ScriptedEngine
 
+    @property
+    def api_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.session.api_key}"}
+
+    @property
+    def control_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.session.control_key}"}
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.gateway.admin_key}"}
+
     async def ask(
         self, *messages: Any, key: str | None = None, headers: Any = None, **body: Any
     ) -> httpx.Response:
-        """Posts a chat completion; strings are the user's words, replies in turn."""
-        given = [_message(index, message) for index, message in enumerate(messages)]
+        """Posts a chat completion; strings are user and assistant messages in turn."""
+        wire_messages = [_message(index, message) for index, message in enumerate(messages)]
         return await self.http.post(
             f"{self.session.base_url}/chat/completions",
-            json={"model": "toy", "messages": given, **body},
+            json={"model": "toy", "messages": wire_messages, **body},
             headers={"authorization": f"Bearer {key or self.session.api_key}", **(headers or {})},
         )
 
@@ -72,7 +84,7 @@ class Agent:
         return lines
 
     def prompts(self) -> list[str]:
-        """The prompts the engine got, decoded."""
+        """The prompts that the engine received, decoded."""
         return [self.engine.codec.decode(ids) for ids in self.engine.received_prompts]
 
 
@@ -84,7 +96,7 @@ def _message(index: int, message: Any) -> Any:
 
 @asynccontextmanager
 async def agent(
-    *said: Any,
+    *scripted: Any,
     rule: ReplyRule | None = None,
     codec: ToyCodec | None = None,
     config: GatewayConfig | None = None,
@@ -93,9 +105,9 @@ async def agent(
     gateway_engine: Any = None,
     **options: Any,
 ) -> AsyncIterator[Agent]:
-    """A gateway with one session and a client for it; `fleet` stands before the scripted engine."""
+    """A gateway with one session and a client for it; `gateway_engine` replaces the scripted engine."""
     codec = codec or (engine.codec if engine else ToyCodec())
-    engine = engine or ScriptedEngine(codec, rule or replies(*said))
+    engine = engine or ScriptedEngine(codec, rule or replies(*scripted))
     async with (
         Gateway(engine=gateway_engine or engine, codec=codec, config=config, journal=journal) as gateway,
         httpx.AsyncClient(timeout=20) as http,

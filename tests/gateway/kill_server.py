@@ -1,11 +1,11 @@
-"""A gateway process that dies by kill -9 at a named place, for the test that restarts it.
+"""A gateway process that kills itself with SIGKILL at a named point, for the test that restarts it.
 
     BRANCHLINE_KILL=journaled:7 python -m tests.gateway.kill_server FOLDER PORT ADMIN_KEY
 
-prints `ready` once it listens and kills itself the seventh time a call comes to that place. What outlives it
-lies in FOLDER: the journal, the board, which says how far the calls in flight were, and the ids of the calls
-that were at the place. What the engine says follows from the prompt alone, but for a mark that tells one
-answer to a prompt from another: so every answer in a tree can be checked against the ids before it.
+prints `ready` once it listens and kills itself the seventh time a call reaches that point. FOLDER keeps the
+journal, the phase counts of the calls in flight, and the ids of the calls at the kill point. The engine's
+replies depend only on the prompt, except for a mark that distinguishes several replies to one prompt: so
+every answer in a tree can be checked against the ids before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import IntEnum, StrEnum
@@ -31,8 +31,8 @@ from branchline.core.call import Delivery
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
-from branchline.engines.scripted import ScriptedEngine
-from branchline.gateway.asgi_request import AsgiRequest
+from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
+from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.protocols import chat
 from branchline.gateway.server import Gateway
@@ -47,47 +47,47 @@ READY = b"ready\n"
 
 
 class KillPoint(StrEnum):
-    """Where a process can be made to kill itself."""
+    """The points at which a process can kill itself."""
 
     REPLAY = "replay"
-    """While it reads its journal again."""
+    """While the journal is replayed."""
     STREAMING = "streaming"
-    """Some of a stream has left."""
+    """Part of a stream was sent."""
     ENGINE_END = "engine_end"
-    """The engine is done, the call is not in the tree."""
+    """The engine has finished; the call is not in the tree."""
     COMMITTED = "committed"
-    """The call is in the tree, the journal has been asked to write it."""
+    """The call is in the tree and queued for the journal."""
     QUEUED = "queued"
-    """Whoever writes the journal has taken the call up and written nothing."""
+    """The journal's writer has the call and has written nothing."""
     TRANSACTION = "transaction"
-    """The call is written, and the transaction that writes it is open."""
+    """The call is written in an open transaction."""
     JOURNALED = "journaled"
-    """The call is in the journal, nothing of its end has left."""
+    """The call is in the journal; its final event was not sent."""
     FINISHED = "finished"
-    """The finish of a stream has left, its [DONE] has not."""
+    """The finish reason of a stream was sent, its [DONE] was not."""
     DELIVERED = "delivered"
-    """The answer is handed over, the journal does not know."""
+    """The answer was sent; the journal does not have the delivery."""
 
 
 BEFORE_JOURNAL = (KillPoint.STREAMING, KillPoint.ENGINE_END, KillPoint.QUEUED, KillPoint.TRANSACTION)
-"""A call killed here is in no journal."""
+"""A call killed here is not in the journal."""
 AFTER_JOURNAL = (KillPoint.JOURNALED, KillPoint.FINISHED, KillPoint.DELIVERED)
-"""A call killed here is in the journal; of the other places nobody can say."""
+"""A call killed here is in the journal; at the other points it may be."""
 
 
 class Phase(IntEnum):
-    """How far a call in flight is."""
+    """The phase of a call in flight."""
 
     SAMPLING = 0
     COMMITTING = 1
     JOURNALED = 2
 
 
-# -- what the engine says ----------------------------------------------------------------------------
+# -- replies -----------------------------------------------------------------------------------------
 
 
 def reply_to(prompt_ids: Ids, mark: str = "") -> Message:
-    """The one thing to say behind these ids; every second has a mark, so that asking again shows."""
+    """The reply to a prompt; half of the replies have a mark, so that a second reply differs."""
     digest = hashlib.blake2b(np.ascontiguousarray(prompt_ids, np.int32).tobytes()).hexdigest()
     text = digest[: 20 + 4 * int(digest[0], 16)] + (f" #{mark}" if is_marked(digest) else "")
     return Message("assistant", text, reasoning_content=digest[-12:] if digest[2] in "0123" else "")
@@ -98,16 +98,16 @@ def is_marked(digest: str) -> bool:
 
 
 def is_reply(prompt_ids: Ids, ids: Ids) -> bool:
-    """Whether these ids are what the engine says behind those."""
+    """Whether `ids` are a reply to the prompt."""
     mark = CODEC.parse(ids).content.partition(" #")[2]
     return CODEC.encode_reply(reply_to(prompt_ids, mark)).tolist() == ids.tolist()
 
 
-# -- where it dies -----------------------------------------------------------------------------------
+# -- kill points -------------------------------------------------------------------------------------
 
 
 class PhaseCounts:
-    """Calls in flight by phase, in a shared map of a file: the kernel keeps it when the process dies."""
+    """Calls in flight by phase, in a memory-mapped file: the kernel keeps it when the process dies."""
 
     def __init__(self, file: Path) -> None:
         self._counts = np.memmap(file, np.int64, "w+", shape=(len(Phase),))
@@ -126,50 +126,56 @@ class PhaseCounts:
 
 def read_phase_counts(folder: Path) -> list[int]:
     """How many calls were in each phase when the process died."""
-    return np.fromfile(folder / "board", np.int64).tolist()
+    return np.fromfile(folder / "phase_counts", np.int64).tolist()
 
 
 def read_killed_calls(folder: Path) -> list[str]:
-    """The calls that were at the place where the process killed itself."""
-    file = folder / "dead"
+    """The calls at the kill point when the process killed itself."""
+    file = folder / "killed_calls"
     return file.read_text().split() if file.exists() else []
 
 
 class Failpoint:
-    """Kills the process when calls have come to a place as often as a countdown says."""
+    """Kills the process when a kill point was reached as often as the countdown says."""
 
-    def __init__(self, spec: str, dead: Path) -> None:
-        place, _, countdown = spec.partition(":")
-        self._place = KillPoint(place) if place else None
-        self._left = int(countdown or 0)
-        self._dead = dead
-        dead.unlink(missing_ok=True)
+    def __init__(self, spec: str, killed_calls: Path) -> None:
+        point, _, countdown = spec.partition(":")
+        self._point = KillPoint(point) if point else None
+        self._countdown = int(countdown or 0)
+        self._killed_calls = killed_calls
+        killed_calls.unlink(missing_ok=True)
 
-    def reach(self, place: KillPoint, *calls: str, at_last: bool = False) -> None:
-        if place == self._place:
-            self._left -= 1
-            if self._left <= 0 or at_last:
-                self._dead.write_text("\n".join(calls))
+    def reach(self, point: KillPoint, *calls: str, is_last: bool = False) -> None:
+        if point == self._point:
+            self._countdown -= 1
+            if self._countdown <= 0 or is_last:
+                self._killed_calls.write_text("\n".join(calls))
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Engine(ScriptedEngine):
-    """The scripted engine, seen on the board."""
+    """The scripted engine, with its calls counted by phase."""
 
-    def __init__(self, board: PhaseCounts) -> None:
-        super().__init__(CODEC, lambda ask: reply_to(ask.prompt_ids, secrets.token_hex(3)), chunk_size=9)
-        self._board = board
+    def __init__(self, phase_counts: PhaseCounts) -> None:
+        super().__init__(
+            CODEC, lambda request: reply_to(request.prompt_ids, secrets.token_hex(3)), chunk_size=9
+        )
+        self._phase_counts = phase_counts
+
+    @staticmethod
+    def _reply(request: ScriptedRequest) -> Message:
+        return reply_to(request.prompt_ids, secrets.token_hex(3))
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
-        with self._board.count_during(Phase.SAMPLING):
+    ) -> AsyncGenerator[Chunk, None]:
+        with self._phase_counts.count_during(Phase.SAMPLING):
             async for chunk in super().generate(prompt_ids, params, session=session):
                 yield chunk
 
 
 class _Connection:
-    """The journal's connection, the moment before it commits within reach."""
+    """The journal's connection, with a kill point right before a commit."""
 
     def __init__(self, db: Any, failpoint: Failpoint, calls: list[str]) -> None:
         self._db = db
@@ -185,18 +191,22 @@ class _Connection:
         return self._db.execute(statement, *values)
 
 
-def _install(failpoint: Failpoint, board: PhaseCounts) -> None:
-    """Puts the failpoint at its places."""
+def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
+    """Installs the kill points."""
     commit_and_wait, commit, deliver = call_lifecycle.commit_call, Session.commit, Session.record_delivery
-    said, end, send = chat.ChatStream.encode_delta, chat.ChatStream.encode_end, AsgiRequest.send_chunk
+    encode_delta, encode_end, send = (
+        chat.ChatStream.encode_delta,
+        chat.ChatStream.encode_end,
+        AsgiRequest.send_chunk,
+    )
     ending: ContextVar[str] = ContextVar("ending")
     replay = Journal.replay
 
-    async def commit_and_journal(live: Any, turn: Any, generations: Any, record: Any) -> Any:
-        with board.count_during(Phase.COMMITTING):
+    async def commit_and_journal(managed: Any, turn: Any, generations: Any, record: Any) -> Any:
+        with phase_counts.count_during(Phase.COMMITTING):
             failpoint.reach(KillPoint.ENGINE_END, record.call_id)
-            call = await commit_and_wait(live, turn, generations, record)
-        board.add(Phase.JOURNALED, 1)
+            call = await commit_and_wait(managed, turn, generations, record)
+        phase_counts.add(Phase.JOURNALED, 1)
         failpoint.reach(KillPoint.JOURNALED, record.call_id)
         return call
 
@@ -209,19 +219,19 @@ def _install(failpoint: Failpoint, board: PhaseCounts) -> None:
         if delivery == Delivery.DELIVERED:
             failpoint.reach(KillPoint.DELIVERED, call.id)
         if delivery != Delivery.CANCELLED:
-            board.add(Phase.JOURNALED, -1)
+            phase_counts.add(Phase.JOURNALED, -1)
         return deliver(session, call, delivery)
 
-    def say(stream: Any, event: Any) -> Any:
+    def delta(stream: Any, event: Any) -> Any:
         failpoint.reach(KillPoint.STREAMING, stream.call_id)
-        return said(stream, event)
+        return encode_delta(stream, event)
 
-    def say_end(stream: Any, event: Any) -> Any:
+    def end(stream: Any, event: Any) -> Any:
         ending.set(stream.call_id)
-        return end(stream, event)
+        return encode_end(stream, event)
 
-    async def send_bytes(exchange: Any, data: bytes, *, last: bool = False) -> None:
-        await send(exchange, data, last=last)
+    async def send_bytes(http: Any, data: bytes, *, last: bool = False) -> None:
+        await send(http, data, last=last)
         if last:
             failpoint.reach(KillPoint.FINISHED, ending.get())
 
@@ -245,23 +255,23 @@ def _install(failpoint: Failpoint, board: PhaseCounts) -> None:
         for record in replay(own):
             failpoint.reach(KillPoint.REPLAY)
             yield record
-        failpoint.reach(KillPoint.REPLAY, at_last=True)
+        failpoint.reach(KillPoint.REPLAY, is_last=True)
 
     call_lifecycle.commit_call = commit_and_journal
-    AsgiRequest.send_chunk = send_bytes  # type: ignore[method-assign]
-    Session.commit, Session.record_delivery = commit_call, deliver_call  # type: ignore[method-assign]
-    chat.ChatStream.encode_delta, chat.ChatStream.encode_end = say, say_end  # type: ignore[method-assign]
+    AsgiRequest.send_chunk = send_bytes  # type: ignore[assignment, method-assign]
+    Session.commit, Session.record_delivery = commit_call, deliver_call  # type: ignore[assignment, method-assign]
+    chat.ChatStream.encode_delta, chat.ChatStream.encode_end = delta, end  # type: ignore[assignment, method-assign]
     Journal._commit = at_failpoints(Journal._commit)  # type: ignore[method-assign]
     Journal._insert = at_failpoints(Journal._insert)  # type: ignore[method-assign]
-    Journal.replay = replay_all  # type: ignore[method-assign]
+    Journal.replay = replay_all  # type: ignore[assignment, method-assign]
     journal._CHECKPOINT_BYTES = 256 * 1024  # often enough that kills meet the checkpoint too
 
 
 async def serve(folder: Path, port: int, admin_key: str) -> None:
-    board = PhaseCounts(folder / "board")
-    _install(Failpoint(os.environ.get(KILL_VARIABLE, ""), folder / "dead"), board)
+    phase_counts = PhaseCounts(folder / "phase_counts")
+    _install(Failpoint(os.environ.get(KILL_VARIABLE, ""), folder / "killed_calls"), phase_counts)
     gateway = Gateway(
-        engine=Engine(board),
+        engine=Engine(phase_counts),
         codec=CODEC,
         journal=folder / "journal",
         durability="process",

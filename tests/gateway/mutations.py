@@ -1,4 +1,4 @@
-"""Good requests for every route of the gateway, and ways to spoil them."""
+"""Valid requests for every route of the gateway, and mutations of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-# -- good requests -----------------------------------------------------------------------------------
+# -- valid requests ----------------------------------------------------------------------------------
 
 SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
 CHAT_TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA}}
@@ -170,7 +170,7 @@ CONTROL: list[tuple[str, str, Any]] = [
 ]
 
 
-# -- ways to spoil them ------------------------------------------------------------------------------
+# -- mutations ---------------------------------------------------------------------------------------
 
 
 def _deep(depth: int) -> Any:
@@ -211,24 +211,24 @@ JsonPath = tuple[str | int, ...]
 
 
 def json_paths(value: Any, here: JsonPath = ()) -> Iterator[JsonPath]:
-    """Every place in a JSON value, itself first; not those far inside."""
+    """The path of every value in a JSON value, its own first, down to a depth of 8."""
     yield here
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items if len(here) < 8 else ():
         yield from json_paths(inner, (*here, key))
 
 
-def replaced_at(body: Any, place: JsonPath, value: Any) -> Any:
-    """A body with another value in a place."""
-    if not place:
+def replaced_at(body: Any, path: JsonPath, value: Any) -> Any:
+    """A body with another value at a path."""
+    if not path:
         return value
     changed = copy(body)
-    changed[place[0]] = replaced_at(body[place[0]], place[1:], value)
+    changed[path[0]] = replaced_at(body[path[0]], path[1:], value)
     return changed
 
 
 def encode_body(body: Any) -> bytes:
-    """As JSON, or nearly. What is too deep for Python to write is no trouble for a client."""
+    """The body as JSON; "@deep" becomes a value that is nested deeper than Python can encode."""
     text = json.dumps(body)
     return text.replace('"@deep"', '{"a":[' * 3000 + "1" + "]}" * 3000).encode()
 
@@ -244,13 +244,13 @@ def _mutated_fields(draw: st.DrawFn, body: Any) -> bytes:
 
 @st.composite
 def _mutated_bytes(draw: st.DrawFn, data: bytes) -> list[bytes]:
-    """The same with damaged bytes, in one piece or in chunks."""
+    """The body with damaged bytes, in one or more chunks."""
     how = draw(st.sampled_from(["not", "not", "cut", "flip", "garbage", "bom", "gzip", "utf-16", "none"]))
-    place = draw(st.integers(0, max(0, len(data) - 1)))
+    offset = draw(st.integers(0, max(0, len(data) - 1)))
     if how == "cut":
-        data = data[:place]
+        data = data[:offset]
     elif how == "flip":
-        data = data[:place] + bytes([draw(st.integers(0x7F, 0xFF))]) + data[place + 1 :]
+        data = data[:offset] + bytes([draw(st.integers(0x7F, 0xFF))]) + data[offset + 1 :]
     elif how == "garbage":
         data += draw(st.binary(min_size=1, max_size=8))
     elif how == "bom":
@@ -326,18 +326,18 @@ _ids = st.sampled_from(
 
 @st.composite
 def model_requests(draw: st.DrawFn) -> dict[str, Any]:
-    """A request to some path of the model API, spoiled in any way."""
-    verb = draw(
+    """A request to some path of the model API, mutated in any way."""
+    endpoint = draw(
         st.sampled_from([*BODIES, "models", "models/x", "models//", "wizard", "", "chat/../responses"])
     )
-    body = draw(_mutated_fields({**BODIES.get(verb, CHAT), "stream": draw(st.booleans())}))
+    body = draw(_mutated_fields({**BODIES.get(endpoint, CHAT), "stream": draw(st.booleans())}))
     before = draw(
         st.sampled_from(["", "", "/sessions/{own}", "/sessions/{own}/agents/a%2Fb", "/agents/{odd}"])
     )
     before = draw(st.sampled_from([before, before, before, "/sessions/{odd}", "/sessions", "/wizard/{odd}"]))
     return {
         "method": draw(st.just("POST") | _methods),
-        "path": before.replace("{odd}", draw(_ids)) + f"/v1/{verb}",
+        "path": before.replace("{odd}", draw(_ids)) + f"/v1/{endpoint}",
         "body": draw(_mutated_bytes(body)),
         "headers": draw(_headers),
         "query": draw(_queries),

@@ -1,13 +1,17 @@
-"""A gateway whose spans can be looked at."""
+"""Spans of a gateway in memory, and an OTLP collector on loopback."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import httpx
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,7 +24,7 @@ from tests.gateway.harness import Agent
 
 
 class SpanCollector:
-    """A provider whose spans can be looked at."""
+    """A provider that keeps its spans in memory."""
 
     def __init__(self, contents: bool = False, **settings: Any) -> None:
         self.exporter = InMemorySpanExporter()
@@ -56,3 +60,49 @@ class SpanCollector:
             httpx.AsyncClient(timeout=20) as http,
         ):
             yield Agent(gateway, await gateway.session(**options), http, engine)
+
+
+class OtlpReceiver:
+    """A collector that takes spans over OTLP/HTTP and keeps them; runs while its block does."""
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.teams: set[str | None] = set()
+        """Values of the header `x-team`."""
+        self.resources: list[Any] = []
+        self.spans: list[Any] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> OtlpReceiver:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = ExportTraceServiceRequest()
+                request.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+                receiver.paths.add(self.path)
+                receiver.teams.add(self.headers.get("x-team"))
+                for group in request.resource_spans:
+                    receiver.resources.append(group.resource)
+                    receiver.spans += [span for scope in group.scope_spans for span in scope.spans]
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Logs nothing."""
+
+        return Handler

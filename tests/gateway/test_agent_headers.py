@@ -1,4 +1,4 @@
-"""Agents by the headers of the clients that have them."""
+"""Agents and their parents are read from the headers of known clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.gateway.harness import agent, run
 
 
 @pytest.mark.parametrize(
-    ("headers", "named"),
+    ("headers", "identity"),
     [
         ({}, AgentIdentity()),
         ({"x-branchline-agent": "critic"}, AgentIdentity("critic")),
@@ -19,7 +19,7 @@ from tests.gateway.harness import agent, run
         ),
         ({"x-claude-code-agent-id": "a1"}, AgentIdentity("a1")),
         ({"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}, AgentIdentity("a2", "a1")),
-        # The user's own conversation has no name, so that starting a client again starts no other agent.
+        # The main conversation has no name, so that a restarted client is the same agent.
         ({"session-id": "s1", "thread-id": "s1"}, AgentIdentity()),
         (
             {"session-id": "s1", "thread-id": "t2", "x-codex-parent-thread-id": "s1"},
@@ -28,15 +28,15 @@ from tests.gateway.harness import agent, run
         ({"thread-id": "t2"}, AgentIdentity()),
         ({"x-session-id": "s1"}, AgentIdentity()),
         ({"x-session-id": "s2", "x-parent-session-id": "s1"}, AgentIdentity("s2", "s1")),
-        # Our own word goes before a client's.
+        # Branchline's own headers have precedence.
         ({"x-branchline-agent": "critic", "x-claude-code-agent-id": "a1"}, AgentIdentity("critic")),
     ],
 )
-def test_headers_name_an_agent_and_its_parent(headers: dict[str, str], named: AgentIdentity) -> None:
-    assert identify_agent(headers) == named
+def test_headers_name_an_agent_and_its_parent(headers: dict[str, str], identity: AgentIdentity) -> None:
+    assert identify_agent(headers) == identity
 
 
-def test_a_named_agent_and_its_parent_are_in_the_record() -> None:
+def test_named_agent_and_its_parent_are_in_the_tree() -> None:
     async def main() -> None:
         async with agent("hello") as client:
             thread = {"session-id": "s1", "thread-id": "t2", "x-codex-parent-thread-id": "s1"}

@@ -1,4 +1,4 @@
-"""The control API beside what SCENARIOS part B says: waiting, idling, being explained."""
+"""The control API: sessions, rewards, the policy, engines. Scenarios part B has the rest."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from branchline import ToyCodec
 from branchline.core.errors import MessageError
+from branchline.engines.replicas import Replicas
 from branchline.engines.scripted import ScriptedEngine
+from branchline.engines.upstream_chat import UpstreamChat
+from branchline.engines.vllm import VllmEngine
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
+from branchline.runtime.router import Router
 from branchline.tree.journal import Journal
+from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import Agent, agent, run
 
 
 def _wait(a: Agent, timeout_s: str) -> Any:
-    key = {"authorization": f"Bearer {a.session.control_key}"}
-    return a.http.get(f"{a.gateway.url}/sessions/{a.session.id}/wait?timeout_s={timeout_s}", headers=key)
+    url = f"{a.gateway.url}/sessions/{a.session.id}/wait?timeout_s={timeout_s}"
+    return a.http.get(url, headers=a.control_headers)
 
 
-def test_a_wait_ends_with_the_session_or_with_its_time() -> None:
+def test_wait_returns_at_the_end_of_the_session_or_the_timeout() -> None:
     async def test() -> None:
         async with agent("x") as a:
             assert (await _wait(a, "0")).json()["state"] == "open"
@@ -40,7 +46,7 @@ def test_a_wait_ends_with_the_session_or_with_its_time() -> None:
     run(test)
 
 
-def test_an_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Path) -> None:
+def test_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Path) -> None:
     async def test() -> None:
         journal = tmp_path / "j"
         async with agent("x", journal=journal, config=GatewayConfig(idle_s=100)) as a:
@@ -50,8 +56,8 @@ def test_an_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Pat
                 session.managed.last_used -= 101
             busy.managed.in_flight = 1
             await a.gateway.sessions.expire_idle(a.gateway.app.config.idle_s)
-            told = await a.get("")
-            assert (told["state"], told["reason"]) == ("finalized", "idle for 100 s")
+            view = await a.get("")
+            assert (view["state"], view["reason"]) == ("finalized", "idle for 100 s")
             assert busy.managed.state == "open"
             assert (await a.ask("p", "x", "q")).status_code == 409
             session_id = a.session.id
@@ -62,7 +68,7 @@ def test_an_idle_session_is_finalized_and_stays_so_after_a_restart(tmp_path: Pat
     run(test)
 
 
-def test_sessions_never_expire_where_that_is_asked_for() -> None:
+def test_sessions_never_expire_with_idle_s_0() -> None:
     async def test() -> None:
         async with agent("x", config=GatewayConfig(idle_s=0)) as a:
             a.session.managed.last_used -= 10**9
@@ -72,7 +78,7 @@ def test_sessions_never_expire_where_that_is_asked_for() -> None:
     run(test)
 
 
-def test_forks_are_explained_as_they_happen_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_fork_is_logged_once_when_it_happens(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with agent("A1", "A2", "A3", config=GatewayConfig(explain_forks=True)) as a:
             await a.ask_text("p")
@@ -88,24 +94,24 @@ def test_forks_are_explained_as_they_happen_and_once(caplog: pytest.LogCaptureFi
     assert "cause edit" in line
 
 
-def test_a_gateway_in_a_program_needs_only_an_engine() -> None:
+def test_gateway_in_a_program_needs_only_an_engine() -> None:
     async def test() -> None:
         async with Gateway(engine=ScriptedEngine()) as gateway:
             session = await gateway.session(agent="main")
             assert session.base_url.endswith(f"/sessions/{session.id}/v1")
             await session.reward(0.5, note="fine")
-            told = await session.finalize()
-            assert told["report"]["sampled_tokens"] == 0
+            export = await session.finalize()
+            assert (export.samples, export.report.sampled_tokens) == ([], 0)
             assert session.managed.reward == 0.5
             assert session.api_key not in repr(session)
 
     run(test)
 
 
-# -- what a session may use and what it is paid ------------------------------------------------------
+# -- limits and rewards ------------------------------------------------------------------------------
 
 
-def test_a_limit_of_tokens_is_kept_to_the_token() -> None:
+def test_token_limit_is_exact() -> None:
     async def test() -> None:
         async with agent("a long answer", limits={"tokens": 10}) as a:
             assert (await a.ask("p", n=3)).status_code == 200
@@ -118,10 +124,10 @@ def test_a_limit_of_tokens_is_kept_to_the_token() -> None:
     run(test)
 
 
-def test_a_limit_of_calls_counts_those_that_are_still_being_prepared() -> None:
+def test_call_limit_counts_calls_that_are_being_prepared() -> None:
     async def test() -> None:
         async with agent("x", limits={"calls": 2}) as a:
-            long = "word " * 20_000  # prepared in a thread, so that all of them are under way at once
+            long = "word " * 20_000  # prepared in a thread, so that all calls run at once
             answers = await asyncio.gather(*(a.ask(long) for _ in range(5)))
             assert sorted(answer.status_code for answer in answers) == [200, 200, 409, 409, 409]
 
@@ -135,14 +141,13 @@ def test_a_limit_of_calls_counts_those_that_are_still_being_prepared() -> None:
         ({"limits": {"calls": 0}}, ">= 1"),
         ({"sampling": {"temprature": 1}}, "sampling.temprature: got 1, expected one of"),
         ({"sampling_defaults": {"stop_ids": [1]}}, "sampling_defaults.stop_ids"),
-        ({"sampling": {"hear": 1}}, "sampling.hear"),
+        ({"sampling": {"flush_s": 1}}, "sampling.flush_s"),
     ],
 )
-def test_options_that_nobody_would_read_are_refused(body: dict[str, Any], problem: str) -> None:
+def test_unknown_session_options_are_refused(body: dict[str, Any], problem: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
-            admin = {"authorization": f"Bearer {a.gateway.admin_key}"}
-            refused = await a.http.post(f"{a.gateway.url}/sessions", json=body, headers=admin)
+            refused = await a.http.post(f"{a.gateway.url}/sessions", json=body, headers=a.admin_headers)
             assert refused.status_code == 400
             assert problem in refused.json()["error"]["message"]
 
@@ -150,7 +155,7 @@ def test_options_that_nobody_would_read_are_refused(body: dict[str, Any], proble
 
 
 @pytest.mark.parametrize("score", ["1", None, True, [1], float("nan"), 10**600, {"text": "good"}])
-def test_a_reward_that_is_no_finite_number_is_refused_and_leaves_nothing(score: Any) -> None:
+def test_reward_that_is_not_finite_is_refused_and_not_stored(score: Any) -> None:
     async def test() -> None:
         async with agent("x") as a:
             with pytest.raises(MessageError, match="score"):
@@ -160,10 +165,10 @@ def test_a_reward_that_is_no_finite_number_is_refused_and_leaves_nothing(score: 
     run(test)
 
 
-def test_what_travels_with_a_reward_must_be_json_and_numbers_of_numpy_are_numbers() -> None:
+def test_reward_extras_must_be_json_and_numpy_numbers_are_numbers() -> None:
     async def test() -> None:
         async with agent("x") as a:
-            await a.session.reward(np.float32(0.5), note="fine")
+            await a.session.reward(np.float32(0.5), note="fine")  # type: ignore[arg-type]
             with pytest.raises(MessageError, match="extra"):
                 await a.session.reward(1.0, extra=object())
             assert (await a.get(""))["rewards"] == [{"score": 0.5, "note": "fine"}]
@@ -171,16 +176,16 @@ def test_what_travels_with_a_reward_must_be_json_and_numbers_of_numpy_are_number
     run(test)
 
 
-def test_closing_a_session_stops_what_is_being_sampled_and_tells_its_client() -> None:
+def test_closing_a_session_cancels_its_calls_with_409() -> None:
     async def test() -> None:
         for stream in (False, True):
             engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
             async with agent(engine=engine) as a:
-                asking = asyncio.create_task(a.ask("p", stream=stream))
+                answer = asyncio.create_task(a.ask("p", stream=stream))
                 while not engine.received_prompts:
                     await asyncio.sleep(0)
                 await a.session.abort("enough")
-                refused = await asking
+                refused = await answer
                 assert refused.status_code == 409
                 assert "aborted" in refused.text
                 assert engine.aborted_count == 1
@@ -190,7 +195,9 @@ def test_closing_a_session_stops_what_is_being_sampled_and_tells_its_client() ->
     run(test)
 
 
-def test_what_the_journal_refuses_has_not_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_and_end_that_the_journal_refuses_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
@@ -198,13 +205,12 @@ def test_what_the_journal_refuses_has_not_happened(tmp_path: Path, monkeypatch: 
         journal = tmp_path / "j"
         async with agent("x", journal=journal) as a:
             monkeypatch.setattr(Journal, "_insert", full)
-            key = {"authorization": f"Bearer {a.session.control_key}"}
-            url = f"{a.gateway.url}/sessions/{a.session.id}"
+            url, key = f"{a.gateway.url}/sessions/{a.session.id}", a.control_headers
             assert (await a.http.post(f"{url}/reward", json=1, headers=key)).status_code == 503
             for _ in range(2):
                 assert (await a.http.post(f"{url}/finalize", headers=key)).status_code == 503
-            told = await a.get("")
-            assert (told["state"], told["rewards"]) == ("open", [])
+            view = await a.get("")
+            assert (view["state"], view["rewards"]) == ("open", [])
             monkeypatch.undo()
             session_id = a.session.id
         async with Gateway(engine=ScriptedEngine(), codec=ToyCodec(), journal=journal) as again:
@@ -213,7 +219,7 @@ def test_what_the_journal_refuses_has_not_happened(tmp_path: Path, monkeypatch: 
     run(test)
 
 
-def test_an_answer_the_journal_refused_is_not_trained(
+def test_answer_that_the_journal_refused_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -223,24 +229,176 @@ def test_an_answer_the_journal_refused_is_not_trained(
         async with agent("x", journal=tmp_path / "j") as a:
             monkeypatch.setattr(Journal, "_insert", full)
             assert (await a.ask("p")).status_code == 503
-            told = await a.get("/samples")
-            assert not told["samples"]
+            assert not (await a.get("/samples"))["samples"]
             monkeypatch.undo()
 
     run(test)
 
 
-def test_a_session_that_was_used_a_moment_ago_is_not_idle_though_its_call_was_cancelled() -> None:
+def test_recently_used_session_is_not_idle_after_a_cancelled_call() -> None:
     async def test() -> None:
         engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
         async with agent(engine=engine, config=GatewayConfig(idle_s=600)) as a:
-            asking = asyncio.create_task(a.ask("p"))
+            answer = asyncio.create_task(a.ask("p"))
             while not engine.received_prompts:
                 await asyncio.sleep(0)
             a.session.managed.last_used -= 1000
-            asking.cancel()
+            answer.cancel()
             while a.session.managed.in_flight:
                 await asyncio.sleep(0.001)
             assert not a.session.managed.is_idle(600)
+
+    run(test)
+
+
+# -- the policy --------------------------------------------------------------------------------------
+
+
+async def _policy(a: Agent, verb: str, body: Any = None) -> httpx.Response:
+    return await a.http.post(f"{a.gateway.url}/policy/{verb}", json=body, headers=a.admin_headers)
+
+
+async def _policy_state(a: Agent) -> list[tuple[bool, int]]:
+    """`paused` and `version` in the responses of /healthz and /engines."""
+    urls = [a.gateway.url + path for path in ("/healthz", "/engines")]
+    states = [(await a.http.get(url, headers=a.admin_headers)).json() for url in urls]
+    return [(state["paused"], state["version"]) for state in states]
+
+
+def test_health_and_engines_report_a_paused_policy() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            assert await _policy_state(a) == [(False, 0)] * 2
+            assert (await _policy(a, "pause")).json() == {"paused": True, "version": 0}
+            assert await _policy_state(a) == [(True, 0)] * 2
+            assert (await _policy(a, "resume", {"version": 4})).json() == {"paused": False, "version": 4}
+            assert await _policy_state(a) == [(False, 4)] * 2
+
+    run(test)
+
+
+def test_version_never_decreases() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            await _policy(a, "resume", {"version": 5})
+            await _policy(a, "pause")
+            refused = await _policy(a, "resume", {"version": 3})
+            assert refused.status_code == 400
+            assert "version: got 3, expected 5, the version of now, or a later one" in refused.text
+            assert await _policy_state(a) == [(True, 5)] * 2
+            for body in ({"version": 5}, None, {"version": 6}):
+                assert (await _policy(a, "resume", body)).status_code == 200
+            assert await _policy_state(a) == [(False, 6)] * 2
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"verison": 9}, "field: got 'verison', expected only version"),
+        ([9], "body: got [9], expected an object"),
+        (9, "body: got 9, expected an object"),
+        ({"version": 1.0}, "version: got 1.0, expected a whole number"),
+        ({"version": -1}, "version: got -1, expected a whole number"),
+        ({"version": 2**31}, "version: got 2147483648, expected a whole number"),
+    ],
+)
+def test_invalid_resume_leaves_the_policy_paused(body: Any, message: str) -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            await _policy(a, "pause", {})
+            refused = await _policy(a, "resume", body)
+            assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True)
+            assert await _policy_state(a) == [(True, 0)] * 2
+
+    run(test)
+
+
+def test_pause_takes_no_fields() -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            refused = await _policy(a, "pause", {"version": 3})
+            assert (refused.status_code, "field: got 'version', expected none" in refused.text) == (400, True)
+            assert await _policy_state(a) == [(False, 0)] * 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_calls_wait_until_a_resume_succeeds(replicas: bool) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(server.url)
+            async with agent(gateway_engine=Replicas([engine]) if replicas else engine) as a:
+                await _policy(a, "pause")
+                answer = asyncio.create_task(a.ask("p", max_tokens=3))
+                server.failing_paths = {"/update_weight_version"}
+                failed = await _policy(a, "resume", {"version": 2})
+                assert (failed.status_code, "broken" in failed.text) == (502, True)
+                assert await _policy_state(a) == [(True, 0)] * 2
+                assert not server.bodies
+                assert not answer.done()
+                server.failing_paths = set()
+                assert (await _policy(a, "resume", {"version": 2})).json() == {"paused": False, "version": 2}
+                assert (await answer).status_code == 200
+                (line,) = await a.timelines()
+                assert line["versions"][-3:] == [2] * 3
+
+    run(test)
+
+
+def test_upstream_has_no_policy_to_pause() -> None:
+    async def test() -> None:
+        async with agent(gateway_engine=Router(UpstreamChat("http://127.0.0.1:1", name="far"))) as a:
+            assert (await _policy(a, "pause")).json() == {"paused": False, "version": 0}
+            assert (await _policy(a, "resume", {"version": 2})).json() == {"paused": False, "version": 0}
+
+    run(test)
+
+
+# -- engines -----------------------------------------------------------------------------------------
+
+SERVER_INFO = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
+
+
+def test_admin_adds_and_removes_replicas() -> None:
+    async def test() -> None:
+        async with FakeVllm() as one, FakeVllm() as two:
+            for server in (one, two):
+                server.json_by_path = SERVER_INFO
+            router = Router(Replicas([VllmEngine(one.url)]), create_replica=VllmEngine)
+            async with agent(gateway_engine=router) as a:
+                url, admin = f"{a.gateway.url}/engines", a.admin_headers
+                first = {"name": router.describe_replicas()[0]["name"]}
+                refused = await a.http.request("DELETE", url, json=first, headers=admin)
+                assert (refused.status_code, "is the last one" in refused.text) == (400, True)
+                added = await a.http.post(url, json={"url": two.url}, headers=admin)
+                assert (added.status_code, len(added.json()["engines"])) == (201, 2)
+                removed = await a.http.request("DELETE", url, json=first, headers=admin)
+                assert (removed.status_code, len(removed.json()["engines"])) == (200, 1)
+                assert (await a.http.get(url)).status_code == 401
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"url": "nowhere"}, "nowhere"),
+        ({"url": "http://h:1", "version": "5"}, "version: got '5', expected a whole number"),
+        ({"url": "http://h:1", "version": True}, "version: got True, expected a whole number"),
+        ({"url": "http://h:1", "verison": 5}, "field: got 'verison', expected only url, version"),
+        (["http://h:1"], "body: got "),
+    ],
+)
+def test_invalid_body_adds_no_replica(body: Any, message: str) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            router = Router(Replicas([VllmEngine(server.url)]), create_replica=VllmEngine)
+            async with agent(gateway_engine=router) as a:
+                refused = await a.http.post(f"{a.gateway.url}/engines", json=body, headers=a.admin_headers)
+                assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True)
+                assert len(router.describe_replicas()) == 1
 
     run(test)

@@ -1,7 +1,7 @@
-"""Whatever is sent to any route is answered or refused in the right envelope; nothing fails, nothing waits.
+"""Any request to any route is answered or refused in the right envelope, without an error or a hang.
 
-Valid requests are spoiled field by field, then in several places at once, then byte by byte. Behind each one
-the gateway must still answer a good request, and must not have logged an error.
+Valid requests are mutated field by field, then in several fields at once, then byte by byte. After each of
+them the gateway must still answer a valid request and must not have logged an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from branchline.core.errors import EngineError
 from branchline.engines.scripted import ScriptedEngine, ScriptedReply, ScriptedRequest
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.model_api import PROTOCOLS, ModelRoute
+from branchline.gateway.model_api import COUNT_PROTOCOLS, PROTOCOLS, ModelRoute
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.session_store import SessionStore
 from branchline.tree.journal import Journal
@@ -44,10 +44,10 @@ from tests.gateway.mutations import (
 ADMIN = "ak-admin"
 ANSWER_S = 20.0
 BREAK = "break now"
-"""A prompt with these words breaks the engine."""
+"""A prompt with this text makes the engine fail."""
 REPLY = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", '{"at": 1}'),))
-CALLS = [verb for verb in BODIES if PROTOCOLS[verb].count_response is None]
-"""The rest reads the same bodies and only counts."""
+CALLS = [endpoint for endpoint in BODIES if endpoint in PROTOCOLS]
+"""The other endpoints take the same bodies and only count tokens."""
 Header = tuple[bytes, bytes]
 fuzzed = settings(
     max_examples=300,
@@ -56,12 +56,12 @@ fuzzed = settings(
 )
 
 
-# -- a gateway, and a way to send it anything --------------------------------------------------------
+# -- the gateway -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What came back."""
+    """A response."""
 
     status: int
     kind: str
@@ -78,7 +78,7 @@ class HttpAnswer:
 
 
 class ErrorLog(logging.Handler):
-    """Remembers what was logged as an error."""
+    """Collects the logged errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -88,13 +88,13 @@ class ErrorLog(logging.Handler):
         self._seen.append(self.format(record))
 
     def drain(self) -> list[str]:
-        """What was logged since this was asked last."""
+        """The errors since the last call."""
         seen, self._seen = self._seen, []
         return seen
 
 
 class FuzzTarget:
-    """A gateway with a journal, called as a server calls it: any bytes can be said this way."""
+    """A gateway with a journal, called through ASGI, so that any bytes can be sent."""
 
     def __init__(self, folder: Path) -> None:
         self.errors = ErrorLog()
@@ -119,8 +119,8 @@ class FuzzTarget:
 
     def open(self, **options: Any) -> tuple[str, str, str]:
         """A new session and its two keys."""
-        live, api_key, control_key = self.sessions.open(SessionOptions(**options))
-        return live.id, api_key, control_key
+        managed, api_key, control_key = self.sessions.open(SessionOptions(**options))
+        return managed.id, api_key, control_key
 
     def send(
         self,
@@ -132,11 +132,11 @@ class FuzzTarget:
         headers: Sequence[Header] = (),
         query: bytes = b"",
     ) -> HttpAnswer:
-        """The answer to one request, within a time."""
+        """The response to one request; fails after a timeout."""
         chunks = [body] if isinstance(body, bytes) else list(body)
         length = str(sum(map(len, chunks))).encode()
-        given = [(b"authorization", b"Bearer " + key.encode("latin-1"))] if key else []
-        given += [(b"content-length", length) if len(chunks) == 1 else (b"transfer-encoding", b"chunked")]
+        auth = [(b"authorization", b"Bearer " + key.encode("latin-1"))] if key else []
+        framing = (b"content-length", length) if len(chunks) == 1 else (b"transfer-encoding", b"chunked")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -147,7 +147,7 @@ class FuzzTarget:
             "raw_path": path.encode("ascii"),
             "query_string": query,
             "root_path": "",
-            "headers": [*given, *headers],
+            "headers": [*auth, framing, *headers],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
         }
@@ -160,7 +160,7 @@ class FuzzTarget:
         async def receive() -> Any:
             for number, chunk in pending:
                 return {"type": "http.request", "body": chunk, "more_body": number < len(chunks)}
-            # The client waits for its answer.
+            # The client stays connected.
             return await asyncio.get_running_loop().create_future()
 
         async def send(message: Any) -> None:
@@ -173,8 +173,8 @@ class FuzzTarget:
         return HttpAnswer(sent[0]["status"], kind, b"".join(part.get("body", b"") for part in sent[1:]))
 
 
-def _rule(ask: ScriptedRequest) -> ScriptedReply:
-    return EngineError("it broke") if BREAK in ask.prompt_text else REPLY
+def _rule(request: ScriptedRequest) -> ScriptedReply:
+    return EngineError("it broke") if BREAK in request.prompt_text else REPLY
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +184,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzTarget]:
     target.close()
 
 
-def check(target: FuzzTarget, answer: HttpAnswer, *, is_messages: bool = False, most: int = 499) -> None:
-    """Answered, or refused as the protocol refuses; nothing logged; and the next one is served."""
-    assert answer.status <= most, answer.body
+def check(
+    target: FuzzTarget, answer: HttpAnswer, *, is_messages: bool = False, max_status: int = 499
+) -> None:
+    """Checks envelope and status, that no error was logged, and that the next request is answered."""
+    assert answer.status <= max_status, answer.body
     if answer.status >= 400:
         assert_refusal(answer, is_messages)
     elif answer.kind.startswith("text/event-stream"):
@@ -213,11 +215,11 @@ def assert_refusal(answer: HttpAnswer, is_messages: bool) -> None:
         assert sorted(problem) == ["code", "message", "param", "type"]
 
 
-def test_every_route_is_here() -> None:
-    assert set(BODIES) == set(PROTOCOLS)
+def test_every_route_is_covered() -> None:
+    assert set(BODIES) == {*PROTOCOLS, *COUNT_PROTOCOLS}
     app = GatewayApp(ScriptedEngine(), SessionStore(ToyCodec()))
     routes = {
-        (method, route.path)
+        (method, route.path)  # type: ignore[attr-defined]
         for route in app.control_api.asgi.routes
         for method in route.methods  # type: ignore[attr-defined]
         if method != "HEAD"
@@ -228,43 +230,41 @@ def test_every_route_is_here() -> None:
 # -- the model API -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", BODIES)
-def test_a_good_request_is_answered_whole_and_streamed(target: FuzzTarget, verb: str) -> None:
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_valid_request_is_answered_whole_and_streamed(target: FuzzTarget, endpoint: str) -> None:
     _, key, _ = target.open()
     for stream in (False, True):
         answer = target.send(
-            "POST", f"/v1/{verb}", key=key, body=encode_body({**BODIES[verb], "stream": stream})
+            "POST", f"/v1/{endpoint}", key=key, body=encode_body({**BODIES[endpoint], "stream": stream})
         )
         assert answer.status == 200, answer.body
         check(target, answer)
 
 
-@pytest.mark.parametrize("verb", CALLS)
-def test_every_field_may_hold_anything(target: FuzzTarget, verb: str) -> None:
+@pytest.mark.parametrize("endpoint", CALLS)
+def test_any_value_in_any_field_is_answered(target: FuzzTarget, endpoint: str) -> None:
     session, key, control = target.open()
-    for number, (place, value) in enumerate(product(json_paths(BODIES[verb]), HOSTILE_VALUES)):
-        # Each place is asked for whole and streamed, as there is an odd number of values.
-        body = replaced_at({**BODIES[verb], "stream": number % 2 == 0}, place, value)
-        answer = target.send("POST", f"/v1/{verb}", key=key, body=encode_body(body))
-        assert answer.status < 500, (place, value, answer.body)
+    for number, (path, value) in enumerate(product(json_paths(BODIES[endpoint]), HOSTILE_VALUES)):
+        # The number of values is odd, so each field is tested whole and streamed.
+        body = replaced_at({**BODIES[endpoint], "stream": number % 2 == 0}, path, value)
+        answer = target.send("POST", f"/v1/{endpoint}", key=key, body=encode_body(body))
+        assert answer.status < 500, (path, value, answer.body)
         if answer.status != 200:
-            assert_refusal(answer, verb.startswith("messages"))
-        assert not target.errors.drain(), (place, value)
+            assert_refusal(answer, endpoint.startswith("messages"))
+        assert not target.errors.drain(), (path, value)
     for view in ("", "/tree", "/timelines", "/samples", "/report"):
         check(target, target.send("GET", f"/sessions/{session}{view}", key=control))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("verb", CALLS)
-def test_an_engine_that_fails_is_told_apart_from_a_mistake(
-    target: FuzzTarget, verb: str, stream: bool
-) -> None:
+@pytest.mark.parametrize("endpoint", CALLS)
+def test_engine_error_differs_from_a_client_error(target: FuzzTarget, endpoint: str, stream: bool) -> None:
     _, key, _ = target.open()
-    text = json.dumps({**BODIES[verb], "stream": stream})
+    text = json.dumps({**BODIES[endpoint], "stream": stream})
     body = text.replace("be brief", BREAK).replace("once upon", BREAK).encode()
-    answer = target.send("POST", f"/v1/{verb}", key=key, body=body)
+    answer = target.send("POST", f"/v1/{endpoint}", key=key, body=body)
     assert answer.status == 502
-    check(target, answer, is_messages=verb == "messages", most=502)
+    check(target, answer, is_messages=endpoint == "messages", max_status=502)
 
 
 @fuzzed
@@ -272,8 +272,8 @@ def test_an_engine_that_fails_is_told_apart_from_a_mistake(
 def test_no_request_makes_the_model_api_fail(target: FuzzTarget, request: dict[str, Any]) -> None:
     session, key, _ = target.open()
     request["path"] = request["path"].replace("{own}", session)
-    place = ModelRoute.parse(unquote(request["path"]))
-    is_messages = place is not None and place.endpoint in ("messages", "messages/count_tokens")
+    route = ModelRoute.parse(unquote(request["path"]))
+    is_messages = route is not None and route.endpoint in ("messages", "messages/count_tokens")
     check(target, target.send(**request, key=key), is_messages=is_messages)
 
 
@@ -281,30 +281,34 @@ def test_no_request_makes_the_model_api_fail(target: FuzzTarget, request: dict[s
 
 
 @pytest.mark.parametrize(("method", "path", "body"), [row for row in CONTROL if row[2] is not None])
-def test_every_field_of_the_control_api_may_hold_anything(
+def test_any_value_in_any_field_of_the_control_api_is_answered(
     target: FuzzTarget, method: str, path: str, body: Any
 ) -> None:
-    for place, value in product(json_paths(body), HOSTILE_VALUES):
+    for field_path, value in product(json_paths(body), HOSTILE_VALUES):
         session, key, _ = target.open()
-        sent = encode_body(replaced_at(body, place, value))
+        sent = encode_body(replaced_at(body, field_path, value))
         answer = target.send(method, path.replace("{id}", session), key=ADMIN, body=sent)
-        assert answer.status < 500, (place, value, answer.body)
+        assert answer.status < 500, (field_path, value, answer.body)
         if answer.status >= 400:
             assert_refusal(answer, False)
         elif path == "/sessions":
             session, key = answer.json["id"], answer.json["api_key"]
-        # Whatever a session was told, it can be called and read.
+        # The session can still be called and read.
         called = target.send("POST", "/v1/chat/completions", key=key, body=encode_body(CHAT))
         shown = target.send("GET", f"/sessions/{session}/samples", key=ADMIN)
-        assert called.status < 500, (place, value, called.body)
-        assert shown.status == 200, (place, value, shown.body)
-        assert not target.errors.drain(), (place, value)
+        assert called.status < 500, (field_path, value, called.body)
+        assert shown.status == 200, (field_path, value, shown.body)
+        assert not target.errors.drain(), (field_path, value)
 
 
-@pytest.mark.parametrize("given", ["0", "0.001", "-1", "nan", "inf", "1e400", "", "x", "%ff", "%F0%9F%99%82"])
-def test_waiting_ends(target: FuzzTarget, given: str) -> None:
+@pytest.mark.parametrize(
+    "timeout_s", ["0", "0.001", "-1", "nan", "inf", "1e400", "", "x", "%ff", "%F0%9F%99%82"]
+)
+def test_any_wait_ends(target: FuzzTarget, timeout_s: str) -> None:
     session, _, control = target.open()
-    answer = target.send("GET", f"/sessions/{session}/wait", key=control, query=f"timeout_s={given}".encode())
+    answer = target.send(
+        "GET", f"/sessions/{session}/wait", key=control, query=f"timeout_s={timeout_s}".encode()
+    )
     check(target, answer)
 
 
@@ -315,18 +319,18 @@ def test_no_request_makes_the_control_api_fail(target: FuzzTarget, request: dict
     request["path"] = request["path"].replace("{own}", session)
     request["key"] = {"{admin}": ADMIN, "{api}": api, "{control}": control}.get(request["key"], "")
     answer = target.send(**request)
-    # It may have paused the policy, which is no failure.
+    # The request may have paused the policy.
     target.send("POST", "/policy/resume", key=ADMIN)
     check(target, answer)
 
 
-def test_what_all_this_left_behind_is_read_back(target: FuzzTarget) -> None:
-    held = {live.id: len(live.session.tree.calls) for live in target.sessions}
-    read = {
-        live.id: len(live.session.tree.calls)
-        for live in SessionStore(ToyCodec.chatml(), journal=target.journal)
+def test_journal_of_all_requests_is_replayed(target: FuzzTarget) -> None:
+    expected = {managed.id: len(managed.session.tree.calls) for managed in target.sessions}
+    replayed = {
+        managed.id: len(managed.session.tree.calls)
+        for managed in SessionStore(ToyCodec.chatml(), journal=target.journal)
     }
-    assert {id: read.get(id) for id in held} == held
+    assert {id: replayed.get(id) for id in expected} == expected
 
 
 # -- the server --------------------------------------------------------------------------------------
@@ -341,27 +345,27 @@ RAW = {
     "a negative length": (b"POST", b"content-length: -1", GOOD),
     "two lengths": (b"POST", b"content-length: 3\r\ncontent-length: 44", GOOD),
     "no length": (b"POST", b"x: y", GOOD),
-    "a wait for leave": (b"POST", b"expect: 100-continue\r\ncontent-length: 44", GOOD),
-    "a socket instead": (
+    "expect 100-continue": (b"POST", b"expect: 100-continue\r\ncontent-length: 44", GOOD),
+    "websocket upgrade": (
         b"GET",
         b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: eA==",
         b"",
     ),
-    "a header without end": (b"POST", b"x: " + b"y" * 200_000, GOOD),
+    "a very long header": (b"POST", b"x: " + b"y" * 200_000, GOOD),
     "a header of any bytes": (b"POST", b"x-branchline-agent: \xff\xfe\x01", GOOD),
-    "a method of its own": (b"WIZARD", b"content-length: 0", b""),
+    "an unknown method": (b"WIZARD", b"content-length: 0", b""),
 }
 
 
 HALF = ("chunks that never end", "less than announced")
-"""The client hangs up; elsewhere it waits."""
+"""Requests after which the client closes its side; otherwise it waits."""
 
 
-def test_the_server_outlives_what_is_hardly_http() -> None:
+def test_server_survives_invalid_http() -> None:
     async def test() -> None:
         async with agent("here") as a:
             for how, request in RAW.items():
-                answer = await asyncio.wait_for(_send_raw(a, *request, hangs_up=how in HALF), ANSWER_S)
+                answer = await asyncio.wait_for(_send_raw(a, *request, close=how in HALF), ANSWER_S)
                 if how not in HALF:
                     assert 100 <= int(answer.split(b" ")[1]) < 500, (how, answer)
                 assert how != "chunked" or answer.startswith(b"HTTP/1.1 200 OK"), answer
@@ -370,7 +374,7 @@ def test_the_server_outlives_what_is_hardly_http() -> None:
     run(test)
 
 
-async def _send_raw(a: Agent, method: bytes, header: bytes, body: bytes, *, hangs_up: bool) -> bytes:
+async def _send_raw(a: Agent, method: bytes, header: bytes, body: bytes, *, close: bool) -> bytes:
     host, _, port = a.gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     key = a.session.api_key.encode()
@@ -378,7 +382,7 @@ async def _send_raw(a: Agent, method: bytes, header: bytes, body: bytes, *, hang
         b"%b /v1/chat/completions HTTP/1.1\r\nhost: h\r\nconnection: close\r\n" % method
         + b"authorization: Bearer %b\r\n%b\r\n\r\n%b" % (key, header, body)
     )
-    if hangs_up:
+    if close:
         writer.write_eof()
     try:
         return await reader.read()

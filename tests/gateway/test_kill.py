@@ -1,10 +1,10 @@
-"""kill -9 at any moment, restart, and the agents' retries go on token-exact; nothing acknowledged is lost.
+"""After kill -9 at any moment and a restart, retries continue token-exact and nothing acknowledged is lost.
 
-A gateway process dies again and again under load: by its own hand at a chosen place of a call's life, or
-from outside at any moment. It comes back on the same journal and port. An answer is acknowledged once its
-client has all of it, or the last finish of its stream. After each restart, before anybody goes on, and at
-the end, every acknowledged answer must be in the tree: the ids the client was told, behind the prompt it
-was told. Every answer that is in a tree at all must be what the engine says behind exactly its prompt.
+A gateway process is killed again and again under load: by itself at a chosen kill point, or from outside at
+any moment. It is restarted on the same journal and port. An answer is acknowledged once its client has all of
+it, or the last finish reason of its stream. After each restart, before any client continues, and at the end,
+every acknowledged answer must be in the tree: with the ids that the client received, after the prompt that it
+received. Every answer in a tree must be the engine's reply to exactly its prompt.
 
     pytest -m slow -s tests/gateway/test_kill.py        # 50 kills, and the table
 """
@@ -46,22 +46,22 @@ from tests.gateway.kill_server import (
 )
 
 ROOT = Path(__file__).parents[2]
-ADMIN = "ak-of-the-kill-test"
+ADMIN = "ak-kill-test"
 OUTSIDE = "outside"
 EPISODES, AGENTS = 4, 3
-"""Sessions at once, and agents at once in each."""
+"""Concurrent sessions, and concurrent agents in each."""
 LONGEST_COUNTDOWN = {KillPoint.STREAMING: 250, KillPoint.REPLAY: 200}
 OTHER_COUNTDOWN = 40
-MAX_PROCESS_LIFE_S = 0.6
+MAX_LIFETIME_S = 0.6
 TIMEOUT_S = 30.0
-"""A process that neither serves nor dies for this long is a failure."""
+"""The test fails if a process neither serves nor exits for this long."""
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 
 
 @dataclass(frozen=True)
 class AcknowledgedAnswer:
-    """An acknowledged answer: everything its client knows of it."""
+    """An acknowledged answer, as its client received it."""
 
     call: str
     agent: str
@@ -76,41 +76,41 @@ class AcknowledgedAnswer:
 
 @dataclass
 class Episode:
-    """A session as its clients know it."""
+    """A session, as its clients know it."""
 
     id: str
     api_key: str
     control_key: str
     answers: list[AcknowledgedAnswer] = field(default_factory=list)
     conversations: dict[str, list[tuple[AcknowledgedAnswer, int]]] = field(default_factory=dict)
-    """What each agent goes on from, turn by turn: an answer, and which of its choices."""
+    """For each agent its turns: an answer and the index of the choice that was continued."""
     rewards: list[float] = field(default_factory=list)
     finalized: bool = False
 
 
 @dataclass
 class ServerProcess:
-    """One process, from its start to its kill."""
+    """One gateway process."""
 
     process: asyncio.subprocess.Process
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     retries: int = 0
-    """How many requests broke with it."""
+    """How many requests failed with it."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill that happened, and how far the calls in flight were."""
+    """A kill, and the calls in flight by phase."""
 
-    place: str
+    point: str
     process: ServerProcess
     in_flight: list[int]
-    at_place: list[str]
-    """The calls that were at the place."""
+    at_point: list[str]
+    """The calls at the kill point."""
 
 
 class KillHarness:
-    """A gateway that is killed, the agents that use it, and what they have been told."""
+    """A gateway that is killed, the agents that use it, and the answers that they received."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
@@ -119,7 +119,7 @@ class KillHarness:
         self._url = f"http://127.0.0.1:{self._port}"
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
         self._serving = asyncio.Event()
-        self._life: ServerProcess | None = None
+        self._process: ServerProcess | None = None
         self._is_ending = False
         self._names = count()
         self.episodes: list[Episode] = []
@@ -131,12 +131,12 @@ class KillHarness:
         self.lost: list[str] = []
         self.violations: list[str] = []
 
-    async def run(self, places: Sequence[str]) -> None:
-        """One kill after another, then everybody ends in peace and everything is checked."""
+    async def run(self, points: Sequence[str]) -> None:
+        """Kills one process after another, lets all agents finish, then checks everything."""
         load = asyncio.gather(*(self._run_episodes(Random(self._rng.random())) for _ in range(EPISODES)))
         try:
-            for place in places:
-                await self._run_until_kill(place, load)
+            for point in points:
+                await self._run_until_kill(point, load)
             self._is_ending = True
             await self._start()
             self._serving.set()
@@ -151,68 +151,68 @@ class KillHarness:
 
     # -- the process ---------------------------------------------------------------------------------
 
-    async def _run_until_kill(self, place: str, load: asyncio.Future[Any]) -> None:
+    async def _run_until_kill(self, point: str, load: asyncio.Future[Any]) -> None:
         spec = ""
-        if place != OUTSIDE:
-            countdown = LONGEST_COUNTDOWN.get(KillPoint(place), OTHER_COUNTDOWN)
-            spec = f"{place}:{self._rng.randint(1, countdown)}"
-        life, serves = await self._start(spec)
+        if point != OUTSIDE:
+            countdown = LONGEST_COUNTDOWN.get(KillPoint(point), OTHER_COUNTDOWN)
+            spec = f"{point}:{self._rng.randint(1, countdown)}"
+        process, serves = await self._start(spec)
         if serves:
             self._serving.set()
-            dead = asyncio.ensure_future(life.process.wait())
-            patience_s = self._rng.uniform(0, MAX_PROCESS_LIFE_S) if place == OUTSIDE else TIMEOUT_S
-            await asyncio.wait({dead, load}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            dead = asyncio.ensure_future(process.process.wait())
+            timeout_s = self._rng.uniform(0, MAX_LIFETIME_S) if point == OUTSIDE else TIMEOUT_S
+            await asyncio.wait({dead, load}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if load.done():
-                load.result()  # an agent met something that no retry mends
-            if place == OUTSIDE:
-                life.process.send_signal(signal.SIGKILL)
+                load.result()  # raises the error of an agent
+            if point == OUTSIDE:
+                process.process.send_signal(signal.SIGKILL)
             async with asyncio.timeout(TIMEOUT_S):
-                assert await dead == -signal.SIGKILL, f"{place}: ended with {dead.result()}"
+                assert await dead == -signal.SIGKILL, f"{point}: ended with {dead.result()}"
         await self._end()
-        killed = Kill(place, life, read_phase_counts(self._folder), read_killed_calls(self._folder))
+        killed = Kill(point, process, read_phase_counts(self._folder), read_killed_calls(self._folder))
         self.killed.append(killed)
-        if killed.at_place:
+        if killed.at_point:
             self._unconfirmed = killed
 
     async def _start(self, spec: str = "") -> tuple[ServerProcess, bool]:
-        """A process, and whether it lives to answer; if so, it is checked against what clients know."""
-        process = await asyncio.create_subprocess_exec(
+        """Starts a process; returns whether it serves. If so, its trees are checked."""
+        subprocess = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "tests.gateway.kill_server", str(self._folder), str(self._port), ADMIN),
             cwd=ROOT,
             env={**os.environ, KILL_VARIABLE: spec},
             stdout=asyncio.subprocess.PIPE,
         )
-        life = self._life = ServerProcess(process)
-        assert process.stdout is not None
+        process = self._process = ServerProcess(subprocess)
+        assert subprocess.stdout is not None
         async with asyncio.timeout(TIMEOUT_S):
-            said = await process.stdout.readline()
-        if said != READY:
-            assert await process.wait() == -signal.SIGKILL, f"did not start: {process.returncode}"
-            assert spec.startswith(KillPoint.REPLAY), f"died before its time: {spec}"
-            return life, False
+            line = await subprocess.stdout.readline()
+        if line != READY:
+            assert await subprocess.wait() == -signal.SIGKILL, f"did not start: {subprocess.returncode}"
+            assert spec.startswith(KillPoint.REPLAY), f"exited early: {spec}"
+            return process, False
         await self._check_all()
         self._confirm_last_kill()
-        return life, True
+        return process, True
 
     def _confirm_last_kill(self) -> None:
-        """A kill landed where it was meant to, or the journal is not what it says."""
+        """Checks that the calls at the last kill point are, or are not, in the journal."""
         killed, self._unconfirmed = self._unconfirmed, None
         if killed is None:
             return
-        found = [call in self._found for call in killed.at_place]
-        if killed.place in AFTER_JOURNAL:
-            assert all(found), f"killed {killed.place}, and not in the journal: {killed.at_place}"
-        elif killed.place in BEFORE_JOURNAL:
-            assert not any(found), f"killed {killed.place}, and in the journal: {killed.at_place}"
+        found = [call in self._found for call in killed.at_point]
+        if killed.point in AFTER_JOURNAL:
+            assert all(found), f"killed {killed.point}, and not in the journal: {killed.at_point}"
+        elif killed.point in BEFORE_JOURNAL:
+            assert not any(found), f"killed {killed.point}, and in the journal: {killed.at_point}"
 
     async def _end(self) -> None:
         self._serving.clear()
-        if self._life is not None:
-            if self._life.process.returncode is None:
-                self._life.process.kill()
-            await self._life.process.wait()
-            self._life.exited.set()
+        if self._process is not None:
+            if self._process.process.returncode is None:
+                self._process.process.kill()
+            await self._process.process.wait()
+            self._process.exited.set()
 
     # -- the load ------------------------------------------------------------------------------------
 
@@ -231,31 +231,31 @@ class KillHarness:
             episode.finalized = True
 
     async def _run_conversation(self, episode: Episode, agent: str, rng: Random) -> None:
-        talk = episode.conversations.setdefault(agent, [])
+        turns = episode.conversations.setdefault(agent, [])
         messages = [{"role": "system", "content": f"You are {agent}."}]
         for turn in range(rng.randint(3, 6)):
             messages.append({"role": "user", "content": f"{turn}: {rng.random()}"})
             body = {"messages": messages, "return_token_ids": True, "n": rng.choice((1, 1, 1, 2))}
-            told = await self._ask(episode, agent, {**body, "stream": rng.random() < 0.6}, rng)
-            choice = rng.randrange(len(told.outputs))
-            talk.append((told, choice))
-            messages.append({"role": "assistant", "content": told.texts[choice]})
+            answer = await self._ask(episode, agent, {**body, "stream": rng.random() < 0.6}, rng)
+            choice = rng.randrange(len(answer.outputs))
+            turns.append((answer, choice))
+            messages.append({"role": "assistant", "content": answer.texts[choice]})
 
     async def _ask(
         self, episode: Episode, agent: str, body: dict[str, Any], rng: Random
     ) -> AcknowledgedAnswer:
-        """An acknowledged answer, however often it takes."""
+        """Asks until an answer is acknowledged."""
         by_key_alone = rng.random() < 0.5
         path = "/v1/chat/completions" if by_key_alone else f"/sessions/{episode.id}/v1/chat/completions"
         headers = {"authorization": f"Bearer {episode.api_key}", "x-branchline-agent": agent}
         for attempt in count():
-            life = await self._alive()
+            process = await self._alive()
             retry = {"x-stainless-retry-count": str(attempt)} if attempt else {}
             call = self._request_streamed if body["stream"] else self._request
-            told = await call(episode, agent, path, body, {**headers, **retry})
-            if told is not None:
-                return told
-            await self._wait_for_end(life)
+            answer = await call(episode, agent, path, body, {**headers, **retry})
+            if answer is not None:
+                return answer
+            await self._wait_for_end(process)
         raise AssertionError
 
     async def _request(
@@ -278,7 +278,7 @@ class KillHarness:
         texts = [""] * body["n"]
         prompt_ids: list[int] = []
         left = set(range(body["n"]))
-        told: AcknowledgedAnswer | None = None
+        answer: AcknowledgedAnswer | None = None
         try:
             async with self._http.stream("POST", self._url + path, json=body, headers=headers) as response:
                 assert response.status_code == 200, (await response.aread()).decode()
@@ -294,25 +294,25 @@ class KillHarness:
                         texts[index] += choice["delta"].get("content") or ""
                         if choice["finish_reason"] is not None:
                             left.discard(index)
-                    if not left and told is None:
-                        # Acknowledged: from here on it does not matter how the connection ends.
-                        told = AcknowledgedAnswer(event["id"], agent, prompt_ids, outputs, texts)
-                        self._acknowledged(episode, told)
+                    if not left and answer is None:
+                        # Acknowledged, however the connection ends.
+                        answer = AcknowledgedAnswer(event["id"], agent, prompt_ids, outputs, texts)
+                        self._acknowledged(episode, answer)
         except httpx.TransportError:
-            return told
-        assert told is not None, f"a stream of {episode.id} ended in peace and without a finish"
-        return told
+            return answer
+        assert answer is not None, f"a stream of {episode.id} ended without a finish reason"
+        return answer
 
-    def _acknowledged(self, episode: Episode, told: AcknowledgedAnswer) -> AcknowledgedAnswer:
-        for ids, text in zip(told.outputs, told.texts, strict=True):
-            assert CODEC.parse(as_ids(ids)).content == text, "the text told is not that of the ids told"
-        episode.answers.append(told)
-        return told
+    def _acknowledged(self, episode: Episode, answer: AcknowledgedAnswer) -> AcknowledgedAnswer:
+        for ids, text in zip(answer.outputs, answer.texts, strict=True):
+            assert CODEC.parse(as_ids(ids)).content == text, "the text differs from the ids"
+        episode.answers.append(answer)
+        return answer
 
     async def _open(self) -> Episode:
         while True:
-            life = await self._alive()
-            # A session whose keys were lost on the way cannot be opened again: another try, another name.
+            process = await self._alive()
+            # If the response was lost, the id is taken and its keys are unknown: use another id.
             name = f"s{next(self._names)}"
             opened = await self._post("/sessions", {"id": name}, {"authorization": f"Bearer {ADMIN}"})
             if opened is not None:
@@ -320,18 +320,18 @@ class KillHarness:
                 self.episodes.append(episode)
                 self._unchecked.append(episode)
                 return episode
-            await self._wait_for_end(life)
+            await self._wait_for_end(process)
 
     async def _control(self, episode: Episode, verb: str, body: dict[str, Any]) -> None:
         headers = {"authorization": f"Bearer {episode.control_key}"}
         while True:
-            life = await self._alive()
+            process = await self._alive()
             if await self._post(f"/sessions/{episode.id}/{verb}", body, headers) is not None:
                 return
-            await self._wait_for_end(life)
+            await self._wait_for_end(process)
 
     async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """What was answered; None where the connection broke."""
+        """The response; None if the connection broke."""
         try:
             response = await self._http.post(self._url + path, json=body, headers=headers)
         except httpx.TransportError:
@@ -341,19 +341,19 @@ class KillHarness:
 
     async def _alive(self) -> ServerProcess:
         await self._serving.wait()
-        assert self._life is not None
-        return self._life
+        assert self._process is not None
+        return self._process
 
-    async def _wait_for_end(self, life: ServerProcess) -> None:
-        """A connection that breaks means a process that died; any other is a failure."""
-        life.retries += 1
+    async def _wait_for_end(self, process: ServerProcess) -> None:
+        """Waits until the process exits; fails if a connection broke without that."""
+        process.retries += 1
         async with asyncio.timeout(TIMEOUT_S):
-            await life.exited.wait()
+            await process.exited.wait()
 
     # -- the checks ----------------------------------------------------------------------------------
 
     async def _check_all(self, *, final: bool = False) -> None:
-        """All sessions used since the last restart; at the end all there ever were."""
+        """Checks the sessions used since the last restart, at the end all sessions."""
         self._found.clear()
         await asyncio.gather(*(self._check(episode, final=final) for episode in self._unchecked))
         self._unchecked = [episode for episode in self._unchecked if not episode.finalized]
@@ -370,8 +370,8 @@ class KillHarness:
         tree = await self._get(f"/sessions/{episode.id}/tree", episode.control_key)
         nodes = _Nodes(tree["nodes"])
         self._check_tree(episode, nodes)
-        for agent, talk in episode.conversations.items():
-            twins = self._check_conversation(episode, agent, talk, nodes)
+        for agent, turns in episode.conversations.items():
+            twins = self._check_conversation(episode, agent, turns, nodes)
             self.twins += twins if final else 0
         if final:
             await self._check_exports(episode)
@@ -382,33 +382,35 @@ class KillHarness:
             prompt_ids, ids = nodes.split(node)
             if not is_reply(as_ids(prompt_ids), as_ids(ids)):
                 self.violations.append(f"{episode.id}: node {node['id']} does not follow from its prompt")
-        for told in episode.answers:
-            outputs = nodes.by_call.get(told.call, [])
-            if len(outputs) != len(told.outputs):
-                self.lost.append(f"{episode.id}: {told.call}, {told.tokens} tokens")
+        for answer in episode.answers:
+            outputs = nodes.by_call.get(answer.call, [])
+            if len(outputs) != len(answer.outputs):
+                self.lost.append(f"{episode.id}: {answer.call}, {answer.tokens} tokens")
                 continue
-            for node, ids in zip(outputs, told.outputs, strict=True):
-                if nodes.split(node) != (told.prompt_ids, ids):
-                    self.violations.append(f"{episode.id}: {told.call} is not what was told")
+            for node, ids in zip(outputs, answer.outputs, strict=True):
+                if nodes.split(node) != (answer.prompt_ids, ids):
+                    self.violations.append(
+                        f"{episode.id}: {answer.call} differs from what the client received"
+                    )
 
     def _check_conversation(
-        self, episode: Episode, agent: str, talk: list[tuple[AcknowledgedAnswer, int]], nodes: _Nodes
+        self, episode: Episode, agent: str, turns: list[tuple[AcknowledgedAnswer, int]], nodes: _Nodes
     ) -> int:
-        """The path of the last answer is the conversation: every turn sampled, each as it was told.
+        """Checks that the path of the last answer is the conversation, with every turn as received.
 
-        Says how many turns stand there as an equal sibling, sampled for a try that never got through.
+        Returns how many turns are an equal sibling, sampled for an attempt that never reached its client.
         """
-        if not talk or len(nodes.by_call.get(talk[-1][0].call, [])) <= talk[-1][1]:
-            return 0  # nothing said yet, or lost, and counted as that
-        last, choice = talk[-1]
+        if not turns or len(nodes.by_call.get(turns[-1][0].call, [])) <= turns[-1][1]:
+            return 0  # no turn yet, or lost and counted as such
+        last, choice = turns[-1]
         path = [node for node in nodes.path(nodes.by_call[last.call][choice]) if node["call"] is not None]
-        if len(path) != len(talk):
-            self.violations.append(f"{episode.id}: {agent} had {len(talk)} turns, its path {len(path)}")
+        if len(path) != len(turns):
+            self.violations.append(f"{episode.id}: {agent} had {len(turns)} turns, its path {len(path)}")
             return 0
-        for node, (told, choice) in zip(path, talk, strict=True):
-            if nodes.split(node) != (told.prompt_ids, told.outputs[choice]):
-                self.violations.append(f"{episode.id}: {told.call} is not on the path of {agent}")
-        return sum(node["call"] != told.call for node, (told, _) in zip(path, talk, strict=True))
+        for node, (answer, choice) in zip(path, turns, strict=True):
+            if nodes.split(node) != (answer.prompt_ids, answer.outputs[choice]):
+                self.violations.append(f"{episode.id}: {answer.call} is not on the path of {agent}")
+        return sum(node["call"] != answer.call for node, (answer, _) in zip(path, turns, strict=True))
 
     async def _check_exports(self, episode: Episode) -> None:
         shown = await self._get(f"/sessions/{episode.id}/timelines", episode.control_key)
@@ -422,7 +424,9 @@ class KillHarness:
         report = await self._get(f"/sessions/{episode.id}/report", episode.control_key)
         dropped = {entry["call"] for entry in report["dropped"]}
         self.lost += [
-            f"{episode.id}: {told.call} is not trained" for told in episode.answers if told.call in dropped
+            f"{episode.id}: {answer.call} is not trained"
+            for answer in episode.answers
+            if answer.call in dropped
         ]
 
     async def _get(self, path: str, key: str) -> Any:
@@ -430,24 +434,24 @@ class KillHarness:
         assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
         return response.json()
 
-    # -- the account ---------------------------------------------------------------------------------
+    # -- the report ----------------------------------------------------------------------------------
 
     def table(self) -> str:
         phases = [phase.name.lower() for phase in Phase]
         lines = [f"{'killed':14}{'kills':>7}" + "".join(f"{name:>12}" for name in phases) + f"{'retries':>9}"]
-        for place in (*KillPoint, OUTSIDE, "all"):
-            rows = [kill for kill in self.killed if place in (kill.place, "all")]
+        for point in (*KillPoint, OUTSIDE, "all"):
+            rows = [kill for kill in self.killed if point in (kill.point, "all")]
             cut = [sum(kill.in_flight[phase] for kill in rows) for phase in Phase]
             lines.append(
-                f"{place:14}{len(rows):7}"
+                f"{point:14}{len(rows):7}"
                 + "".join(f"{number:12}" for number in cut)
                 + f"{sum(kill.process.retries for kill in rows):9}"
             )
-        told = [told for episode in self.episodes for told in episode.answers]
+        answers = [answer for episode in self.episodes for answer in episode.answers]
         lines.append(
-            f"{len(self.episodes)} sessions, {len(told)} acknowledged replies with "
-            f"{sum(one.tokens for one in told)} tokens: lost {len(self.lost)}, "
-            f"violations {len(self.violations)}; {self.twins} turns stand on an equal sibling"
+            f"{len(self.episodes)} sessions, {len(answers)} acknowledged replies with "
+            f"{sum(one.tokens for one in answers)} tokens: lost {len(self.lost)}, "
+            f"violations {len(self.violations)}; {self.twins} turns are an equal sibling"
         )
         return "\n".join(lines)
 
@@ -469,7 +473,7 @@ class _Nodes:
         return path[::-1]
 
     def split(self, node: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """What stands before a sampled output on its path, and the output."""
+        """The ids before a sampled output on its path, and those of the output."""
         ids = [token for one in self.path(node) for token in one["ids"]]
         count, origin = node["spans"][-1]
         assert origin == "sampled"
@@ -477,7 +481,7 @@ class _Nodes:
 
 
 def _free_port() -> int:
-    """A port below those that the kernel gives to outgoing connections: it stays free between two lives."""
+    """A port below the ephemeral range, so that it stays free between two processes."""
     for port in Random().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:
             try:
@@ -488,21 +492,21 @@ def _free_port() -> int:
     raise AssertionError("no free port")
 
 
-def _run_kills(folder: Path, places: Sequence[str], seed: int, limit_s: float) -> KillHarness:
+def _run_kills(folder: Path, points: Sequence[str], seed: int, limit_s: float) -> KillHarness:
     async def run() -> KillHarness:
-        ordeal = KillHarness(folder, seed)
+        harness = KillHarness(folder, seed)
         async with asyncio.timeout(limit_s):
-            await ordeal.run(places)
-        return ordeal
+            await harness.run(points)
+        return harness
 
     started = time.monotonic()
-    ordeal = asyncio.run(run())
-    print(f"\nseed {seed}, {time.monotonic() - started:.1f} s\n{ordeal.table()}")
-    assert Counter(kill.place for kill in ordeal.killed) == Counter(places)
-    assert any(episode.answers for episode in ordeal.episodes)
-    assert not ordeal.lost, ordeal.lost[:10]
-    assert not ordeal.violations, ordeal.violations[:10]
-    return ordeal
+    harness = asyncio.run(run())
+    print(f"\nseed {seed}, {time.monotonic() - started:.1f} s\n{harness.table()}")
+    assert Counter(kill.point for kill in harness.killed) == Counter(points)
+    assert any(episode.answers for episode in harness.episodes)
+    assert not harness.lost, harness.lost[:10]
+    assert not harness.violations, harness.violations[:10]
+    return harness
 
 
 def test_three_kills_lose_nothing_acknowledged(tmp_path: Path) -> None:
@@ -513,11 +517,11 @@ def test_three_kills_lose_nothing_acknowledged(tmp_path: Path) -> None:
 def test_fifty_kills_under_load_lose_nothing_acknowledged(tmp_path: Path) -> None:
     seed = int(os.environ.get("BRANCHLINE_KILL_SEED", "0")) or Random().randrange(1, 2**31)
     rng = Random(seed)
-    # Every place four times, in any order behind the first; the rest from outside, at any moment.
-    places: list[str] = [place for place in KillPoint for _ in range(4)]
-    places += [OUTSIDE] * (49 - len(places))
-    rng.shuffle(places)
-    places = [KillPoint.JOURNALED, *places]  # a first process has nothing to replay
-    ordeal = _run_kills(tmp_path, places, seed, limit_s=240)
-    cut = np.sum([kill.in_flight for kill in ordeal.killed], axis=0)
+    # Every kill point four times, in any order after the first kill; the rest from outside.
+    points: list[str] = [point for point in KillPoint for _ in range(4)]
+    points += [OUTSIDE] * (49 - len(points))
+    rng.shuffle(points)
+    points = [KillPoint.JOURNALED, *points]  # a first process has nothing to replay
+    harness = _run_kills(tmp_path, points, seed, limit_s=240)
+    cut = np.sum([kill.in_flight for kill in harness.killed], axis=0)
     assert (cut > 0).all(), "no kill cut a call in some phase"

@@ -1,4 +1,4 @@
-"""Log lines: one for each call and for what becomes of sessions; never a key, and no message unasked."""
+"""Log lines: one per call, and lines of sessions; never a key, and messages only with contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from branchline.runtime.call_record import CallFailure
 from tests.gateway.harness import run
 
 SECRET = "marzipan"
-"""What agents and models talk about here; the letters of it must not be in a log."""
+"""A word in all messages; without contents no log may contain it."""
 TOOLS = [
     {
         "type": "function",
@@ -40,30 +40,30 @@ def _restore_logging() -> Iterator[None]:
     ours.setLevel(level)
 
 
-def rule(ask: ScriptedRequest) -> ScriptedReply:
-    """Does what the prompt asks for; whatever it says or raises speaks of the secret."""
-    if "unexpected" in ask.prompt_text:
-        raise ValueError(ask.prompt_text)
-    if "engine down" in ask.prompt_text:
-        return EngineError(f"the server said: {ask.prompt_text}")
-    if "caused" in ask.prompt_text:
-        return ConnectionRefusedError(ask.prompt_text)
-    if "call a tool" in ask.prompt_text:
+def rule(request: ScriptedRequest) -> ScriptedReply:
+    """Replies or fails as the prompt says; every text contains the secret."""
+    if "unexpected" in request.prompt_text:
+        raise ValueError(request.prompt_text)
+    if "engine down" in request.prompt_text:
+        return EngineError(f"the server said: {request.prompt_text}")
+    if "caused" in request.prompt_text:
+        return ConnectionRefusedError(request.prompt_text)
+    if "call a tool" in request.prompt_text:
         return Message("assistant", SECRET, tool_calls=(ToolCall("look", json.dumps({"at": SECRET})),))
     return f"you like {SECRET}"
 
 
 async def _send_all_requests(gateway: Gateway, http: httpx.AsyncClient) -> tuple[GatewaySession, list[str]]:
-    """Every kind of request, right and wrong; gives the keys that were used."""
+    """Sends valid and invalid requests of every kind; returns the session and all keys used."""
     s = await gateway.session(agent="main", group="g7")
     wrong = "sk-bl-wrong-" + SECRET
     keys = [s.api_key, s.control_key, gateway.admin_key, wrong]
     url = f"{s.base_url}/chat/completions"
-    mine = {"authorization": f"Bearer {s.api_key}"}
+    api_headers = {"authorization": f"Bearer {s.api_key}"}
 
     async def post(content: str = SECRET, key: str = s.api_key, to: str = url, **body: Any) -> int:
-        given = {"model": "toy", "messages": [{"role": "user", "content": content}], **body}
-        answer = await http.post(to, json=given, headers={"authorization": f"Bearer {key}"})
+        body = {"model": "toy", "messages": [{"role": "user", "content": content}], **body}
+        answer = await http.post(to, json=body, headers={"authorization": f"Bearer {key}"})
         return answer.status_code
 
     assert await post() == 200
@@ -81,14 +81,16 @@ async def _send_all_requests(gateway: Gateway, http: httpx.AsyncClient) -> tuple
     assert await post(to=f"{gateway.url}/sessions/{SECRET}/v1/chat/completions") == 404
     assert await post(to=f"{s.base_url}/completions", messages=None, prompt=SECRET) == 200
     for body in (b'{"messages": [{"role": "user", "content": "' + SECRET.encode(), SECRET.encode(), b"\xff"):
-        assert (await http.post(url, content=body, headers=mine)).status_code == 400
+        assert (await http.post(url, content=body, headers=api_headers)).status_code == 400
     assert (await http.post(url, json={}, headers={"x-api-key": wrong})).status_code == 403
     control = f"{gateway.url}/sessions/{s.id}"
     for path in ("/tree", "/reward"):
-        assert (await http.request("GET", control + path, headers=mine)).status_code in (403, 405)
-    paid = {"authorization": f"Bearer {s.control_key}"}
-    assert (await http.post(control + "/reward", content=SECRET, headers=paid)).status_code == 400
-    assert (await http.post(control + "/reward", json={"score": 0.5}, headers=paid)).status_code == 200
+        assert (await http.request("GET", control + path, headers=api_headers)).status_code in (403, 405)
+    control_headers = {"authorization": f"Bearer {s.control_key}"}
+    assert (await http.post(f"{control}/reward", content=SECRET, headers=control_headers)).status_code == 400
+    assert (
+        await http.post(f"{control}/reward", json={"score": 0.5}, headers=control_headers)
+    ).status_code == 200
     admin = {"authorization": f"Bearer {gateway.admin_key}"}
     opened = await http.post(f"{gateway.url}/sessions", json={"metadata": {"about": SECRET}}, headers=admin)
     keys += [opened.json()["api_key"], opened.json()["control_key"]]
@@ -99,7 +101,7 @@ async def _send_all_requests(gateway: Gateway, http: httpx.AsyncClient) -> tuple
 
 
 async def _send_garbage(url: str) -> None:
-    """What is not HTTP at all; the server says so in a line of its own."""
+    """Sends bytes that are not HTTP; the server logs that."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{SECRET} {SECRET}\r\n\r\n".encode())
@@ -109,16 +111,16 @@ async def _send_garbage(url: str) -> None:
 
 
 def _logged_output(format: LogFormat, contents: bool) -> tuple[str, GatewaySession, list[str]]:
-    """All that is logged, at every level, while a gateway has all kinds of visitors."""
+    """All that is logged, at every level, for requests of every kind."""
     stream = io.StringIO()
     found: list[Any] = []
 
     async def test() -> None:
-        note = configure_logging(format, "debug", contents, stream)
+        log_call = configure_logging(format, "debug", contents, stream)
         codec = ToyCodec()
         engine = ScriptedEngine(codec, rule)
         async with (
-            Gateway(engine=engine, codec=codec, observers=[note]) as gateway,
+            Gateway(engine=engine, codec=codec, observers=[log_call]) as gateway,
             httpx.AsyncClient(timeout=20) as http,
         ):
             found.extend(await _send_all_requests(gateway, http))
@@ -129,27 +131,27 @@ def _logged_output(format: LogFormat, contents: bool) -> tuple[str, GatewaySessi
 
 @pytest.mark.parametrize("format", ["text", "json"])
 def test_no_key_and_no_message_is_logged(format: LogFormat) -> None:
-    told, session, keys = _logged_output(format, contents=False)
-    assert SECRET not in told
+    output, session, keys = _logged_output(format, contents=False)
+    assert SECRET not in output
     for key in keys:
-        assert key not in told
-    assert told.count(session.id) > 15
-    assert "ValueError" in told, "the one unexpected error has its traceback"
-    assert "Invalid HTTP request received" in told, "the server's own lines come the same way"
+        assert key not in output
+    assert output.count(session.id) > 15
+    assert "ValueError" in output, "the unexpected error has no traceback"
+    assert "Invalid HTTP request received" in output, "the server's own line is missing"
 
 
 @pytest.mark.parametrize("format", ["text", "json"])
-def test_messages_are_logged_when_asked_for_and_keys_are_not(format: LogFormat) -> None:
-    told, _, keys = _logged_output(format, contents=True)
-    assert told.count(SECRET) > 15
-    assert "you like" in told
+def test_contents_logs_messages_but_no_keys(format: LogFormat) -> None:
+    output, _, keys = _logged_output(format, contents=True)
+    assert output.count(SECRET) > 15
+    assert "you like" in output
     for key in keys:
-        assert key not in told
+        assert key not in output
 
 
-def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
-    told, session, _ = _logged_output("json", contents=False)
-    lines = [json.loads(line) for line in told.splitlines()]
+def test_call_is_one_line_with_all_fields() -> None:
+    output, session, _ = _logged_output("json", contents=False)
+    lines = [json.loads(line) for line in output.splitlines()]
     calls = [line for line in lines if line["logger"] == "branchline.calls"]
     assert len({line["call"] for line in calls}) == len(calls) == 15
     first = calls[0]
@@ -181,7 +183,7 @@ def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
     assert [line["streamed"] for line in calls[:2]] == [False, True]
     assert calls[2]["finish_reasons"] == ["tool_calls"]
     assert calls[3]["sampled_tokens"] == 2 * len(sampled)
-    # A session that is closed does not even read what it is asked.
+    # A closed session does not read the request.
     assert calls[-1] | {"total_s": 0} == {
         "time": calls[-1]["time"],
         "level": "info",
@@ -200,9 +202,9 @@ def test_a_call_is_one_line_with_all_that_is_known_of_it() -> None:
     }
 
 
-def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
-    told, _, _ = _logged_output("json", contents=False)
-    lines = [json.loads(line) for line in told.splitlines()]
+def test_error_has_type_cause_and_field() -> None:
+    output, _, _ = _logged_output("json", contents=False)
+    lines = [json.loads(line) for line in output.splitlines()]
     wrong = [line for line in lines if line["message"] == "call" and line["outcome"] != "ok"]
     assert [(line["outcome"], line["level"], line["error"], line.get("field")) for line in wrong[:6]] == [
         ("failed", "warning", "EngineError", None),
@@ -214,9 +216,9 @@ def test_an_error_is_told_by_its_kind_its_cause_and_its_field() -> None:
     ]
 
 
-def test_sessions_that_open_and_end_have_lines() -> None:
-    told, session, _ = _logged_output("json", contents=False)
-    lines = [json.loads(line) for line in told.splitlines()]
+def test_opened_and_ended_sessions_are_logged() -> None:
+    output, session, _ = _logged_output("json", contents=False)
+    lines = [json.loads(line) for line in output.splitlines()]
     opened, other, ended = [line for line in lines if line["logger"] == "branchline.sessions"]
     assert (opened["message"], opened["session"], opened["agent"]) == ("session opened", session.id, "main")
     assert other["message"] == "session opened"
@@ -224,19 +226,19 @@ def test_sessions_that_open_and_end_have_lines() -> None:
     assert ended["calls"] == 5
 
 
-def test_a_client_that_leaves_is_a_cancelled_call() -> None:
+def test_disconnect_is_logged_as_a_cancelled_call() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
-        note = configure_logging("json", stream=stream)
-        gone = asyncio.Event()
+        log_call = configure_logging("json", stream=stream)
+        recorded = asyncio.Event()
 
-        def noted(record: Any) -> None:
-            note(record)
-            gone.set()
+        def observe(record: Any) -> None:
+            log_call(record)
+            recorded.set()
 
         engine = ScriptedEngine(ToyCodec(), replies("long " * 50), gate=asyncio.Event())
-        async with Gateway(engine=engine, codec=engine.codec, observers=[noted]) as gateway:
+        async with Gateway(engine=engine, codec=engine.codec, observers=[observe]) as gateway:
             s = await gateway.session()
             body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
             head = f"POST /sessions/{s.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
@@ -246,7 +248,7 @@ def test_a_client_that_leaves_is_a_cancelled_call() -> None:
                 client.sendall((head + body).encode())
                 while not engine.received_prompts:
                     await asyncio.sleep(0)
-            await gone.wait()
+            await recorded.wait()
 
     run(test)
     (line,) = [one for one in map(json.loads, stream.getvalue().splitlines()) if one["message"] == "call"]
@@ -254,13 +256,13 @@ def test_a_client_that_leaves_is_a_cancelled_call() -> None:
     assert "sampled_tokens" not in line
 
 
-def test_a_quieter_level_keeps_what_failed() -> None:
+def test_warning_level_keeps_failed_calls() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
-        note = configure_logging("text", "warning", stream=stream)
+        log_call = configure_logging("text", "warning", stream=stream)
         engine = ScriptedEngine(ToyCodec(), rule)
-        async with Gateway(engine=engine, codec=engine.codec, observers=[note]) as gateway:
+        async with Gateway(engine=engine, codec=engine.codec, observers=[log_call]) as gateway:
             s = await gateway.session()
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {s.api_key}"}) as http:
                 for text in ("fine", "engine down"):
@@ -284,14 +286,14 @@ def _record(message: str, **fields: Any) -> logging.LogRecord:
     return record
 
 
-def test_text_is_one_line_whatever_clients_call_themselves() -> None:
+def test_text_is_one_line_for_any_agent_name() -> None:
     line = TextFormatter().format(_record("call", agent="a\nb=c \x9b\x1b[2J", model="x" * 500, total_s=12.34))
     assert line.startswith('1970-01-01T00:00:01.500Z INFO    branchline.calls call agent="a\\nb=c \\u009b')
     assert line.isprintable()
     assert f" model={'x' * 200}… total=12.3s" in line.replace('"', "")
 
 
-def test_json_is_one_line_whatever_it_holds() -> None:
+def test_json_is_one_line_for_any_value() -> None:
     line = JsonFormatter().format(_record("call", agent="a\n\ud800", odd=ValueError, nothing=None))
     assert "\n" not in line
     assert json.loads(line) == {
@@ -304,7 +306,7 @@ def test_json_is_one_line_whatever_it_holds() -> None:
     }
 
 
-def test_what_other_libraries_say_of_a_task_that_failed_quotes_nothing() -> None:
+def test_asyncio_messages_about_failed_tasks_quote_nothing() -> None:
     stream = io.StringIO()
 
     async def test() -> None:
@@ -326,7 +328,7 @@ def test_what_other_libraries_say_of_a_task_that_failed_quotes_nothing() -> None
     assert SECRET not in stream.getvalue()
 
 
-def test_a_traceback_shows_causes_and_leaves_out_their_words() -> None:
+def test_traceback_has_cause_types_without_their_texts() -> None:
     try:
         try:
             raise KeyError(SECRET)
@@ -340,13 +342,13 @@ def test_a_traceback_shows_causes_and_leaves_out_their_words() -> None:
     assert quiet.endswith("EngineError")
 
 
-def test_an_error_that_is_its_own_cause_is_told_once() -> None:
+def test_error_that_is_its_own_cause_appears_once() -> None:
     error = EngineError(SECRET)
     error.__cause__ = error
     assert exception_text(error) == CallFailure.from_error(error).error_type == "EngineError"
 
 
-def test_setting_up_again_replaces_what_was_set_up() -> None:
+def test_second_configure_logging_replaces_the_first() -> None:
     first, second = io.StringIO(), io.StringIO()
     configure_logging(stream=first)
     configure_logging(stream=second)

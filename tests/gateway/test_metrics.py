@@ -1,4 +1,4 @@
-"""What a gateway counts can be read while it runs."""
+"""The metrics of a gateway."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from branchline.core.errors import EngineError
 from tests.gateway.harness import agent, run
 
 
-def test_calls_tokens_times_echoes_and_forks_are_counted() -> None:
+def test_calls_tokens_times_equivalences_and_forks_are_counted() -> None:
     async def test() -> None:
         async with agent("A1 ", EngineError("down"), "A2", "A3") as a:
             await a.ask_text("p")
@@ -14,8 +14,8 @@ def test_calls_tokens_times_echoes_and_forks_are_counted() -> None:
             assert (await a.ask("p", n=0)).status_code == 400
             await a.ask_text("p", "A1", "x")
             await a.ask_text("p")
-            control = {"authorization": f"Bearer {a.session.control_key}"}
-            await a.http.post(f"{a.gateway.url}/sessions/{a.session.id}/finalize", headers=control)
+            url = f"{a.gateway.url}/sessions/{a.session.id}/finalize"
+            await a.http.post(url, headers=a.control_headers)
             text = (await a.http.get(f"{a.gateway.url}/metrics")).text
             for line in (
                 'branchline_calls_total{outcome="ok"} 3.0',

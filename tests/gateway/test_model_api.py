@@ -1,4 +1,4 @@
-"""The model API beside what SCENARIOS part B says: paths, agents, limits, stops, bare prompts."""
+"""The model API: paths, agents, headers, limits, stop strings, raw prompts. Scenarios part B has the rest."""
 
 from __future__ import annotations
 
@@ -8,39 +8,43 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
+from branchline.core.call import Delivery
 from branchline.engines.scripted import ScriptedEngine
+from branchline.engines.vllm import VllmEngine
 from branchline.gateway.config import GatewayConfig
 from branchline.tree.journal import Journal
+from tests.engines.fake_servers import FakeVllm
 from tests.gateway.harness import Agent, agent, run
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-BOTH = Message("assistant", "hm", tool_calls=(ToolCall("look", "{}"), ToolCall("hear", "{}")))
+BOTH = Message("assistant", "hm", tool_calls=(ToolCall("look", "{}"), ToolCall("listen", "{}")))
 
 
 async def _complete(a: Agent, prompt: Any, **body: Any) -> Any:
     return await a.http.post(
         f"{a.session.base_url}/completions",
         json={"prompt": prompt, **body},
-        headers={"authorization": f"Bearer {a.session.api_key}"},
+        headers=a.api_headers,
     )
 
 
 # -- agents ------------------------------------------------------------------------------------------
 
 
-def test_the_agent_is_named_by_header_path_user_field_or_session_in_this_order() -> None:
+def test_agent_is_named_by_header_path_user_field_or_session_in_this_order() -> None:
     async def test() -> None:
         async with agent("x", agent="of the session") as a:
             body = {"messages": [{"role": "user", "content": "p"}]}
-            key = {"authorization": f"Bearer {a.session.api_key}"}
             by_path = a.session.base_url.removesuffix("/v1") + "/agents/the%20path/v1/chat/completions"
-            named = {"x-branchline-agent": "the header"}
-            await a.http.post(by_path, json={**body, "user": "the user"}, headers={**key, **named})
-            await a.http.post(by_path, json={**body, "user": "the user"}, headers=key)
-            await a.http.post(f"{a.gateway.url}/agents/alone/v1/chat/completions", json=body, headers=key)
+            by_header = {**a.api_headers, "x-branchline-agent": "the header"}
+            without_session = f"{a.gateway.url}/agents/alone/v1/chat/completions"
+            await a.http.post(by_path, json={**body, "user": "the user"}, headers=by_header)
+            await a.http.post(by_path, json={**body, "user": "the user"}, headers=a.api_headers)
+            await a.http.post(without_session, json=body, headers=a.api_headers)
             await a.ask_text("p", user="the user")
             await a.ask_text("p")
             lines = await a.timelines()
@@ -52,17 +56,17 @@ def test_the_agent_is_named_by_header_path_user_field_or_session_in_this_order()
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/sessions/{id}/v1/chat", "/what/{id}/v1/models"])
-def test_a_path_that_is_not_there_is_404_in_the_envelope_of_chat(path: str) -> None:
+def test_unknown_path_is_404_in_the_chat_envelope(path: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             url = a.gateway.url + path.format(id=a.session.id)
-            response = await a.http.get(url, headers={"authorization": f"Bearer {a.session.api_key}"})
+            response = await a.http.get(url, headers=a.api_headers)
             assert response.status_code == 404
 
     run(test)
 
 
-def test_a_wrong_method_is_405() -> None:
+def test_wrong_method_is_405() -> None:
     async def test() -> None:
         async with agent("x") as a:
             assert (await a.http.get(f"{a.session.base_url}/chat/completions")).status_code == 405
@@ -71,19 +75,18 @@ def test_a_wrong_method_is_405() -> None:
     run(test)
 
 
-def test_any_model_is_there() -> None:
+def test_any_model_name_exists() -> None:
     async def test() -> None:
         async with agent("x") as a:
-            key = {"authorization": f"Bearer {a.session.api_key}"}
-            listed = await a.http.get(f"{a.session.base_url}/models", headers=key)
-            assert [card["id"] for card in listed.json()["data"]] == ["scripted", "branchline"]
-            one = await a.http.get(f"{a.session.base_url}/models/gpt-5", headers=key)
+            listed = await a.http.get(f"{a.session.base_url}/models", headers=a.api_headers)
+            assert [model["id"] for model in listed.json()["data"]] == ["scripted", "branchline"]
+            one = await a.http.get(f"{a.session.base_url}/models/gpt-5", headers=a.api_headers)
             assert one.json()["id"] == "gpt-5"
 
     run(test)
 
 
-def test_without_keys_everybody_shares_the_default_session() -> None:
+def test_without_keys_all_clients_share_the_default_session() -> None:
     async def test() -> None:
         async with agent("x", config=GatewayConfig(auth=False)) as a:
             url = f"{a.gateway.url}/v1/chat/completions"
@@ -121,7 +124,7 @@ def test_requests_over_a_limit_are_refused_with_the_limit(
     run(test)
 
 
-def test_above_the_set_number_of_generations_clients_are_told_to_come_back() -> None:
+def test_calls_over_max_in_flight_are_429_with_retry_after() -> None:
     async def test() -> None:
         engine = ScriptedEngine(ToyCodec(), gate=asyncio.Event())
         assert engine.gate is not None
@@ -138,9 +141,7 @@ def test_above_the_set_number_of_generations_clients_are_told_to_come_back() -> 
     run(test)
 
 
-def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_whose_journal_failed_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
@@ -153,18 +154,18 @@ def test_a_session_whose_journal_failed_can_be_read_and_takes_nothing_more(
             refused = await a.ask("p", "x", "q")
             assert refused.status_code == 503
             assert "can only be read" in refused.text
-            assert len(a.engine.received_prompts) == sampled, "nothing is sampled that cannot be kept"
+            assert len(a.engine.received_prompts) == sampled, "sampled although the journal has failed"
             assert (await a.get(""))["state"] == "open"
             assert len(await a.timelines()) == 1
 
     run(test)
 
 
-# -- stops -------------------------------------------------------------------------------------------
+# -- stop strings and sampling -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on_behind_its_tokens(stream: bool) -> None:
+def test_stop_string_ends_the_answer_and_the_next_prompt_has_its_tokens(stream: bool) -> None:
     async def test() -> None:
         async with agent("Action: look\nObservation: a door", "done", codec=ToyCodec.chatml()) as a:
             if stream:
@@ -176,7 +177,7 @@ def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on_behind_its_tok
                 assert await a.ask_text("p", stop="\nObservation:") == "Action: look"
             assert a.engine.aborted_count == 1
             assert await a.ask_text("p", "Action: look", "a wall") == "done"
-            # The next prompt holds what was sampled, the stop text too: that is what the model said.
+            # The next prompt has all sampled ids, those of the stop string included.
             assert (
                 a.prompts()[1]
                 == "user:p<end>\nassistant:Action: look\nObservation:<end>\nuser:a wall<end>\nassistant:"
@@ -187,7 +188,7 @@ def test_a_stop_text_ends_the_answer_and_the_conversation_goes_on_behind_its_tok
     run(test)
 
 
-def test_one_call_at_a_time_where_the_client_asks_for_that() -> None:
+def test_parallel_tool_calls_false_gives_one_call_per_answer() -> None:
     async def test() -> None:
         async with agent(BOTH, codec=ToyCodec.chatml()) as a:
             answer = (await a.ask("p", tools=TOOLS, parallel_tool_calls=False)).json()["choices"][0]
@@ -201,7 +202,7 @@ def test_one_call_at_a_time_where_the_client_asks_for_that() -> None:
     run(test)
 
 
-def test_how_a_call_was_sampled_is_recorded_with_it() -> None:
+def test_sampling_parameters_are_recorded_with_the_call() -> None:
     async def test() -> None:
         async with agent("x", sampling_defaults={"top_p": 0.9}, sampling={"temperature": 0.7}) as a:
             await a.ask_text("p", temperature=0, seed=3)
@@ -218,7 +219,7 @@ def test_how_a_call_was_sampled_is_recorded_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_sessions_own_limit_goes_before_the_clients_by_either_name(name: str) -> None:
+def test_session_limit_overrides_the_clients_under_either_name(name: str) -> None:
     async def test() -> None:
         async with agent("a long answer", sampling={"max_tokens": 3}) as a:
             assert await a.ask_text("p", **{name: 9}) == "a l"
@@ -228,10 +229,10 @@ def test_a_sessions_own_limit_goes_before_the_clients_by_either_name(name: str) 
     run(test)
 
 
-# -- bare prompts ------------------------------------------------------------------------------------
+# -- raw prompts -------------------------------------------------------------------------------------
 
 
-def test_a_bare_prompt_is_recorded_to_the_token_and_a_longer_one_goes_on_from_it() -> None:
+def test_raw_prompt_is_recorded_exactly_and_a_longer_one_continues_it() -> None:
     async def test() -> None:
         async with agent("two", "four") as a:
             first = (await _complete(a, "one ", return_token_ids=True, logprobs=0)).json()
@@ -246,14 +247,14 @@ def test_a_bare_prompt_is_recorded_to_the_token_and_a_longer_one_goes_on_from_it
             (line,) = await a.timelines()
             assert bytes(line["ids"]) == b"one two three four"
             assert line["mask"] == [0] * 4 + [1] * 3 + [0] * 7 + [1] * 4
-            # The same words as a conversation are another prompt.
+            # The same text as a conversation is another prompt.
             await a.ask_text("one two")
             assert len(await a.timelines()) == 2
 
     run(test)
 
 
-def test_a_streamed_completion_records_what_a_whole_one_does() -> None:
+def test_streamed_completion_records_the_same_as_a_whole_one() -> None:
     async def test() -> None:
         async with agent("some words", "some words") as a:
             whole = (await _complete(a, "p ", return_token_ids=True)).json()["choices"][0]
@@ -289,15 +290,105 @@ def test_a_streamed_completion_records_what_a_whole_one_does() -> None:
         ({"prompt": "p", "n": 0}, "n"),
     ],
 )
-def test_a_wrong_completion_request_names_its_field(body: dict[str, Any], field: str) -> None:
+def test_invalid_completion_request_names_its_field(body: dict[str, Any], field: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
-            refused = await a.http.post(
-                f"{a.session.base_url}/completions",
-                json=body,
-                headers={"authorization": f"Bearer {a.session.api_key}"},
-            )
+            refused = await a.http.post(f"{a.session.base_url}/completions", json=body, headers=a.api_headers)
             assert refused.status_code == 400, refused.text
             assert refused.json()["error"]["param"] == field
+
+    run(test)
+
+
+# -- headers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_tokens", "answer"), [(3, "a l"), (9, "a long an")])
+@pytest.mark.parametrize("limit", ["", "6"])
+def test_max_tokens_header_limits_the_sessions_own_sampling(max_tokens: int, answer: str, limit: str) -> None:
+    async def test() -> None:
+        async with agent("a long answer", sampling={"max_tokens": max_tokens}) as a:
+            headers = {"x-branchline-max-tokens": limit} if limit else {}
+            assert await a.ask_text("p", headers=headers, max_tokens=6) == (answer[:6] if limit else answer)
+
+    run(test)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x", "1.5", "9" * 11])
+def test_invalid_max_tokens_header_is_refused(limit: str) -> None:
+    async def test() -> None:
+        async with agent("x") as a:
+            refused = await a.ask("p", headers={"x-branchline-max-tokens": limit})
+            assert refused.status_code == 400
+            assert "x-branchline-max-tokens: got" in refused.json()["error"]["message"]
+            assert not a.engine.received_prompts
+
+    run(test)
+
+
+async def _disconnect(a: Agent, server: FakeVllm, **headers: str) -> str:
+    """Streams a call until the server holds, and disconnects; returns its id."""
+    headers["authorization"] = f"Bearer {a.session.api_key}"
+    body = {"messages": [{"role": "user", "content": "p"}], "stream": True}
+    url = f"{a.session.base_url}/chat/completions"
+    async with httpx.AsyncClient() as http, http.stream("POST", url, json=body, headers=headers) as response:
+        line = await anext(response.aiter_lines())
+        await server.is_held.wait()
+        return str(json.loads(line[6:])["id"])
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnected_client_resumes_its_call(named: bool, stream: bool) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.hold_after = 5
+            async with agent(gateway_engine=VllmEngine(server.url), sampling={"max_tokens": 9}) as a:
+                name = {"x-branchline-call": "mine"}
+                call_id = await _disconnect(a, server, **(name if named else {}))
+                server.hold_after = None
+                headers = name if named else {"x-branchline-resume": call_id}
+                response = await a.ask("p", headers=headers, stream=stream)
+                assert response.status_code == 200, response.text
+                if named:
+                    assert response.headers["x-request-id"] == "mine~2"
+                report = (await a.get("/samples"))["report"]
+                assert report["sampled_tokens"] == report["trained_tokens"] == 9
+                assert not report["dropped"]
+                # The second request continued the ids of the first.
+                first, second = (body["prompt"] for body in server.bodies)
+                assert second[: len(first)] == first
+                assert 0 < len(second) - len(first) <= 5
+
+    run(test)
+
+
+def test_call_that_cannot_be_resumed_is_409_and_an_invalid_name_400() -> None:
+    async def test() -> None:
+        async with agent("one", "two") as a:
+            done = await a.ask("p", headers={"x-branchline-call": "mine"})
+            resumed = await a.ask("p", headers={"x-branchline-resume": done.json()["id"]})
+            assert (resumed.status_code, resumed.json()["error"]["code"]) == (409, "conflict")
+            refused = await a.ask("p", headers={"x-branchline-call": "a b"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-branchline-call")
+
+    run(test)
+
+
+def test_disconnect_before_a_buffered_answer_keeps_what_was_sampled() -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.hold_after = 5
+            async with agent(gateway_engine=VllmEngine(server.url), sampling={"max_tokens": 9}) as a:
+                call = asyncio.create_task(a.ask("p"))
+                await server.is_held.wait()
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+                tree = a.session.managed.session.tree
+                while not tree.calls or tree.delivery(tree.calls[0]) != Delivery.CANCELLED:
+                    await asyncio.sleep(0)
+                ids = tree.nodes[-1].sampled_ids
+                assert ids is not None
+                assert 0 < len(ids) <= 5
 
     run(test)

@@ -1,4 +1,4 @@
-"""A process that serves runs on the faster event loop where there is one, and otherwise behaves the same."""
+"""`run_server` runs on uvloop if it is installed and otherwise behaves like `asyncio.run`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from branchline.gateway.process import run_server, tune_gc
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The package that the running loop is to come from."""
-    monkeypatch.setattr(process, "calm_gc", lambda: None)
+def loop_package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The package of the event loop that `run_server` shall use."""
+    monkeypatch.setattr(process, "tune_gc", lambda: None)
     if request.param == "asyncio":
         monkeypatch.setitem(sys.modules, "uvloop", None)  # as if it were not installed
     else:
@@ -26,15 +26,15 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def test_the_result_is_what_the_program_gives(loops: str) -> None:
+def test_result_of_the_coroutine_is_returned(loop_package: str) -> None:
     async def main() -> str:
         await asyncio.sleep(0)
         return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 
-    assert run_server(main()) == loops
+    assert run_server(main()) == loop_package
 
 
-def test_an_error_is_the_programs_own(loops: str) -> None:
+def test_error_of_the_coroutine_is_raised(loop_package: str) -> None:
     async def main() -> None:
         raise LookupError("nothing there")
 
@@ -42,42 +42,42 @@ def test_an_error_is_the_programs_own(loops: str) -> None:
         run_server(main())
 
 
-def test_what_still_runs_at_the_end_is_ended_and_not_left(loops: str) -> None:
-    ends: list[str] = []
+def test_running_tasks_and_generators_are_closed_at_the_end(loop_package: str) -> None:
+    closed: list[str] = []
 
     async def forever() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            ends.append("task")
+            closed.append("task")
 
     async def numbers() -> AsyncIterator[int]:
         try:
             yield 1
         finally:
-            ends.append("generator")
+            closed.append("generator")
 
-    kept = numbers()
+    generator = numbers()
 
     async def main() -> asyncio.AbstractEventLoop:
         running = asyncio.ensure_future(forever())
-        await anext(kept)
+        await anext(generator)
         assert not running.done()
         return asyncio.get_running_loop()
 
     loop = run_server(main())
-    assert sorted(ends) == ["generator", "task"]
+    assert sorted(closed) == ["generator", "task"]
     assert loop.is_closed()
 
 
-def test_a_signal_that_is_handled_interrupts_nothing(loops: str) -> None:
+def test_handled_signal_does_not_interrupt(loop_package: str) -> None:
     async def main() -> str:
-        told = asyncio.Event()
+        received = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, told.set)
+        loop.add_signal_handler(signal.SIGINT, received.set)
         try:
             os.kill(os.getpid(), signal.SIGINT)
-            await told.wait()
+            await received.wait()
         finally:
             loop.remove_signal_handler(signal.SIGINT)
         return "stopped"
@@ -87,44 +87,44 @@ def test_a_signal_that_is_handled_interrupts_nothing(loops: str) -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_signal_that_nobody_handles_ends_the_program_in_order(loops: str) -> None:
-    ends: list[str] = []
+def test_unhandled_interrupt_cancels_the_coroutine(loop_package: str) -> None:
+    ended: list[str] = []
 
     async def main() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         finally:
-            ends.append("main")
+            ended.append("main")
 
     with pytest.raises(KeyboardInterrupt):
         run_server(main())
-    assert ends == ["main"]
+    assert ended == ["main"]
 
 
 @pytest.fixture
-def _own_pace() -> Iterator[None]:
+def _restored_gc() -> Iterator[None]:
     threshold = gc.get_threshold()
     yield
     gc.set_threshold(*threshold)
     gc.unfreeze()
 
 
-@pytest.mark.usefixtures("_own_pace")
-def test_garbage_is_looked_for_rarely_and_not_among_what_is_there() -> None:
-    there = [object()]
+@pytest.mark.usefixtures("_restored_gc")
+def test_tuned_gc_is_rare_and_ignores_existing_objects() -> None:
+    existing = [object()]
     tune_gc()
     assert gc.get_threshold() == (100_000, 20, 50)
     assert gc.get_freeze_count() > 0
-    assert not any(one is there for one in gc.get_objects())
+    assert not any(tracked is existing for tracked in gc.get_objects())
 
 
-def test_serving_is_calm_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_is_tuned_before_the_coroutine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(process, "calm_gc", lambda: order.append("calm"))
+    monkeypatch.setattr(process, "tune_gc", lambda: order.append("tune_gc"))
 
     async def main() -> None:
         order.append("main")
 
     run_server(main())
-    assert order == ["calm", "main"]
+    assert order == ["tune_gc", "main"]

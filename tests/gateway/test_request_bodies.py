@@ -1,4 +1,4 @@
-"""What a session has read before is known by its bytes; what it means does not depend on that."""
+"""Cached messages equal freshly decoded ones."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ MESSAGES = st.lists(
 )
 
 
-def _read(memory: MessageCache, messages: Any) -> list[Any]:
+def _read(cache: MessageCache, messages: Any) -> list[Any]:
     body: Any = READER.read(json.dumps({"messages": messages}).encode())
-    return memory.read_items(body["messages"], lambda raw, place: read_message(raw, "messages", place))
+    return cache.read_items(body["messages"], lambda raw, index: read_message(raw, "messages", index))
 
 
 @given(st.lists(MESSAGES, max_size=4))
-def test_messages_are_the_same_whether_read_before_or_not(requests: list[list[dict[str, str]]]) -> None:
-    memory = MessageCache()
+def test_cached_messages_equal_freshly_read_ones(requests: list[list[dict[str, str]]]) -> None:
+    cache = MessageCache()
     for messages in requests:
-        assert _read(memory, messages) == [read_message(message) for message in messages]
+        assert _read(cache, messages) == [read_message(message) for message in messages]
 
 
-def test_only_what_is_new_is_read() -> None:
-    memory = MessageCache()
-    first = _read(memory, [{"role": "user", "content": "a"}])
-    again = _read(memory, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+def test_only_new_messages_are_decoded() -> None:
+    cache = MessageCache()
+    first = _read(cache, [{"role": "user", "content": "a"}])
+    again = _read(cache, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     assert again[0] is first[0]
-    assert memory.new_bytes == len('{"role": "user", "content": "b"}')
 
 
-def test_a_message_that_cannot_be_read_is_named_by_its_place_every_time() -> None:
-    memory = MessageCache()
+def test_invalid_message_is_named_by_its_index_every_time() -> None:
+    cache = MessageCache()
     for _ in range(2):
         with pytest.raises(MessageError, match=r"messages\[1\].role"):
-            _read(memory, [{"role": "user", "content": "a"}, {"role": "wizard"}])
+            _read(cache, [{"role": "user", "content": "a"}, {"role": "wizard"}])
 
 
 @given(
@@ -60,7 +59,7 @@ def test_a_message_that_cannot_be_read_is_named_by_its_place_every_time() -> Non
         max_leaves=8,
     )
 )
-def test_any_body_is_read_as_its_plain_reading_says(body: Any) -> None:
+def test_any_body_equals_its_plain_decoding(body: Any) -> None:
     data = json.dumps(body).encode()
     found: Any = READER.read(data)
     if isinstance(body, dict) and isinstance(found, dict):
@@ -75,7 +74,7 @@ def test_any_body_is_read_as_its_plain_reading_says(body: Any) -> None:
         assert found == body
 
 
-def test_the_memory_is_given_back_with_the_session() -> None:
+def test_cache_is_cleared_with_the_session() -> None:
     async def test() -> None:
         async with agent("x") as a:
             await a.ask_text("p")
@@ -86,16 +85,15 @@ def test_the_memory_is_given_back_with_the_session() -> None:
     run(test)
 
 
-def test_half_an_emoji_is_no_reason_to_refuse() -> None:
+def test_lone_surrogate_is_accepted() -> None:
     async def test() -> None:
         async with agent("x") as a:
             for body in (
                 b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}',
                 b'{"user": "\\ud83d", "messages": [{"role": "user", "content": "p"}]}',
             ):
-                key = {"authorization": f"Bearer {a.session.api_key}"}
                 url = f"{a.session.base_url}/chat/completions"
-                answer = await a.http.post(url, content=body, headers=key)
+                answer = await a.http.post(url, content=body, headers=a.api_headers)
                 assert answer.status_code == 200, answer.text
 
     run(test)

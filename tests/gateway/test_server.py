@@ -1,4 +1,4 @@
-"""A gateway starts where it is told to, is reached by what it says, and stops whatever is going on."""
+"""A gateway starts, hands out reachable URLs, and stops with calls in any state."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from branchline import ToyCodec
 from branchline.core.call import Delivery
 from branchline.core.errors import InputError
 from branchline.engines.scripted import ScriptedEngine, replies
+from branchline.export.samples import export_samples
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
 from tests.gateway.harness import Agent, agent, run
 
 LONG_DRAIN = GatewayConfig(drain_s=1000)
 NO_DRAIN = GatewayConfig(drain_s=0)
-SAID = "one two three four five six seven"
+REPLY = "one two three four five six seven"
 
 
 def _gateway(**options: Any) -> Gateway:
     return Gateway(engine=ScriptedEngine(ToyCodec()), codec=ToyCodec(), **options)
 
 
-async def _until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
         await asyncio.sleep(0)
 
 
@@ -43,7 +44,7 @@ def _admin(gateway: Gateway) -> dict[str, str]:
 # -- stopping ----------------------------------------------------------------------------------------
 
 
-def test_a_stop_answers_those_who_wait_for_a_session() -> None:
+def test_stop_ends_waits_for_a_session() -> None:
     async def test() -> None:
         async with agent("x", config=LONG_DRAIN) as a:
             waiting = asyncio.create_task(a.get("/wait?timeout_s=3000"))
@@ -57,20 +58,20 @@ def test_a_stop_answers_those_who_wait_for_a_session() -> None:
 
 
 async def _half_streamed(a: Agent) -> asyncio.Task[str]:
-    """A streamed call of which the first words have come and the rest is held; what its client reads."""
+    """A streamed call after its first chunk, with the engine held; the task returns the text received."""
     gate, begun = a.engine.gate, asyncio.Event()
     assert gate is not None
 
     async def read() -> str:
-        heard = ""
-        url, key = f"{a.session.base_url}/chat/completions", {"authorization": f"Bearer {a.session.api_key}"}
+        text = ""
+        url = f"{a.session.base_url}/chat/completions"
         body = {"messages": [{"role": "user", "content": "p"}], "stream": True}
-        async with a.http.stream("POST", url, json=body, headers=key) as response:
+        async with a.http.stream("POST", url, json=body, headers=a.api_headers) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    heard += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                    text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
                 begun.set()
-        return heard
+        return text
 
     async def one_chunk() -> None:
         await _until(lambda: bool(a.engine.received_prompts))
@@ -78,30 +79,30 @@ async def _half_streamed(a: Agent) -> asyncio.Task[str]:
         await asyncio.sleep(0)
         gate.clear()
 
-    reading = asyncio.create_task(read())
+    received = asyncio.create_task(read())
     await one_chunk()
     await begun.wait()
-    return reading
+    return received
 
 
-def _held() -> ScriptedEngine:
-    return ScriptedEngine(ToyCodec(), replies(SAID), gate=asyncio.Event())
+def _held_engine() -> ScriptedEngine:
+    return ScriptedEngine(ToyCodec(), replies(REPLY), gate=asyncio.Event())
 
 
-@pytest.mark.parametrize("how", ["drained", "hurried"])
-def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["drain_s", "stop_now"])
+def test_call_that_exceeds_the_drain_time_is_recorded_as_cancelled(how: str, tmp_path: Path) -> None:
     async def test() -> None:
-        config = NO_DRAIN if how == "drained" else LONG_DRAIN
-        async with agent(engine=_held(), config=config, journal=tmp_path / "j") as a:
-            reading = await _half_streamed(a)
+        config = NO_DRAIN if how == "drain_s" else LONG_DRAIN
+        async with agent(engine=_held_engine(), config=config, journal=tmp_path / "j") as a:
+            received = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
-            if how == "hurried":
+            if how == "stop_now":
                 await _until(lambda: a.gateway.sessions.stopping.is_set())
                 assert not stopping.done()
                 a.gateway.stop_now()
             await stopping
             with pytest.raises(httpx.RemoteProtocolError):
-                await reading
+                await received
             session_id = a.session.id
         async with _gateway(journal=tmp_path / "j") as again:
             tree = again.sessions.get(session_id).session.tree
@@ -109,21 +110,21 @@ def test_a_call_that_does_not_end_is_broken_off_and_kept_as_far_as_it_came(how: 
             assert tree.delivery(call) == Delivery.CANCELLED
             text = tree.nodes[call.outputs[0]].message.content
             assert text
-            assert SAID.startswith(text)
-            assert text != SAID
+            assert REPLY.startswith(text)
+            assert text != REPLY
 
     run(test)
 
 
-def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops() -> None:
+def test_call_that_ends_within_the_drain_time_is_delivered() -> None:
     async def test() -> None:
-        async with agent(engine=_held(), config=LONG_DRAIN) as a:
-            reading = await _half_streamed(a)
+        async with agent(engine=_held_engine(), config=LONG_DRAIN) as a:
+            received = await _half_streamed(a)
             stopping = asyncio.create_task(a.gateway.stop())
             await _until(lambda: a.gateway.sessions.stopping.is_set())
             assert a.engine.gate is not None
             a.engine.gate.set()
-            assert await reading == SAID
+            assert await received == REPLY
             await stopping
             (call,) = a.session.managed.session.tree.calls
             assert a.session.managed.session.tree.delivery(call) == Delivery.DELIVERED
@@ -131,21 +132,21 @@ def test_a_call_that_ends_in_time_is_answered_while_the_gateway_stops() -> None:
     run(test)
 
 
-def test_a_policy_that_is_paused_does_not_hold_up_a_stop() -> None:
+def test_paused_policy_does_not_block_a_stop() -> None:
     async def test() -> None:
         async with agent("x", config=NO_DRAIN) as a:
             await a.gateway.app.router.pause()
-            asking = asyncio.create_task(a.ask("p"))
+            answer = asyncio.create_task(a.ask("p"))
             await _until(lambda: bool(a.engine.received_prompts))
             await a.gateway.stop()
-            refused = await asking
+            refused = await answer
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert not a.session.managed.session.tree.calls
 
     run(test)
 
 
-def test_a_client_that_never_sends_its_body_does_not_hold_up_a_stop() -> None:
+def test_unfinished_request_body_does_not_block_a_stop() -> None:
     async def test() -> None:
         async with agent("x", config=NO_DRAIN) as a:
             host, _, port = a.gateway.url.removeprefix("http://").rpartition(":")
@@ -168,7 +169,7 @@ def test_stopping_twice_is_fine() -> None:
     run(test)
 
 
-def test_signals_are_left_to_the_program() -> None:
+def test_gateway_installs_no_signal_handlers() -> None:
     async def test() -> None:
         before = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
         async with _gateway():
@@ -177,7 +178,7 @@ def test_signals_are_left_to_the_program() -> None:
     run(test)
 
 
-def test_a_gateway_that_cannot_start_lets_go_of_its_journal(tmp_path: Path) -> None:
+def test_gateway_that_cannot_start_closes_its_journal(tmp_path: Path) -> None:
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
             await _gateway(journal=tmp_path / "j", port=taken.getsockname()[1]).start()
@@ -208,7 +209,7 @@ def _has_ipv6() -> bool:
         pytest.param("::", "http://[::1]:", marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6")),
     ],
 )
-def test_the_addresses_it_hands_out_can_be_used(host: str, local: str) -> None:
+def test_urls_of_sessions_are_reachable(host: str, local: str) -> None:
     async def test() -> None:
         async with _gateway(host=host) as gateway, httpx.AsyncClient() as http:
             assert gateway.url.startswith(local)
@@ -225,35 +226,38 @@ def test_the_addresses_it_hands_out_can_be_used(host: str, local: str) -> None:
     run(test)
 
 
-def test_clients_are_told_the_address_they_came_by_or_the_public_one() -> None:
+def test_session_urls_have_the_requests_host_or_the_public_url() -> None:
     async def test() -> None:
         async with httpx.AsyncClient() as http:
-            for public, told in (("", "http://box:81"), ("https://bl.example/x/", "https://bl.example/x")):
+            for public, expected in (
+                ("", "http://box:81"),
+                ("https://bl.example/x/", "https://bl.example/x"),
+            ):
                 async with _gateway(host="0.0.0.0", config=GatewayConfig(public_url=public)) as gateway:
                     port = gateway._port
                     headers = {**_admin(gateway), "host": "box:81"}
                     opened = await http.post(f"http://127.0.0.1:{port}/sessions", headers=headers)
-                    assert opened.json()["anthropic_base_url"].startswith(f"{told}/sessions/")
+                    assert opened.json()["anthropic_base_url"].startswith(f"{expected}/sessions/")
                     inside = (await gateway.session()).base_url
-                    assert inside.startswith(f"{told if public else gateway.url}/sessions/")
+                    assert inside.startswith(f"{expected if public else gateway.url}/sessions/")
 
     run(test)
 
 
-def test_a_public_address_must_be_one() -> None:
+def test_public_url_must_be_a_url() -> None:
     with pytest.raises(InputError, match="public_url: got 'box:81', expected http://HOST"):
         GatewayConfig(public_url="box:81")
 
 
 # -- without keys ------------------------------------------------------------------------------------
 
-OPEN = GatewayConfig(auth=False)
+NO_AUTH = GatewayConfig(auth=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "box"])
-def test_without_keys_nothing_but_loopback_is_listened_on(host: str, tmp_path: Path) -> None:
+def test_without_keys_only_loopback_is_allowed(host: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="expected loopback"):
-        _gateway(host=host, config=OPEN, journal=tmp_path / "j")
+        _gateway(host=host, config=NO_AUTH, journal=tmp_path / "j")
     assert not (tmp_path / "j").exists()
 
 
@@ -272,7 +276,7 @@ def test_without_keys_nothing_but_loopback_is_listened_on(host: str, tmp_path: P
         ({}, 200),
     ],
 )
-def test_without_keys_a_page_from_elsewhere_can_do_nothing(headers: dict[str, str], status: int) -> None:
+def test_without_keys_other_origins_are_refused(headers: dict[str, str], status: int) -> None:
     async def test() -> None:
         config = GatewayConfig(auth=False, public_url="https://bl.example")
         async with agent("x", config=config) as a:
@@ -289,7 +293,7 @@ def test_without_keys_a_page_from_elsewhere_can_do_nothing(headers: dict[str, st
     run(test)
 
 
-def test_with_keys_it_does_not_matter_where_a_request_comes_from() -> None:
+def test_with_keys_any_origin_is_accepted() -> None:
     async def test() -> None:
         async with agent("x") as a:
             headers = {"origin": "https://app.example", "host": "app.example"}
@@ -298,23 +302,23 @@ def test_with_keys_it_does_not_matter_where_a_request_comes_from() -> None:
     run(test)
 
 
-def test_behind_a_default_session_that_has_ended_comes_another(tmp_path: Path) -> None:
+def test_new_default_session_follows_an_ended_one(tmp_path: Path) -> None:
     async def test() -> None:
         async def call(gateway: Gateway) -> list[str]:
             body = {"messages": [{"role": "user", "content": "p"}]}
             answer = await http.post(f"{gateway.url}/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
-            return [live.id for live in gateway.sessions if live.session.tree.calls and not live.is_closed]
+            return [one.id for one in gateway.sessions if one.session.tree.calls and not one.is_closed]
 
         async with httpx.AsyncClient() as http:
-            async with _gateway(config=OPEN, journal=tmp_path / "j") as gateway:
+            async with _gateway(config=NO_AUTH, journal=tmp_path / "j") as gateway:
                 assert await call(gateway) == ["default"]
                 gateway.sessions.get("default").last_used -= 10**6
                 await gateway.sessions.expire_idle(gateway.app.config.idle_s)
                 assert await call(gateway) == ["default-2"]
                 assert await call(gateway) == ["default-2"]
                 await gateway.sessions.end_session(gateway.sessions.get("default-2"), "aborted")
-            async with _gateway(config=OPEN, journal=tmp_path / "j") as again:
+            async with _gateway(config=NO_AUTH, journal=tmp_path / "j") as again:
                 again.sessions.evict(again.sessions.get("default"))
                 assert await call(again) == ["default-3"]
 
@@ -324,37 +328,42 @@ def test_behind_a_default_session_that_has_ended_comes_another(tmp_path: Path) -
 # -- a session in a program --------------------------------------------------------------------------
 
 
-def test_a_session_can_be_read_waited_for_and_completed_in_a_program() -> None:
+def test_session_of_a_program_is_exported_waited_for_and_completed() -> None:
     async def test() -> None:
         async with agent("A1", "A2") as a:
             assert await a.session.wait(0) == "open"
             await a.ask_text("p")
             waiting = asyncio.create_task(a.session.wait())
-            assert len((await a.session.samples())["samples"]) == 1
+            assert len((await a.session.export()).samples) == 1
             await a.session.complete("done")
             assert await waiting == "completed"
             assert a.session.managed.reason == "done"
             await a.ask_text("p", "A1", "q")
-            assert (await a.session.finalize())["report"] == (await a.session.samples())["report"]
+            export = await a.session.finalize()
+            samples = export_samples(a.session.managed.session.tree, session=a.session.id).samples
+            assert [one.response_ids.tolist() for one in export.samples] == [
+                one.response_ids.tolist() for one in samples
+            ]
+            assert export.report == (await a.session.export()).report
             assert await a.session.wait() == "finalized"
 
     run(test)
 
 
-def test_many_generations_at_once_are_taken_unless_told_otherwise() -> None:
+def test_default_max_in_flight() -> None:
     assert GatewayConfig().max_in_flight >= 2048
 
 
-def test_a_long_bare_prompt_is_encoded_beside_the_event_loop() -> None:
+def test_long_raw_prompt_is_encoded_in_a_thread() -> None:
     async def test() -> None:
         threads: dict[int, bool] = {}
 
-        class Watched(ToyCodec):
+        class RecordingCodec(ToyCodec):
             def encode(self, text: str) -> Any:
                 threads[len(text)] = threading.current_thread() is threading.main_thread()
                 return super().encode(text)
 
-        async with agent("x", "x", codec=Watched()) as a:
+        async with agent("x", "x", codec=RecordingCodec()) as a:
             for length in (10, 200_000):
                 answer = await a.http.post(
                     f"{a.session.base_url}/completions",

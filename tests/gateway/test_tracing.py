@@ -1,4 +1,4 @@
-"""Spans: a session is one trace, its calls are spans below it."""
+"""A session is one trace, its calls are spans under its root span."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -25,11 +25,17 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 LOOK = Message("assistant", "", reasoning_content="hm", tool_calls=(ToolCall("look", '{"at": 1}', "call_1"),))
 
 
-def _attributes(span: ReadableSpan) -> dict[str, Any]:
+def _attributes(span: ReadableSpan | Event) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
+def _times(span: ReadableSpan) -> tuple[int, int]:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return span.start_time, span.end_time
+
+
+def test_session_is_one_trace_with_its_calls_under_the_root_span() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -46,7 +52,7 @@ def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
         assert span.context.trace_id == root.context.trace_id
         assert span.parent is not None
         assert span.parent.span_id == root.context.span_id
-        assert root.start_time <= span.start_time <= span.end_time <= root.end_time
+        assert _times(root)[0] <= _times(span)[0] <= _times(span)[1] <= _times(root)[1]
     assert first.context.span_id != second.context.span_id
     assert (root.name, root.kind, root.status.status_code) == (
         "invoke_agent main",
@@ -67,7 +73,7 @@ def test_a_session_is_one_trace_and_its_calls_are_spans_below_its_own() -> None:
     }
 
 
-def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_conventions() -> None:
+def test_call_span_follows_the_genai_conventions() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -82,19 +88,20 @@ def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_convent
         SpanKind.CLIENT,
         StatusCode.UNSET,
     )
-    told = _attributes(span)
-    assert told.pop("gen_ai.response.id").startswith("chatcmpl-")
-    assert told.pop("gen_ai.conversation.id") == _attributes(first)["gen_ai.conversation.id"]
+    attributes = _attributes(span)
+    assert attributes.pop("gen_ai.response.id").startswith("chatcmpl-")
+    assert attributes.pop("gen_ai.conversation.id") == _attributes(first)["gen_ai.conversation.id"]
     events = {event.name: event for event in span.events}
     assert list(events) == [f"branchline.{phase}" for phase in ("prepare", "queue", "generate", "commit")]
     times = [event.timestamp for event in span.events]
     assert times == sorted(times)
-    assert span.start_time <= times[0]
-    assert times[-1] <= span.end_time
-    waited = sum(events[f"branchline.{phase}"].attributes["seconds"] for phase in ("prepare", "queue"))
-    assert told.pop("gen_ai.response.time_to_first_chunk") == pytest.approx(waited)
+    start, end = _times(span)
+    assert start <= times[0]
+    assert times[-1] <= end
+    waited = sum(_attributes(events[f"branchline.{phase}"])["seconds"] for phase in ("prepare", "queue"))
+    assert attributes.pop("gen_ai.response.time_to_first_chunk") == pytest.approx(waited)
     prompt = len("user:p\nassistant:A1user:x\nassistant:")
-    assert told == {
+    assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "branchline",
         "gen_ai.agent.name": "main",
@@ -121,14 +128,13 @@ def test_a_call_says_what_was_asked_and_what_it_cost_in_the_words_of_the_convent
     }
 
 
-def test_a_bare_prompt_is_a_text_completion() -> None:
+def test_raw_prompt_is_a_text_completion() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
         async with collector.agent("A1") as a:
-            key = {"authorization": f"Bearer {a.session.api_key}"}
             body = {"prompt": "once", "model": "toy"}
-            answer = await a.http.post(f"{a.session.base_url}/completions", json=body, headers=key)
+            answer = await a.http.post(f"{a.session.base_url}/completions", json=body, headers=a.api_headers)
             assert answer.status_code == 200
 
     run(test)
@@ -138,7 +144,7 @@ def test_a_bare_prompt_is_a_text_completion() -> None:
 
 
 @pytest.mark.parametrize("contents", [False, True])
-def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> None:
+def test_failed_call_has_the_error_type_and_quotes_only_with_contents(contents: bool) -> None:
     collector = SpanCollector(contents)
 
     async def test() -> None:
@@ -155,15 +161,15 @@ def test_what_failed_says_how_and_quotes_only_when_asked_to(contents: bool) -> N
     assert "gen_ai.usage.input_tokens" not in _attributes(failed)
     assert _attributes(refused)["error.type"] == "MessageError"
     assert refused.name == "chat"
-    for span, words in ((failed, f"no {SECRET}"), (refused, f"temperature: got '{SECRET}'")):
+    for span, message in ((failed, f"no {SECRET}"), (refused, f"temperature: got '{SECRET}'")):
         assert span.status.status_code is StatusCode.ERROR
-        assert (words in str(span.status.description)) == contents
+        assert (message in str(span.status.description)) == contents
     (root,) = collector.roots
     assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "no use")
     assert _attributes(root)["error.type"] == "aborted"
 
 
-def test_messages_are_in_no_span_unless_asked_for() -> None:
+def test_spans_contain_no_messages_by_default() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -179,7 +185,7 @@ def test_messages_are_in_no_span_unless_asked_for() -> None:
         assert SECRET not in span.to_json()
 
 
-def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
+def test_messages_follow_the_conventions_with_contents() -> None:
     collector = SpanCollector(contents=True)
 
     async def test() -> None:
@@ -212,7 +218,7 @@ def test_messages_have_the_shape_of_the_conventions_when_asked_for() -> None:
     assert json.loads(second["gen_ai.output.messages"])[0]["parts"] == [{"type": "text", "content": "done"}]
 
 
-def test_the_span_a_client_calls_from_is_linked() -> None:
+def test_client_span_is_linked() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -232,7 +238,7 @@ def test_the_span_a_client_calls_from_is_linked() -> None:
 # -- sessions ----------------------------------------------------------------------------------------
 
 
-def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: Path) -> None:
+def test_restarted_gateway_continues_the_same_trace(tmp_path: Path) -> None:
     before, after = SpanCollector(), SpanCollector()
 
     async def test() -> None:
@@ -255,16 +261,16 @@ def test_a_gateway_that_is_started_again_goes_on_with_the_same_trace(tmp_path: P
             await gateway.sessions.end_session(gateway.sessions.get("s1"), "finalized")
 
     run(test)
-    assert not before.roots, "a session that a journal keeps is not over"
+    assert not before.roots, "a session in a journal is not over"
     (root,), (first,), (second,) = after.roots, before.calls, after.calls
     assert first.context.trace_id == second.context.trace_id == root.context.trace_id
     assert first.parent is not None
     assert second.parent is not None
     assert first.parent.span_id == second.parent.span_id == root.context.span_id
-    assert root.start_time <= first.start_time
+    assert _times(root)[0] <= _times(first)[0]
 
 
-def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
+def test_sessions_without_a_journal_end_with_the_gateway() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -278,7 +284,7 @@ def test_sessions_that_nothing_keeps_end_with_the_gateway() -> None:
     assert root.context.trace_id == collector.calls[0].context.trace_id
 
 
-def test_the_same_name_in_another_gateway_is_another_trace() -> None:
+def test_same_session_id_in_another_gateway_is_another_trace() -> None:
     collector = SpanCollector()
 
     async def test() -> None:
@@ -291,15 +297,15 @@ def test_the_same_name_in_another_gateway_is_another_trace() -> None:
     assert len({span.context.trace_id for span in collector.spans}) == 2
 
 
-@pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0, 0), (0.5, 1, 9), (1.0, 10, 10)])
-def test_a_sampler_keeps_all_of_a_session_or_nothing(ratio: float, least: int, most: int) -> None:
+@pytest.mark.parametrize(("ratio", "min_count", "max_count"), [(0.0, 0, 0), (0.5, 1, 9), (1.0, 10, 10)])
+def test_sampler_keeps_all_spans_of_a_session_or_none(ratio: float, min_count: int, max_count: int) -> None:
     collector = SpanCollector(sampler=ParentBased(TraceIdRatioBased(ratio)))
 
     async def test() -> None:
         async with collector.agent("A1") as a:
             for number in range(10):
                 session = await a.gateway.session(id=f"s{number}")
-                # What the trace's id is made from, so that the same ones are kept every time.
+                # The trace id depends on it: with fixed times the same sessions are kept every time.
                 session.managed.created_at = float(number)
                 one = replace(a, session=session)
                 await one.ask_text("p")
@@ -307,5 +313,5 @@ def test_a_sampler_keeps_all_of_a_session_or_nothing(ratio: float, least: int, m
 
     run(test)
     traces = [span.context.trace_id for span in collector.spans]
-    assert least <= len(set(traces)) <= most
+    assert min_count <= len(set(traces)) <= max_count
     assert all(traces.count(trace) == 3 for trace in traces)

@@ -1,4 +1,4 @@
-"""Spans on their way: they go where the environment says, and nobody waits for whoever collects them."""
+"""Spans are sent to the collector of the environment; no call waits for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.server import Gateway
 from branchline.gateway.tracing import CAPTURE_CONTENT_VARIABLE, Tracing
 from tests.gateway.harness import run
-from tests.gateway.otel import SpanCollector
-from tests.gateway.otlp_receiver import OtlpReceiver
+from tests.gateway.otel import OtlpReceiver, SpanCollector
 
 SECRET = "marzipan"
 
@@ -28,9 +27,9 @@ def receiver() -> Iterator[OtlpReceiver]:
         yield running
 
 
-async def _traced(tracing: Tracing, said: str = "A1") -> float:
-    """Ten calls of one session; how long the slowest took."""
-    engine = ScriptedEngine(ToyCodec(), replies(said))
+async def _run_calls(tracing: Tracing) -> float:
+    """Runs ten calls of one session; returns the duration of the slowest."""
+    engine = ScriptedEngine(ToyCodec(), replies("A1"))
     slowest = 0.0
     async with Gateway(
         engine=engine,
@@ -51,7 +50,7 @@ async def _traced(tracing: Tracing, said: str = "A1") -> float:
 
 
 @pytest.mark.parametrize("contents", ["", "false", "true", "SPAN_ONLY"])
-def test_spans_go_where_the_environment_says(
+def test_spans_are_sent_to_the_collector_of_the_environment(
     contents: str, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
@@ -60,7 +59,7 @@ def test_spans_go_where_the_environment_says(
     tracing = Tracing.from_environment()
 
     async def test() -> None:
-        await _traced(tracing)
+        await _run_calls(tracing)
 
     run(test)
     assert tracing.close()
@@ -73,7 +72,7 @@ def test_spans_go_where_the_environment_says(
     assert (SECRET in str(receiver.spans)) == (contents in ("true", "SPAN_ONLY"))
 
 
-def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_name_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "rollouts")
     tracing = Tracing.from_environment()
@@ -81,42 +80,42 @@ def test_a_service_has_the_name_it_is_given(monkeypatch: pytest.MonkeyPatch) -> 
     assert tracing.close()
 
 
-def test_a_collector_that_never_answers_costs_no_call_anything_and_stopping_little(
+def test_collector_that_never_answers_delays_no_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    silent = OtlpReceiver()  # it listens, and nobody answers
+    silent = OtlpReceiver()  # it listens but does not answer
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{silent.url}/v1/traces")
-    # Spans are sent as soon as there are two: while calls go on.
+    # Spans are sent in pairs, while calls are running.
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
     tracing = Tracing.from_environment()
 
     async def test() -> None:
-        assert await _traced(tracing) < 5
+        assert await _run_calls(tracing) < 5
 
     run(test)
     began = time.perf_counter()
     assert not tracing.close(timeout_s=0.2)
     assert time.perf_counter() - began < 5
     assert not silent.spans
-    with silent:  # now it does: what tries again and again would disturb the tests that follow
+    with silent:  # now it answers, so that no retrying thread outlives this test
         for thread in threading.enumerate():
             if thread.name == "branchline-last-spans":
                 thread.join()
     assert len(silent.spans) == 11
 
 
-def test_a_provider_of_the_program_is_flushed_and_left_running() -> None:
+def test_foreign_provider_is_flushed_and_not_shut_down() -> None:
     collector = SpanCollector()
     assert collector.tracing.close()
 
     async def test() -> None:
-        await _traced(collector.tracing)
+        await _run_calls(collector.tracing)
 
     run(test)
     assert len(collector.spans) == 11
 
 
-def test_a_span_that_cannot_be_made_harms_no_call(
+def test_span_that_fails_does_not_fail_its_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector = SpanCollector()
@@ -128,7 +127,7 @@ def test_a_span_that_cannot_be_made_harms_no_call(
     monkeypatch.setattr("branchline.gateway.tracing.session_attributes", fail)
 
     async def test() -> None:
-        await _traced(collector.tracing)
+        await _run_calls(collector.tracing)
 
     run(test)
     assert caplog.text.count("a span could not be made") == 11
@@ -136,13 +135,13 @@ def test_a_span_that_cannot_be_made_harms_no_call(
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
-def test_a_protocol_that_is_not_spoken_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_otlp_protocol_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "grpc")
     with pytest.raises(InputError, match="got 'grpc', expected http/protobuf"):
         Tracing.from_environment()
 
 
-def test_a_provider_that_makes_no_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_without_sdk_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     with pytest.raises(InputError, match="expected the SDK's, enabled"):
         Tracing(TracerProvider(shutdown_on_exit=False))

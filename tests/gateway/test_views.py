@@ -1,4 +1,4 @@
-"""Views are read while calls go on."""
+"""Views read a snapshot while calls continue."""
 
 from __future__ import annotations
 
@@ -8,46 +8,52 @@ from typing import Any
 
 import pytest
 
-import branchline.gateway.views as views
+from branchline.gateway import views
+from branchline.runtime import managed_session
 from tests.gateway.harness import agent, run
 
 
 @pytest.mark.parametrize(
-    ("path", "part"), [("/tree", "judge"), ("/samples", "export_samples"), ("/timelines", "timelines_of")]
+    ("path", "module", "function"),
+    [
+        ("/tree", views, "classify_forks"),
+        ("/samples", managed_session, "export_samples"),
+        ("/timelines", views, "timelines_of"),
+    ],
 )
-def test_a_call_does_not_wait_for_a_view_that_takes_its_time(
-    path: str, part: str, monkeypatch: pytest.MonkeyPatch
+def test_call_does_not_wait_for_a_slow_view(
+    path: str, module: Any, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    was_let: list[bool] = []
-    real = getattr(views, part)
+    started, resume = threading.Event(), threading.Event()
+    was_resumed: list[bool] = []
+    original = getattr(module, function)
 
-    def slow(*given: Any, **more: Any) -> Any:
-        begun.set()
-        was_let.append(go_on.wait(10))
-        return real(*given, **more)
+    def slow(*args: Any, **options: Any) -> Any:
+        started.set()
+        was_resumed.append(resume.wait(10))
+        return original(*args, **options)
 
     async def test() -> None:
         async with agent("A1", "A2") as a:
             await a.ask_text("p")
-            monkeypatch.setattr(views, part, slow)
-            reading = asyncio.create_task(a.get(path))
-            await asyncio.to_thread(begun.wait, 10)
+            monkeypatch.setattr(module, function, slow)
+            response = asyncio.create_task(a.get(path))
+            await asyncio.to_thread(started.wait, 10)
             await a.ask_text("p", "A1", "q")
-            go_on.set()
-            told = await reading
-            assert was_let == [True]
-            # It shows what there was when it was asked for.
-            assert "A2" not in str(told)
+            resume.set()
+            view = await response
+            assert was_resumed == [True]
+            # It shows the tree at the time of the request.
+            assert "A2" not in str(view)
             assert len(a.session.managed.session.tree.calls) == 2
-            monkeypatch.setattr(views, part, real)
-            calls = len(told["nodes"]) if path == "/tree" else len(told[path[1:]][0]["calls"])
+            monkeypatch.setattr(module, function, original)
+            calls = len(view["nodes"]) if path == "/tree" else len(view[path[1:]][0]["calls"])
             assert calls == (2 if path == "/tree" else 1)
 
     run(test)
 
 
-def test_a_sample_says_which_group_it_belongs_to_and_what_was_said_of_its_session() -> None:
+def test_sample_has_the_group_and_metadata_of_its_session() -> None:
     async def test() -> None:
         async with agent("A1", group="g7", metadata={"task": 3}) as a:
             await a.ask_text("p")

@@ -1,4 +1,4 @@
-"""New weights under eight streams of a real gateway: no client notices, and the tree knows which is which."""
+"""A weight update during eight streams: no stream breaks, and the tree has the version of every token."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from tests.engines.tiny_model import (
 
 OLD, NEW = 3, 4
 TOKENS, FORWARDS = 60, 25
-"""What each stream samples, and the step that the pause falls into."""
+"""Tokens per stream, and the forward pass during which the policy is paused."""
 QUESTIONS = [f"question {n} " * (1 + 3 * n) for n in range(8)]
 
 
-def messages(*said: str) -> list[dict[str, str]]:
-    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(said)]
+def messages(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(texts)]
 
 
 class Client:
-    """A client that streams, and believes only what it reads."""
+    """A streaming client that checks the stream it reads."""
 
     def __init__(self, http: httpx.AsyncClient, session: GatewaySession) -> None:
         self.http, self.session = http, session
         self.text, self.finish, self.events = "", None, 0
 
-    async def ask(self, *said: str) -> None:
+    async def ask(self, *texts: str) -> None:
         body = {
             "model": "toy",
-            "messages": messages(*said),
+            "messages": messages(*texts),
             "temperature": 0,
             "max_tokens": TOKENS,
             "stream": True,
@@ -73,23 +73,23 @@ class Client:
 
 
 def outputs(line: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
-    """For each run of sampled ids: all ids before it, the run, its versions."""
+    """For each run of sampled ids: all ids before it, the run itself, its versions."""
     runs, start, mask = [], 0, [*line["mask"], 0]
-    for place, is_sampled in enumerate(mask):
-        if is_sampled and (place == 0 or not mask[place - 1]):
-            start = place
-        elif not is_sampled and place and mask[place - 1]:
-            runs.append((line["ids"][:start], line["ids"][start:place], line["versions"][start:place]))
+    for index, is_sampled in enumerate(mask):
+        if is_sampled and (index == 0 or not mask[index - 1]):
+            start = index
+        elif not is_sampled and index and mask[index - 1]:
+            runs.append((line["ids"][:start], line["ids"][start:index], line["versions"][start:index]))
     return runs
 
 
 async def fresh(seed: int, ids: list[int], max_tokens: int) -> list[int]:
-    """What an engine that never knew other weights samples behind these ids."""
+    """The ids that a new engine with these weights samples after a prompt."""
     async with running_engine(tiny_model(seed)) as engine:
         return (await collect(engine, as_ids(ids), greedy(max_tokens))).ids
 
 
-def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
+def test_eight_streams_continue_under_new_weights_with_versions_per_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
@@ -102,9 +102,9 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
             httpx.AsyncClient(timeout=60) as http,
         ):
 
-            async def policy(verb: str, **given: int) -> dict[str, Any]:
+            async def policy(verb: str, **body: int) -> dict[str, Any]:
                 keys = {"authorization": f"Bearer {gateway.admin_key}"}
-                response = await http.post(f"{gateway.url}/policy/{verb}", json=given, headers=keys)
+                response = await http.post(f"{gateway.url}/policy/{verb}", json=body, headers=keys)
                 assert response.status_code == 200, response.text
                 return dict(response.json())
 
@@ -118,10 +118,10 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
             gate = ForwardGate(model, FORWARDS)
 
             async def pause_in_a_step() -> None:
-                asked = asyncio.create_task(pause())
+                pausing = asyncio.create_task(pause())
                 await asyncio.sleep(0)
                 gate.is_open.set()
-                await asked
+                await pausing
 
             monkeypatch.setattr(engine, "pause", pause_in_a_step)
             await policy("resume")
@@ -129,34 +129,33 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
             assert await policy("pause") == {"paused": True, "version": OLD}
             late = Client(http, await gateway.session())
             streams.append(asyncio.create_task(late.ask("late")))
-            await engine.swap(tiny_model(seed=1).state_dict(), NEW)
+            await engine.update_weights(tiny_model(seed=1).state_dict(), NEW)
             assert await policy("resume", version=NEW) == {"paused": False, "version": NEW}
             await asyncio.gather(*streams)
 
             for client, question in zip(clients, QUESTIONS, strict=True):
                 ((prompt_ids, ids, versions),) = outputs(await client.timeline())
                 assert codec.decode(as_ids(prompt_ids)) == f"user:{question}\nassistant:"
-                # No client notices: the stream is whole, and more than one event of it came.
+                # The stream is complete and has more than two events.
                 assert (client.finish, len(ids)) == ("length", TOKENS)
                 assert client.text == codec.parse(as_ids(ids), "length").content
                 assert client.events > 2
-                # Versions change once, where the pause fell.
+                # Versions change once, at the pause.
                 before = versions.count(OLD)
                 assert versions == [OLD] * before + [NEW] * (TOKENS - before)
                 assert FORWARDS - 8 <= before <= FORWARDS
-                # On either side of it stands what those weights alone give behind the same ids.
+                # Each part is what its weights alone sample after the same ids.
                 assert ids[:before] == reference_ids(tiny_model(), as_ids(prompt_ids), before)
-                behind = [*prompt_ids, *ids[:before]]
-                assert ids[before:] == await fresh(1, behind, TOKENS - before)
+                prefix = [*prompt_ids, *ids[:before]]
+                assert ids[before:] == await fresh(1, prefix, TOKENS - before)
 
-            # Who came while the policy was paused waited for the new one.
+            # A call that arrived during the pause was sampled by the new weights.
             ((prompt_ids, ids, versions),) = outputs(await late.timeline())
             assert versions == [NEW] * TOKENS
             assert ids == await fresh(1, prompt_ids, TOKENS)
 
-            # The next turn goes on behind both, and nothing the old weights computed is in it.
-            said = clients[0].text
-            await clients[0].ask(QUESTIONS[0], said, "and then?")
+            # The next turn follows both parts, without anything computed by the old weights.
+            await clients[0].ask(QUESTIONS[0], clients[0].text, "and then?")
             first, second = outputs(await clients[0].timeline())
             assert second[0][: len(first[0]) + TOKENS] == [*first[0], *first[1]]
             assert second[2] == [NEW] * TOKENS
@@ -165,8 +164,8 @@ def test_eight_streams_go_on_under_new_weights_and_the_tree_tells_the_versions(
     run(body())
 
 
-def test_resuming_under_a_new_version_over_http_is_enough_where_weights_changed_in_place() -> None:
-    """A trainer that shares the model needs no swap: it pauses, steps its optimizer, resumes."""
+def test_resume_with_a_version_over_http() -> None:
+    """A trainer that shares the model pauses, steps its optimizer and resumes; no weights are sent."""
 
     async def body() -> None:
         model = tiny_model()
@@ -178,11 +177,10 @@ def test_resuming_under_a_new_version_over_http_is_enough_where_weights_changed_
             keys = {"authorization": f"Bearer {gateway.admin_key}"}
             client = Client(http, await gateway.session())
             await client.ask("p")
-            said = client.text
             await http.post(f"{gateway.url}/policy/pause", headers=keys)
             model.load_state_dict(tiny_model(seed=1).state_dict())
             await http.post(f"{gateway.url}/policy/resume", json={"version": NEW}, headers=keys)
-            await client.ask("p", said, "q")
+            await client.ask("p", client.text, "q")
             first, second = outputs(await client.timeline())
         assert (set(first[2]), set(second[2])) == ({OLD}, {NEW})
         assert first[1] == reference_ids(tiny_model(), as_ids(first[0]), TOKENS)

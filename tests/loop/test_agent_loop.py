@@ -620,7 +620,8 @@ class FailingInteraction(BaseInteraction):
         self.finalized = 0
 
     async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
-        return self._fail_at("start"), None
+        self._fail_at("start")
+        return None, None
 
     async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
         self._fail_at("respond")

@@ -17,6 +17,7 @@ from branchline.loop.registry import InteractionRegistry, ToolRegistry
 from branchline.loop.state import LoopState, StopReason
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import CancelToken
+from branchline.loop.tools.base import ToolSelection
 from tests.loop.harness import (
     LoopHarness,
     LoopScript,
@@ -317,10 +318,14 @@ def test_a_call_that_bypasses_the_context_is_trained() -> None:
     run(test)
 
 
+def _selection(context: AgentContext) -> ToolSelection | None:
+    return None if context.tools is None else context.tools.select()
+
+
 def test_a_loop_inside_an_agent_is_cancelled_with_it() -> None:
     @branchline.agent("looping")
     async def looping(state: LoopState, context: AgentContext) -> LoopState:
-        async with AgentLoop(context.model, state, tools=context.tools and context.tools.select()) as loop:
+        async with AgentLoop(context.model, state, tools=_selection(context)) as loop:
             return await loop.run(context.cancel)
 
     async def test() -> None:
@@ -358,7 +363,7 @@ def test_calls_before_an_error_of_the_agent_are_recorded() -> None:
 def test_an_agent_that_is_interrupted_after_its_loop_can_be_resumed(interrupted_by: str) -> None:
     @branchline.agent("scored")
     async def scored(state: LoopState, context: AgentContext) -> LoopState:
-        async with AgentLoop(context.model, state, tools=context.tools and context.tools.select()) as loop:
+        async with AgentLoop(context.model, state, tools=_selection(context)) as loop:
             await loop.run(context.cancel)
         reply = await context.ask(state, [Message("user", "Score it.")])
         state.score = float(len(reply.message.content))

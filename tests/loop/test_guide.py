@@ -18,12 +18,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from branchline import (
-    AgentContext,
     BranchlineError,
     HttpModel,
     LoopLimits,
     LoopOutput,
-    LoopState,
     Message,
     SessionModel,
     Task,
@@ -34,7 +32,8 @@ from branchline.cli.main import build_parser
 from branchline.engines.scripted import ScriptedEngine
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.server import Gateway
-from branchline.loop.state import StopReason
+from branchline.loop.agents import AgentContext
+from branchline.loop.state import LoopState, StopReason
 from branchline.runtime.managed_session import SessionLimits, SessionOptions
 from branchline.runtime.session_store import SessionStore
 from tests.loop.harness import run

@@ -139,7 +139,7 @@ def test_a_wrapped_coroutine_function_is_accepted() -> None:
     def execute(*args: Any) -> Any:
         return inner(*args)
 
-    wrapped.execute = execute  # type: ignore[method-assign]
+    wrapped.execute = execute  # type: ignore[assignment, method-assign]
     assert ToolRegistry([wrapped]).names == ("wrapped",)
 
 

@@ -38,7 +38,13 @@ class MlflowServer:
 
     def traces(self, experiment: str, session: str) -> Any:
         """What mlflow's own client finds of a session."""
-        command = [BIN / "python", Path(__file__).with_name("read_traces.py"), self.url, experiment, session]
+        command = [
+            str(BIN / "python"),
+            str(Path(__file__).with_name("read_traces.py")),
+            self.url,
+            experiment,
+            session,
+        ]
         environ = {**_clean_env(), **TELEMETRY_OFF}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -50,7 +56,7 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
     """Runs while the block does; its files lie in the folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [BIN / "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [str(BIN / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
     with subprocess.Popen(
@@ -64,8 +70,8 @@ def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
     ) as process:
         assert process.stdout is not None
         try:
-            said = _read_until(process.stdout, _STARTED)
-            assert said is not None, "mlflow server did not start"
+            output = _read_until(process.stdout, _STARTED)
+            assert output is not None, "mlflow server did not start"
             reader = threading.Thread(target=process.stdout.read, daemon=True)
             reader.start()
             yield MlflowServer(f"http://127.0.0.1:{port}")

@@ -43,7 +43,7 @@ def _tracing(
 
 
 async def _episode(tracing: Tracing, session: str, journal: Path | None = None) -> list[tuple[int, int]]:
-    """A session with all kinds of calls; gives what its clients were told they cost."""
+    """Runs a session with calls of all kinds; returns the usage that its clients received."""
     engine = ScriptedEngine(ToyCodec(), replies(LOOK, "a door", EngineError("the engine is down"), "bye"))
     usage: list[tuple[int, int]] = []
 
@@ -88,9 +88,7 @@ def _summary(found: Any) -> None:
             print(f"  {span['type']:<10} {span['name']:<20} {span['status']:<5} {used or ''}")
 
 
-def test_a_session_arrives_as_one_trace_with_its_tokens(
-    server: MlflowServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_is_one_trace_with_its_tokens(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = server.make_experiment("whole")
     tracing = _tracing(server, experiment, monkeypatch, "false")
     usage: list[tuple[int, int]] = []
@@ -122,11 +120,11 @@ def test_a_session_arrives_as_one_trace_with_its_tokens(
         ("chat toy", "CHAT_MODEL", "UNSET"),
     ]
     tool, streamed, failed, refused, last = (span["attributes"] for span in calls)
-    told = [
+    usage = [
         (one["gen_ai.usage.input_tokens"], one["gen_ai.usage.output_tokens"])
         for one in (tool, streamed, last)
     ]
-    assert told == usage
+    assert usage == usage
     assert tool["mlflow.chat.tokenUsage"] == dict(
         zip(("input_tokens", "output_tokens", "total_tokens"), (*usage[0], sum(usage[0])), strict=True)
     )
@@ -140,7 +138,7 @@ def test_a_session_arrives_as_one_trace_with_its_tokens(
     assert "handle" not in str(found)
 
 
-def test_messages_are_shown_when_they_are_sent(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_shown_with_contents(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = server.make_experiment("contents")
     tracing = _tracing(server, experiment, monkeypatch, "true")
 
@@ -158,7 +156,7 @@ def test_messages_are_shown_when_they_are_sent(server: MlflowServer, monkeypatch
     assert second["outputs"][0]["parts"] == [{"type": "text", "content": "a door"}]
 
 
-def test_a_session_that_goes_on_is_a_trace_in_progress(
+def test_open_session_is_a_trace_in_progress(
     server: MlflowServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     experiment = server.make_experiment("in progress")

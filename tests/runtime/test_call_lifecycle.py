@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline import Delivery, Journal, Message, ToolCall, ToyCodec
+from branchline import Journal, Message, ToolCall, ToyCodec
+from branchline.core.call import Delivery
 from branchline.core.errors import ContextLengthError, EngineError, JournalError, SessionError
 from branchline.engines.base import BUFFERED_FLUSH_S, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies

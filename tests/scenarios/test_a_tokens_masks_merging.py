@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 from random import Random
 
@@ -9,14 +10,9 @@ import numpy as np
 import pytest
 
 from branchline import (
-    Cause,
     ExportPolicy,
     Generation,
-    LoggedCall,
-    LoggedOutput,
-    MergePolicy,
     Message,
-    MissingLogprobsError,
     Request,
     Session,
     ToolCall,
@@ -27,9 +23,15 @@ from branchline import (
     merge,
     timelines_of,
 )
+from branchline.core.errors import MissingLogprobsError
 from branchline.core.token_arrays import as_ids
+from branchline.timelines.causes import Cause
+from branchline.timelines.links import MergePolicy
+from branchline.timelines.log import LoggedCall, LoggedOutput
 
-U, A, S = (lambda text, role=role: Message(role, text) for role in ("user", "assistant", "system"))  # type: ignore[misc]
+U = partial(Message, "user")
+A = partial(Message, "assistant")
+S = partial(Message, "system")
 
 
 def logged(
@@ -112,7 +114,7 @@ def test_2_a_branch_is_reattached_in_every_arrival_order(compare: str, with_ids:
     calls = [(start, word) for word in WORDS]
     calls.append(([*start, A("Serendipity"), U("Now pick another.")], "Whimsical"))
     session = Session("s", codec)
-    log = []
+    log: list[LoggedCall] = []
     for messages, reply in calls:
         prompt = commit_reply(session, codec, messages, reply)
         ids = codec.encode_reply(A(reply)).tolist()
@@ -306,7 +308,7 @@ def test_9_a_long_timeline_captured_first_still_absorbs_its_prefix() -> None:
 
 
 def test_10_tool_lists_separate_equal_conversations_unless_ignored() -> None:
-    tool = {"type": "function", "function": {"name": "look"}}
+    tool: dict[str, object] = {"type": "function", "function": {"name": "look"}}
     calls = [
         logged([U("a")], "b", tools=(tool,)),
         logged([U("a"), A("b"), U("c")], "d"),
@@ -339,13 +341,13 @@ def test_12_a_repair_loop_trains_the_good_reply_once_where_it_was_sampled() -> N
         ([s, u, A("good"), u2], "x"),
     ]
     session = Session("s", codec)
-    log = []
+    log: list[LoggedCall] = []
     for messages, reply in calls:
         prompt = commit_reply(session, codec, messages, reply)
         log.append(logged(messages, reply, prompt, codec.encode_reply(A(reply)).tolist(), line=len(log) + 1))
     for tree in (session.tree, *(merge(order).tree for order in permutations(log))):
-        reply = sorted([node.message.content for node in line.sampled_nodes] for line in timelines_of(tree))
-        assert reply == [["bad", "good"], ["x"]]
+        replies = sorted([node.message.content for node in line.sampled_nodes] for line in timelines_of(tree))
+        assert replies == [["bad", "good"], ["x"]]
         (fork,) = classify_forks(tree).forks
         assert fork.cause == Cause.REPAIR_LOOP
         report = export_samples(tree, ExportPolicy(include_missing_logprobs=True)).report

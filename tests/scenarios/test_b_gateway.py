@@ -39,7 +39,7 @@ def test_1_two_turns_are_one_trajectory() -> None:
     run(test)
 
 
-def test_2_a_sub_agent_with_another_system_prompt_is_a_timeline_of_its_own() -> None:
+def test_2_sub_agent_with_another_system_prompt_is_a_separate_timeline() -> None:
     async def test() -> None:
         async with agent("m1", "s1", "m2") as a:
             main = [{"role": "system", "content": "main"}, {"role": "user", "content": "u"}]
@@ -53,9 +53,7 @@ def test_2_a_sub_agent_with_another_system_prompt_is_a_timeline_of_its_own() -> 
     run(test)
 
 
-def test_3_identical_requests_at_once_both_reach_the_engine_and_four_continuations_are_four_branches() -> (
-    None
-):
+def test_3_concurrent_identical_requests_and_their_four_continuations_are_four_branches() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), lambda ask: f"answer {ask.call_index}", gate=gate)
@@ -85,7 +83,7 @@ def test_3_identical_requests_at_once_both_reach_the_engine_and_four_continuatio
     ],
     ids=lambda change: next(iter(change.items()))[0],
 )
-def test_4_what_clients_do_to_a_reply_still_is_one_trajectory(change: dict[str, Any]) -> None:
+def test_4_tolerated_changes_of_a_reply_stay_one_trajectory(change: dict[str, Any]) -> None:
     async def test() -> None:
         async with agent(CALL, "done", codec=ToyCodec.chatml()) as a:
             response = await a.ask("p", tools=TOOLS)
@@ -108,13 +106,13 @@ def test_4_what_clients_do_to_a_reply_still_is_one_trajectory(change: dict[str, 
             await a.ask_text({"role": "user", "content": "p"}, message, *results, tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
-            # Results stand in the order their calls were sampled.
+            # Results are in the order in which their calls were sampled.
             assert a.prompts()[-1].index("tool:look") < a.prompts()[-1].index("tool:hear")
 
     run(test)
 
 
-def test_5_a_rewritten_reply_is_a_fork_and_context() -> None:
+def test_5_rewritten_reply_is_a_fork_and_context() -> None:
     async def test() -> None:
         async with agent("original", "next") as a:
             await a.ask_text("p")
@@ -127,7 +125,7 @@ def test_5_a_rewritten_reply_is_a_fork_and_context() -> None:
     run(test)
 
 
-def test_6_an_assistant_message_nobody_sampled_is_accepted() -> None:
+def test_6_foreign_assistant_message_is_accepted() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             await a.ask_text("1+1", "2", "2+2", "4", "3+3")
@@ -137,7 +135,7 @@ def test_6_an_assistant_message_nobody_sampled_is_accepted() -> None:
     run(test)
 
 
-def test_7_a_prompt_at_the_limit_gets_an_empty_answer_without_an_engine_call() -> None:
+def test_7_prompt_at_the_limit_gets_an_empty_answer_without_an_engine_call() -> None:
     async def test() -> None:
         engine = ScriptedEngine(ToyCodec(), replies("yes"), max_context=len("user:p\nassistant:"))
         async with agent(engine=engine) as a:
@@ -152,7 +150,7 @@ def test_7_a_prompt_at_the_limit_gets_an_empty_answer_without_an_engine_call() -
     run(test)
 
 
-def test_7_a_prompt_beyond_the_limit_is_refused_in_the_words_that_make_agents_compact() -> None:
+def test_7_prompt_over_the_limit_is_refused_with_the_message_that_makes_agents_compact() -> None:
     async def test() -> None:
         engine = ScriptedEngine(ToyCodec(), replies("yes"), max_context=10)
         async with agent(engine=engine) as a:
@@ -178,7 +176,7 @@ def test_7_a_cut_tool_call_never_reports_tool_calls() -> None:
     run(test)
 
 
-def test_8_an_engine_error_changes_nothing_and_a_retry_succeeds() -> None:
+def test_8_engine_error_changes_nothing_and_a_retry_succeeds() -> None:
     async def test() -> None:
         faults = [EngineError("GPU on fire"), EngineInputError("too many images"), ValueError("odd")]
         async with agent("A1", *faults, "A2") as a:
@@ -195,7 +193,7 @@ def test_8_an_engine_error_changes_nothing_and_a_retry_succeeds() -> None:
     run(test)
 
 
-def test_8_a_client_that_goes_away_aborts_the_engine_and_what_was_sampled_is_kept() -> None:
+def test_8_disconnect_aborts_the_engine_and_keeps_what_was_sampled() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(
@@ -224,7 +222,7 @@ def test_8_a_client_that_goes_away_aborts_the_engine_and_what_was_sampled_is_kep
 
 
 @pytest.mark.parametrize("verb", ["finalize", "abort"])
-def test_8_an_answer_that_comes_after_the_end_changes_nothing(verb: str) -> None:
+def test_8_answer_after_the_end_of_the_session_changes_nothing(verb: str) -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), replies("late"), gate=gate)
@@ -270,7 +268,7 @@ def test_9_wrong_input_is_400_with_the_field_named(body: str, field: str) -> Non
     run(test)
 
 
-def test_9_what_is_null_is_absent_and_what_is_valid_is_taken() -> None:
+def test_9_null_is_absent_and_valid_values_are_accepted() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             nothing = {"n": None, "tool_choice": None, "stop": None, "tools": None, "response_format": None}
@@ -346,8 +344,8 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
             await a.ask_text("p")
             await policy("resume", version=4)
             gate.release(1)
-            talk = (("user", "p"), ("assistant", "one"), ("user", "q"))
-            body = {"messages": [{"role": role, "content": text} for role, text in talk], "stream": True}
+            turns = (("user", "p"), ("assistant", "one"), ("user", "q"))
+            body = {"messages": [{"role": role, "content": text} for role, text in turns], "stream": True}
             url, headers = (
                 f"{a.session.base_url}/chat/completions",
                 {"authorization": f"Bearer {a.session.api_key}"},
@@ -358,14 +356,15 @@ def test_11_versions_are_kept_per_token_when_weights_change_in_flight() -> None:
                         await policy("pause")
                         await policy("resume", version=5)
                         gate.release(1)
-            (line,) = await a.timelines()
-            versions = [version for version, mask in zip(line["versions"], line["mask"], strict=True) if mask]
+            (timeline,) = await a.timelines()
+            sampled = zip(timeline["versions"], timeline["mask"], strict=True)
+            versions = [version for version, mask in sampled if mask]
             assert versions == [3] * 3 + [4] * 4 + [5] * 4
 
     run(test)
 
 
-def test_12_a_retried_request_is_a_sibling_tagged_retry_and_its_loser_is_not_trained() -> None:
+def test_12_retried_request_is_a_sibling_with_cause_retry_and_its_loser_is_not_trained() -> None:
     async def test() -> None:
         async with agent("one", "two") as a:
             await a.ask_text("p")
@@ -379,7 +378,7 @@ def test_12_a_retried_request_is_a_sibling_tagged_retry_and_its_loser_is_not_tra
     run(test)
 
 
-def test_13_keys_open_what_they_should_and_nothing_else() -> None:
+def test_13_each_key_opens_only_its_part() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             other = await a.gateway.session()
@@ -415,7 +414,7 @@ def test_13_keys_open_what_they_should_and_nothing_else() -> None:
     run(test)
 
 
-def test_16_a_continuation_sent_at_once_finds_its_node(tmp_path: Path) -> None:
+def test_16_immediate_continuation_finds_its_node(tmp_path: Path) -> None:
     async def test() -> None:
         async with agent(rule=lambda ask: f"answer {ask.call_index}", journal=tmp_path / "j") as a:
             history: list[Any] = ["p"]
@@ -432,7 +431,7 @@ def test_16_a_continuation_sent_at_once_finds_its_node(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_restarted_gateway_goes_on_token_exact_with_the_same_keys(tmp_path: Path) -> None:
+def test_restarted_gateway_continues_token_exact_with_the_same_keys(tmp_path: Path) -> None:
     async def test() -> None:
         codec = ToyCodec()
         journal = tmp_path / "j"
@@ -471,7 +470,7 @@ def test_a_restarted_gateway_goes_on_token_exact_with_the_same_keys(tmp_path: Pa
     run(test)
 
 
-def test_more_generations_than_allowed_are_turned_away_for_a_moment() -> None:
+def test_calls_over_the_generation_limit_are_429() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), replies("ok"), gate=gate)
@@ -504,7 +503,7 @@ def test_session_sampling_overrides_the_client_and_defaults_fill_gaps() -> None:
     run(test)
 
 
-def test_token_ids_and_logprobs_are_told_where_asked_for() -> None:
+def test_token_ids_and_logprobs_on_request() -> None:
     async def test() -> None:
         async with agent("A1") as a:
             response = (await a.ask("p", logprobs=True, return_token_ids=True)).json()
@@ -513,8 +512,8 @@ def test_token_ids_and_logprobs_are_told_where_asked_for() -> None:
             assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["A", "1"]
             assert bytes(response["prompt_token_ids"]) == b"user:p\nassistant:"
             events = await a.stream("p", logprobs=True, return_token_ids=True)
-            told = [token for event in events for token in event["choices"][0].get("token_ids", ())]
-            assert told == list(b"A1")
+            streamed_ids = [token for event in events for token in event["choices"][0].get("token_ids", ())]
+            assert streamed_ids == list(b"A1")
             assert json.dumps(events)
 
     run(test)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,7 +17,7 @@ from branchline.engines.replicas import Replicas
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.output import build_output
 from branchline.loop.state import LoopPhase, LoopState, StopReason
-from branchline.loop.task import LoopLimits
+from branchline.loop.task import LoopLimits, TruncateSide
 from branchline.loop.timeouts import CancelToken
 from tests.chat.families import load_codec
 from tests.loop.harness import (
@@ -228,7 +228,7 @@ def test_d3_results_are_truncated_by_side_and_unit(setup: str, unit: Any) -> Non
         async with harness_for(setup, script) as s:
             length = len if unit == "characters" else lambda text: len(s.codec.encode(text))
             size = length(LONG)
-            for side, limit in product(("left", "right", "middle"), (6, size - 1, size, size + 1)):
+            for side, limit in product(get_args(TruncateSide), (6, size - 1, size, size + 1)):
                 limits = LoopLimits(
                     tool_response_length=limit, tool_response_unit=unit, tool_response_side=side
                 )
@@ -274,7 +274,8 @@ def test_d4_a_prompt_that_fits_exactly_is_kept_and_one_token_more_is_not(
                 (-1, ["assistant"]),
                 (1, [*added, "assistant"]),
             ):
-                model, limits = await s.open_another(), LoopLimits(**{which: exact + spare})
+                limits = LoopLimits(**{which: exact + spare})  # type: ignore[arg-type]
+                model = await s.open_another()
                 state = await s.run_once(model=model, limits=limits)
                 assert roles(state)[2:][-len(ending) :] == ending
                 assert len(state.messages) == 2 + 1 + (len(added) if spare >= 0 else 0) + (spare > 0)
@@ -395,6 +396,7 @@ def test_d6_all_loops_are_cancelled_and_resumed_for_a_weight_update(setup: str) 
             states = await asyncio.gather(*loops)
             assert all(state.is_cancelled and state.phase is LoopPhase.GENERATING for state in states)
             engine.version = 1
+            assert engine.gate is not None
             engine.gate.set()
             again = await asyncio.gather(
                 *[
@@ -445,6 +447,7 @@ def test_d7_a_loop_stays_on_its_replica_and_moves_when_that_is_removed(setup: st
             moved = {session for session, _ in first.requests}
             await replicas.remove("first")
             await second.wait_until_waiting(4)
+            assert second.gate is not None
             second.gate.set()
             states = await asyncio.gather(*loops)
             assert [state.stop_reason for state in states] == [StopReason.STOP] * 4

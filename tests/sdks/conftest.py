@@ -1,4 +1,4 @@
-"""SDKs call nobody but the gateway: what they tell their makers is switched off, and what tries is caught."""
+"""SDKs may connect only to the gateway: their telemetry is switched off, other connections fail the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Its checks are told as those of tests are.
+# Assertions of the harness are explained like those of tests.
 pytest.register_assert_rewrite("tests.sdks.harness")
 
 # Read when the SDKs are imported, which is after this file.
@@ -30,7 +30,7 @@ os.environ |= {
 @pytest.fixture(scope="package", autouse=True)
 def close_gateways() -> Iterator[None]:
     yield
-    # Only here: what it imports must find the settings above.
+    # Imported here, because it must find the settings above.
     from tests.sdks.harness import GATEWAYS
 
     while GATEWAYS:
@@ -39,30 +39,30 @@ def close_gateways() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def loopback_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A connection or a look-up that leaves this machine is refused, and fails the test if nobody minds."""
-    left: list[Any] = []
+    """Refuses connections and look-ups of other machines, and fails the test afterwards."""
+    refused: list[Any] = []
 
-    def guarded(reach: Any) -> Any:
-        def reach_loopback(*args: Any, **more: Any) -> Any:
-            # An address stands behind the socket; a host to look up stands alone.
+    def guarded(function: Any) -> Any:
+        def checked(*args: Any, **options: Any) -> Any:
+            # `connect` has the socket first, `getaddrinfo` the host.
             where = args[1] if isinstance(args[0], socket.socket) else args[0]
             host = where[0] if isinstance(where, tuple) else where
-            if not _is_here(host):
-                left.append(where)
+            if not _is_local(host):
+                refused.append(where)
                 raise OSError(f"{where}: outside this machine")
-            return reach(*args, **more)
+            return function(*args, **options)
 
-        return reach_loopback
+        return checked
 
     monkeypatch.setattr(socket.socket, "connect", guarded(socket.socket.connect))
     monkeypatch.setattr(socket.socket, "connect_ex", guarded(socket.socket.connect_ex))
     monkeypatch.setattr(socket, "getaddrinfo", guarded(socket.getaddrinfo))
     yield
-    assert not left
+    assert not refused
 
 
-def _is_here(host: object) -> bool:
-    # A path is a Unix socket; no host at all is this one.
+def _is_local(host: object) -> bool:
+    # A path is a Unix socket; an empty host is this machine.
     if host in (None, "", "localhost") or str(host).startswith("/"):
         return True
     try:

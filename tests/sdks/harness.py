@@ -1,15 +1,15 @@
-"""A stage for SDKs: a gateway, a model that says its lines, and what the tree must show.
+"""A harness for SDKs: a gateway, a scripted model, and checks of the resulting tree.
 
-The lines are one story: the model looks in two places at once, looks once more, answers; it is asked again
-and answers again. Every SDK plays it with its own agent loop. What the engine got and gave is written down
-beside the tree, so that the tree is checked against something it did not make.
+All SDKs run one scenario with their own agent loops: the model makes two parallel tool calls, one more call,
+and answers; after a second question it answers again. The engine records its prompts and outputs, so that the
+tree is checked against an independent record.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -31,7 +31,7 @@ from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Tree
 from tests.chat.families import load_codec
 
-# -- the story ---------------------------------------------------------------------------------------
+# -- the scenario ------------------------------------------------------------------------------------
 
 SYSTEM = "You look around."
 QUESTIONS = ("What is there?", "And now?")
@@ -55,7 +55,7 @@ def look(at: int, far: bool) -> str:
 
 
 def call(at: int, far: bool = False) -> ToolCall:
-    """A call of the tool, spaced as no serialiser would: whoever writes it anew is seen."""
+    """A tool call with unusual spacing, so that a client that serialises it again is detected."""
     return ToolCall(TOOL, f'{{"far":{str(far).lower()},  "at":{at}}}')
 
 
@@ -77,15 +77,15 @@ HISTORY = [
     ("user", QUESTIONS[1]),
     ("assistant", ANSWERS[1]),
 ]
-_THOUGHTS = ("Two places.", "Not sure.", "It is a door.", "It has not moved.")
+_REASONING = ("Two places.", "Not sure.", "It is a door.", "It has not moved.")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who plays the model: by whose tokenizer and template, and whether it thinks before it speaks."""
+    """The template and tokenizer of the model, and whether its replies have reasoning."""
 
     template: str
-    """`toy`: a byte is a token, and nothing is forgotten. Else a real family."""
+    """`toy`: a byte is a token, and no reasoning is dropped. Else a real model family."""
     has_reasoning: bool
 
     @property
@@ -93,97 +93,99 @@ class Scenario:
         if not self.has_reasoning:
             return REPLIES
         return tuple(
-            Message("assistant", said.content, reasoning_content=thought, tool_calls=said.tool_calls)
-            for said, thought in zip(REPLIES, _THOUGHTS, strict=True)
+            Message("assistant", reply.content, reasoning_content=reasoning, tool_calls=reply.tool_calls)
+            for reply, reasoning in zip(REPLIES, _REASONING, strict=True)
         )
 
     @property
     def strips_reasoning(self) -> bool:
-        """Whether the template itself leaves earlier thoughts out once the user speaks again."""
+        """Whether the template drops earlier reasoning after the next user message."""
         return self.has_reasoning and self.template == "qwen3"
 
 
 SCENARIOS = (Scenario("toy", True), Scenario("qwen3", False), Scenario("qwen3", True))
 scenarios = pytest.mark.parametrize(
-    "scene",
+    "scenario",
     SCENARIOS,
-    ids=[scene.template + ("-thinks" if scene.has_reasoning else "") for scene in SCENARIOS],
+    ids=[scenario.template + ("-reasoning" if scenario.has_reasoning else "") for scenario in SCENARIOS],
 )
-templates = pytest.mark.parametrize("voice", ["toy", "qwen3"])
+templates = pytest.mark.parametrize("template", ["toy", "qwen3"])
 streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
-# -- the stage ---------------------------------------------------------------------------------------
+# -- the gateway -------------------------------------------------------------------------------------
 
 
 class RecordingEngine(ScriptedEngine):
-    """A scripted engine that writes down what it was asked and what it gave."""
+    """A scripted engine that records its prompts and outputs."""
 
     generations: list[tuple[list[int], list[int]]]
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
-    ) -> AsyncIterator[Chunk]:
-        given: list[int] | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        output: list[int] | None = None
         async for chunk in super().generate(prompt_ids, params, session=session):
-            if given is None:
-                given = []
-                self.generations.append((prompt_ids.tolist(), given))
-            given += chunk.ids.tolist()
+            if output is None:
+                output = []
+                self.generations.append((prompt_ids.tolist(), output))
+            output += chunk.ids.tolist()
             yield chunk
 
 
 class PerSessionEngine(ScriptedEngine):
-    """An engine of its own for every session: a gateway takes longer to stop than a story to play."""
+    """A separate engine for every session, so that all tests share one gateway."""
 
     engines: defaultdict[str, RecordingEngine]
 
-    def generate(self, prompt_ids: Ids, params: SamplingParams, *, session: str = "") -> AsyncIterator[Chunk]:
+    def generate(
+        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
         return self.engines[session].generate(prompt_ids, params, session=session)
 
 
 class ThreadedGateway:
     """A gateway in a thread, for SDKs that block and for those that bring their own event loop.
 
-    A session that was not opened on a stage is played the story.
+    A session that was not opened by `sdk_session` gets the replies of the scenario.
     """
 
-    def __init__(self, voice: str, *, auth: bool = True) -> None:
-        self._codec: Any = ToyCodec.chatml() if voice == "toy" else load_codec(voice)
+    def __init__(self, template: str, *, auth: bool = True) -> None:
+        self._codec: Any = ToyCodec.chatml() if template == "toy" else load_codec(template)
         self._engines = PerSessionEngine()
         self._engines.engines = defaultdict(lambda: self._engine(REPLIES))
         self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name=f"gateway of {voice}")
+        self._thread = Thread(target=self._loop.run_forever, name=f"gateway {template}")
         self._thread.start()
         self.gateway = Gateway(engine=self._engines, codec=self._codec, config=GatewayConfig(auth=auth))
         self._run(self.gateway.start())
 
-    def open(self, said: Sequence[ScriptedReply], chunk_size: int) -> SdkSession:
+    def open(self, scripted: Sequence[ScriptedReply], chunk_size: int) -> SdkSession:
         session: GatewaySession = self._run(self.gateway.session())
-        engine = self._engines.engines[session.id] = self._engine(said, chunk_size)
+        engine = self._engines.engines[session.id] = self._engine(scripted, chunk_size)
         return SdkSession(session, engine)
 
-    def _engine(self, said: Sequence[ScriptedReply], chunk_size: int = 4) -> RecordingEngine:
+    def _engine(self, scripted: Sequence[ScriptedReply], chunk_size: int = 4) -> RecordingEngine:
         codec = self._codec
-        # Words cut anywhere and sometimes compact JSON: a reply that is encoded again is another one.
-        speaker = codec if isinstance(codec, ToyCodec) else TemplateReplyEncoder(codec, Random(7))
+        # Unusual token boundaries and JSON spacing: a reply that is encoded again has other ids.
+        encoder = codec if isinstance(codec, ToyCodec) else TemplateReplyEncoder(codec, Random(7))
 
-        class Voice:
-            spell = staticmethod(speaker.encode_reply)
+        class ReplyCodec:
+            encode_reply = staticmethod(encoder.encode_reply)
             decode = staticmethod(codec.decode)
 
-        engine = RecordingEngine(Voice(), replies(*said), chunk_size=chunk_size)  # type: ignore[arg-type]
+        engine = RecordingEngine(ReplyCodec(), replies(*scripted), chunk_size=chunk_size)  # type: ignore[arg-type]
         engine.generations = []
         return engine
 
     def wait_idle(self) -> None:
-        """Waits until every call is over: a client has its answer a moment before that is written down."""
+        """Waits until every call is over: a client has its answer before the delivery is recorded."""
 
-        async def settled() -> None:
+        async def wait() -> None:
             while self.gateway.app.model_api.in_flight:
                 await asyncio.sleep(0)
 
-        self._run(settled())
+        self._run(wait())
 
     def close(self) -> None:
         self._run(self.gateway.stop())
@@ -196,12 +198,12 @@ class ThreadedGateway:
 
 
 GATEWAYS: dict[str, ThreadedGateway] = {}
-"""Those that are open, by voice."""
+"""Running gateways by template."""
 
 
 @dataclass(frozen=True)
 class SdkSession:
-    """What a test gives its SDK, and, once the SDK is done, what came of it."""
+    """A session for an SDK, and the results after the SDK has finished."""
 
     session: GatewaySession
     engine: RecordingEngine
@@ -237,52 +239,52 @@ class SdkSession:
         return dict(Counter(str(fork.cause) for fork in classify_forks(self.tree).forks))
 
     @property
-    def echoes(self) -> set[str]:
-        """What was tolerated to know the model's own words again."""
+    def equivalences(self) -> set[str]:
+        """The differences tolerated to recognise the model's replies."""
         return {str(echo.equivalence) for call in self.tree.calls for echo in call.applied_equivalences}
 
     def check(self, calls: int) -> None:
-        """What holds whatever the client did: C1 for every call, and an account of every sampled token."""
+        """Checks what must hold for every client: C1 for every call, and every sampled token is trained."""
         paths = []
         for call in self.tree.calls:
             for output in call.outputs:
                 node = self.tree.nodes[output]
                 path, sampled = self.tree.path_ids(node).tolist(), node.sampled_ids
                 assert sampled is not None
-                place = len(path) - len(sampled)
-                assert call.prompt_tokens == place
-                paths.append((path[:place], path[place:]))
+                start = len(path) - len(sampled)
+                assert call.prompt_tokens == start
+                paths.append((path[:start], path[start:]))
         assert sorted(paths) == sorted(self.engine.generations)
         assert len(self.tree.calls) == calls
-        given = sum(len(given) for _, given in self.engine.generations)
+        sampled_tokens = sum(len(output) for _, output in self.engine.generations)
         export = export_samples(self.tree)
-        # All were delivered, so all are trained; each with shares that make one.
-        assert (export.report.sampled_tokens, export.report.trained_tokens) == (given, given)
-        assert sum(float(sample.shares.sum()) for sample in export.samples) == pytest.approx(given)
+        # All were delivered, so all are trained, with shares that sum to one.
+        assert export.report.sampled_tokens == export.report.trained_tokens == sampled_tokens
+        assert sum(float(sample.shares.sum()) for sample in export.samples) == pytest.approx(sampled_tokens)
         assert all(sample.exact and not sample.missing_logprobs for sample in export.samples)
 
 
 @contextmanager
 def sdk_session(
-    voice: str, said: Sequence[ScriptedReply] = REPLIES, *, chunk_size: int = 4
+    template: str, scripted: Sequence[ScriptedReply] = REPLIES, *, chunk_size: int = 4
 ) -> Iterator[SdkSession]:
-    """A session whose model says these lines; behind the block its tree is all there."""
-    house = GATEWAYS.get(voice) or GATEWAYS.setdefault(voice, ThreadedGateway(voice))
-    yield house.open(said, chunk_size)
-    house.wait_idle()
+    """A session whose model gives these replies; after the block its tree is complete."""
+    gateway = GATEWAYS.get(template) or GATEWAYS.setdefault(template, ThreadedGateway(template))
+    yield gateway.open(scripted, chunk_size)
+    gateway.wait_idle()
 
 
-def run_scenario(scene: Scenario, agent: Callable[[SdkSession], Sequence[str]]) -> SdkSession:
-    """Has an SDK play the story; it must get the answers, and have done nothing but append.
+def run_scenario(scenario: Scenario, agent: Callable[[SdkSession], Sequence[str]]) -> SdkSession:
+    """Runs an SDK through the scenario; checks its answers, and that it only appended messages.
 
-    One timeline then, unless the model's own template forgets thoughts, which is no doing of the client's.
+    The result is one timeline, unless the model's own template drops earlier reasoning.
     """
-    with sdk_session(scene.template, scene.replies) as s:
+    with sdk_session(scenario.template, scenario.replies) as s:
         assert list(agent(s)) == ANSWERS
     s.check(calls=len(REPLIES))
-    assert s.causes == ({"think_strip": 1} if scene.strips_reasoning else {})
-    assert s.timeline_calls == ([[0, 1, 2], [3]] if scene.strips_reasoning else [[0, 1, 2, 3]])
-    # An SDK may have words of its own to put before the system prompt.
-    system, *said = [(message.role, message.content) for message in s.timelines[-1].messages]
-    assert (system[0], system[1][-len(SYSTEM) :], *said) == ("system", SYSTEM, *HISTORY)
+    assert s.causes == ({"think_strip": 1} if scenario.strips_reasoning else {})
+    assert s.timeline_calls == ([[0, 1, 2], [3]] if scenario.strips_reasoning else [[0, 1, 2, 3]])
+    # An SDK may put a text of its own before the system prompt.
+    system, *history = [(message.role, message.content) for message in s.timelines[-1].messages]
+    assert (system[0], system[1][-len(SYSTEM) :], *history) == ("system", SYSTEM, *HISTORY)
     return s

@@ -29,7 +29,7 @@ def client_of(s: SdkSession) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=s.anthropic_url, api_key=s.key)
 
 
-def talk(s: SdkSession, *, stream: bool, cached: bool) -> list[str]:
+def conversation(s: SdkSession, *, stream: bool, cached: bool) -> list[str]:
     """Keeps the blocks the SDK gives; `cached` marks the newest turn for a cache, as agents do."""
     tools = [{"name": TOOL, "description": ABOUT_TOOL, "input_schema": SCHEMA}]
     wishes: dict[str, Any] = {"model": "m", "max_tokens": 500, "system": SYSTEM, "tools": tools}
@@ -88,13 +88,13 @@ def run_tools(s: SdkSession, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cache_control"])
-def test_a_conversation_that_only_grows_is_one_timeline(scene: Scenario, stream: bool, cached: bool) -> None:
-    s = run_scenario(scene, lambda s: talk(s, stream=stream, cached=cached))
-    assert s.echoes <= TOLERATED
+def test_growing_conversation_is_one_timeline(scenario: Scenario, stream: bool, cached: bool) -> None:
+    s = run_scenario(scenario, lambda s: conversation(s, stream=stream, cached=cached))
+    assert s.equivalences <= TOLERATED
 
 
 @scenarios
 @streamed
-def test_the_tool_runner_only_appends(scene: Scenario, stream: bool) -> None:
-    s = run_scenario(scene, lambda s: run_tools(s, stream=stream))
-    assert s.echoes <= TOLERATED
+def test_the_tool_runner_only_appends(scenario: Scenario, stream: bool) -> None:
+    s = run_scenario(scenario, lambda s: run_tools(s, stream=stream))
+    assert s.equivalences <= TOLERATED

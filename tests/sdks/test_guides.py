@@ -1,4 +1,4 @@
-"""The guides of SDKs can be pasted: their commands are commands, their Python plays the story."""
+"""The SDK guides can be pasted: their commands exist, and their Python code runs the scenario."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[ThreadedGateway]:
-    house = ThreadedGateway("toy", auth=False)
-    yield house
-    house.close()
+def gateway() -> Iterator[ThreadedGateway]:
+    gateway = ThreadedGateway("toy", auth=False)
+    yield gateway
+    gateway.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_to_be_pasted_runs_and_is_one_timeline(
-    name: str, house: ThreadedGateway, capsys: pytest.CaptureFixture[str]
+def test_code_of_the_guide_runs_and_is_one_timeline(
+    name: str, gateway: ThreadedGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (code,) = blocks(name, "python")
     assert code.count(ADDRESS) == 1
     scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(code.replace(ADDRESS, house.gateway.url), f"{name}.md", "exec"), scope)
+    exec(compile(code.replace(ADDRESS, gateway.gateway.url), f"{name}.md", "exec"), scope)
     assert capsys.readouterr().out.startswith("1 sample: {")
-    assert scope["told"]["samples"][0]["reward"] == 1.0
-    (line,) = httpx.get(scope["here"] + "/timelines").json()["timelines"]
+    url = f"{gateway.gateway.url}/sessions/{scope['session']['id']}"
+    assert httpx.get(f"{url}/samples").json()["samples"][0]["reward"] == 1.0
+    (line,) = httpx.get(f"{url}/timelines").json()["timelines"]
     assert len(line["calls"]) == len(REPLIES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_are_commands_and_their_port_is_the_one_the_code_asks(name: str) -> None:
+def test_commands_of_the_guide_exist_and_use_the_port_of_the_code(name: str) -> None:
     (commands,) = blocks(name, "sh")
     serve = [line for line in commands.splitlines() if line.startswith("branchline ")]
     assert len(serve) == 1

@@ -13,6 +13,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.prebuilt import ToolNode, tools_condition
+from pydantic import SecretStr
 
 from branchline.core.errors import ContextLengthError
 from tests.sdks.harness import (
@@ -35,7 +36,7 @@ LOOK = tool(look)
 
 def graph(s: SdkSession, *, stream: bool, responses: bool = False) -> Any:
     model = ChatOpenAI(
-        model="m", base_url=s.url, api_key=s.key, streaming=stream, use_responses_api=responses
+        model="m", base_url=s.url, api_key=SecretStr(s.key), streaming=stream, use_responses_api=responses
     ).bind_tools([LOOK])
 
     def ask(state: MessagesState) -> Any:
@@ -66,18 +67,20 @@ def converse(app: Any, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-def test_a_graph_with_a_memory_is_one_timeline(scene: Scenario, stream: bool, responses: bool) -> None:
-    s = run_scenario(scene, lambda s: converse(graph(s, stream=stream, responses=responses), stream=stream))
+def test_graph_with_memory_is_one_timeline(scenario: Scenario, stream: bool, responses: bool) -> None:
+    s = run_scenario(
+        scenario, lambda s: converse(graph(s, stream=stream, responses=responses), stream=stream)
+    )
     rewritten = set() if responses else {"arguments_reserialised", "empty_content"}
-    assert s.echoes <= {"dropped_reasoning", *rewritten}
+    assert s.equivalences <= {"dropped_reasoning", *rewritten}
 
 
 @templates
-def test_deleted_steps_leave_an_answer_without_what_led_to_it(voice: str) -> None:
-    with sdk_session(voice) as s:
+def test_deleted_steps_are_deleted_context(template: str) -> None:
+    with sdk_session(template) as s:
         app = graph(s, stream=False)
-        said = app.invoke({"messages": [("user", QUESTIONS[0])]}, THREAD)["messages"]
-        app.update_state(THREAD, {"messages": [RemoveMessage(step.id) for step in said[1:-1]]})
+        reply = app.invoke({"messages": [("user", QUESTIONS[0])]}, THREAD)["messages"]
+        app.update_state(THREAD, {"messages": [RemoveMessage(step.id) for step in reply[1:-1]]})
         app.invoke({"messages": [("user", QUESTIONS[1])]}, THREAD)
     s.check(calls=4)
     assert s.causes == {"repair_loop": 1}
@@ -85,13 +88,13 @@ def test_deleted_steps_leave_an_answer_without_what_led_to_it(voice: str) -> Non
 
 
 @templates
-def test_a_summary_in_place_of_the_history_is_a_compaction(voice: str) -> None:
+def test_summary_of_the_history_is_a_compaction(template: str) -> None:
     summary = "The places 1, 2 and 3 were looked at, and there is a door in one of them."
-    with sdk_session(voice, [*REPLIES[:3], summary, REPLIES[3]]) as s:
+    with sdk_session(template, [*REPLIES[:3], summary, REPLIES[3]]) as s:
         app = graph(s, stream=False)
         for question in (QUESTIONS[0], "Sum it up."):
-            said = app.invoke({"messages": [("user", question)]}, THREAD)["messages"]
-        kept = HumanMessage(f"So far: {said[-1].text}")
+            reply = app.invoke({"messages": [("user", question)]}, THREAD)["messages"]
+        kept = HumanMessage(f"So far: {reply[-1].text}")
         app.update_state(THREAD, {"messages": [RemoveMessage(REMOVE_ALL_MESSAGES), kept]})
         app.invoke({"messages": [("user", QUESTIONS[1])]}, THREAD)
     s.check(calls=5)
@@ -100,15 +103,20 @@ def test_a_summary_in_place_of_the_history_is_a_compaction(voice: str) -> None:
 
 
 @templates
-def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
-    with sdk_session(voice, ["A door.", "Is it?", "It is."]) as s:
+def test_named_node_is_a_separate_agent(template: str) -> None:
+    with sdk_session(template, ["A door.", "Is it?", "It is."]) as s:
         actor, critic = (
-            ChatOpenAI(model="m", base_url=s.url, api_key=s.key, default_headers={"x-branchline-agent": name})
+            ChatOpenAI(
+                model="m",
+                base_url=s.url,
+                api_key=SecretStr(s.key),
+                default_headers={"x-branchline-agent": name},
+            )
             for name in ("actor", "critic")
         )
-        said = actor.invoke([("user", QUESTIONS[0])])
-        doubt = critic.invoke([("user", f"Judge: {said.text}")])
-        actor.invoke([("user", QUESTIONS[0]), said, ("user", doubt.text)])
+        reply = actor.invoke([("user", QUESTIONS[0])])
+        doubt = critic.invoke([("user", f"Judge: {reply.text}")])
+        actor.invoke([("user", QUESTIONS[0]), reply, ("user", doubt.text)])
     s.check(calls=3)
     assert s.causes == {"sub_agent": 1}
     assert sorted((line.agent, calls) for line, calls in zip(s.timelines, s.timeline_calls, strict=True)) == [
@@ -119,17 +127,17 @@ def test_a_node_that_names_itself_is_an_agent_of_its_own(voice: str) -> None:
 
 @pytest.mark.parametrize("responses", [False, True])
 @streamed
-def test_a_prompt_that_is_too_long_is_known_as_such(responses: bool, stream: bool) -> None:
+def test_too_long_prompt_is_recognised(responses: bool, stream: bool) -> None:
     with sdk_session("toy", [ContextLengthError.for_prompt(900, 200)]) as s:
         model = ChatOpenAI(
             model="m",
             base_url=s.url,
-            api_key=s.key,
+            api_key=SecretStr(s.key),
             streaming=stream,
             use_responses_api=responses,
             max_retries=0,
         )
-        # An event that says so it does not look into.
+        # It does not read an event of that type.
         expected = ValueError if responses and stream else ContextOverflowError
         with pytest.raises(expected, match="prompt is too long"):
             model.invoke("q")

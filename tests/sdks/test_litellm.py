@@ -30,7 +30,7 @@ from tests.sdks.harness import (
 
 @pytest.fixture(autouse=True)
 def current_event_loop() -> Iterator[None]:
-    """LiteLLM asks for the current event loop in plain calls too, and where there is none leaves one open."""
+    """LiteLLM gets the current event loop also in blocking calls, and leaves open a loop that it creates."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     yield
@@ -69,9 +69,9 @@ def converse(s: SdkSession, provider: str, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-def test_a_conversation_that_only_grows_is_one_timeline(scene: Scenario, stream: bool, provider: str) -> None:
-    s = run_scenario(scene, lambda s: converse(s, provider, stream=stream))
-    assert s.echoes <= {"arguments_reserialised", "empty_content"}
+def test_growing_conversation_is_one_timeline(scenario: Scenario, stream: bool, provider: str) -> None:
+    s = run_scenario(scenario, lambda s: converse(s, provider, stream=stream))
+    assert s.equivalences <= {"arguments_reserialised", "empty_content"}
 
 
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "anthropic", "hosted_vllm"])
@@ -87,7 +87,7 @@ def ask(s: SdkSession, provider: str, **wishes: Any) -> Any:
 
 @PROVIDERS
 @streamed
-def test_a_prompt_that_is_too_long_is_known_as_such(provider: str, stream: bool) -> None:
+def test_too_long_prompt_is_recognised(provider: str, stream: bool) -> None:
     with (
         sdk_session("toy", [ContextLengthError.for_prompt(900, 200)]) as s,
         pytest.raises(ContextWindowExceededError),
@@ -96,8 +96,8 @@ def test_a_prompt_that_is_too_long_is_known_as_such(provider: str, stream: bool)
 
 
 @PROVIDERS
-def test_a_text_with_odd_ends_of_lines_is_streamed_whole(provider: str) -> None:
-    said = "one\u2028two\u2029three\x85four"
-    with sdk_session("toy", [said]) as s:
+def test_text_with_unicode_line_separators_is_streamed_completely(provider: str) -> None:
+    reply = "one\u2028two\u2029three\x85four"
+    with sdk_session("toy", [reply]) as s:
         chunks = list(ask(s, provider, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == reply

@@ -57,7 +57,7 @@ def chat(s: SdkSession, *, stream: bool) -> list[str]:
 
 
 def respond(s: SdkSession, *, stream: bool, by_id: bool) -> list[str]:
-    """Sends back the output items, or goes on from the id of the response before."""
+    """Sends back the output items, or continues by the id of the previous response."""
     tools = [{"type": "function", **FUNCTION, "strict": False}]
     wishes: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "tools": tools}
     items: list[Any] = []
@@ -87,22 +87,20 @@ def respond(s: SdkSession, *, stream: bool, by_id: bool) -> list[str]:
 
 @scenarios
 @streamed
-def test_a_chat_that_only_grows_is_one_timeline(scene: Scenario, stream: bool) -> None:
-    s = run_scenario(scene, lambda s: chat(s, stream=stream))
-    assert s.echoes <= {"empty_calls", "empty_content"}
+def test_growing_chat_is_one_timeline(scenario: Scenario, stream: bool) -> None:
+    s = run_scenario(scenario, lambda s: chat(s, stream=stream))
+    assert s.equivalences <= {"empty_calls", "empty_content"}
 
 
 @scenarios
 @streamed
 @pytest.mark.parametrize("by_id", [False, True], ids=["items", "previous_response_id"])
-def test_responses_that_follow_each_other_are_one_timeline(
-    scene: Scenario, stream: bool, by_id: bool
-) -> None:
-    s = run_scenario(scene, lambda s: respond(s, stream=stream, by_id=by_id))
-    assert not s.echoes
+def test_consecutive_responses_are_one_timeline(scenario: Scenario, stream: bool, by_id: bool) -> None:
+    s = run_scenario(scenario, lambda s: respond(s, stream=stream, by_id=by_id))
+    assert not s.equivalences
 
 
-def test_a_call_the_sdk_sends_again_after_an_engine_error_leaves_no_fork() -> None:
+def test_sdk_retry_after_an_engine_error_makes_no_fork() -> None:
     with (
         sdk_session("toy", [EngineError("out of memory"), "here"]) as s,
         client_of(s, max_retries=1) as client,
@@ -115,10 +113,10 @@ def test_a_call_the_sdk_sends_again_after_an_engine_error_leaves_no_fork() -> No
 
 
 @templates
-def test_several_choices_and_what_follows_one_of_them(voice: str) -> None:
+def test_several_choices_and_a_continuation_of_one(template: str) -> None:
     messages: list[Any] = [{"role": "user", "content": "a word?"}]
     with (
-        sdk_session(voice, ["Luminous", "Serendipity", "Ephemeral", "Whimsical"]) as s,
+        sdk_session(template, ["Luminous", "Serendipity", "Ephemeral", "Whimsical"]) as s,
         client_of(s) as client,
     ):
         words = client.chat.completions.create(model="m", messages=messages, n=3).choices
@@ -126,5 +124,5 @@ def test_several_choices_and_what_follows_one_of_them(voice: str) -> None:
         client.chat.completions.create(model="m", messages=messages)
     s.check(calls=2)
     assert s.causes == {"best_of_n": 2}
-    said = [[node.message.content for node in line.sampled_nodes] for line in s.timelines]
-    assert sorted(said) == [["Ephemeral"], ["Luminous"], ["Serendipity", "Whimsical"]]
+    reply = [[node.message.content for node in line.sampled_nodes] for line in s.timelines]
+    assert sorted(reply) == [["Ephemeral"], ["Luminous"], ["Serendipity", "Whimsical"]]

@@ -36,7 +36,7 @@ protocols = pytest.mark.parametrize("protocol", MODELS)
 
 
 def run_with_model(s: SdkSession, protocol: str, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-    """Runs something with a model of the SDK's that asks the stage."""
+    """Runs an agent of the SDK with a model of the session."""
 
     async def running() -> Any:
         async with openai.AsyncOpenAI(base_url=s.url, api_key=s.key) as client:
@@ -69,13 +69,13 @@ def converse(s: SdkSession, protocol: str, *, stream: bool) -> list[str]:
 @scenarios
 @streamed
 @protocols
-def test_a_run_that_goes_on_is_one_timeline(scene: Scenario, stream: bool, protocol: str) -> None:
-    s = run_scenario(scene, lambda s: converse(s, protocol, stream=stream))
-    assert s.echoes <= ({"dropped_reasoning", "empty_content"} if protocol == "chat" else set())
+def test_continued_run_is_one_timeline(scenario: Scenario, stream: bool, protocol: str) -> None:
+    s = run_scenario(scenario, lambda s: converse(s, protocol, stream=stream))
+    assert s.equivalences <= ({"dropped_reasoning", "empty_content"} if protocol == "chat" else set())
 
 
 @scenarios
-def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Scenario) -> None:
+def test_run_continued_by_response_id_is_one_timeline(scenario: Scenario) -> None:
     def converse_by_id(s: SdkSession) -> list[str]:
         async def work(model: agents.Model) -> list[str]:
             looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
@@ -92,20 +92,24 @@ def test_a_run_that_goes_on_from_a_response_by_its_id_is_one_timeline(scene: Sce
         found: list[str] = run_with_model(s, "responses", work)
         return found
 
-    assert not run_scenario(scene, converse_by_id).echoes
+    assert not run_scenario(scenario, converse_by_id).equivalences
 
 
 @templates
 @protocols
-def test_a_handoff_shows_the_whole_history_under_another_system_prompt(voice: str, protocol: str) -> None:
-    said = [Message("assistant", tool_calls=(ToolCall("transfer_to_looker", "{}"),)), LOOKS, "A door."]
+def test_handoff_has_the_whole_history_under_another_system_prompt(template: str, protocol: str) -> None:
+    reply: list[Message | str] = [
+        Message("assistant", tool_calls=(ToolCall("transfer_to_looker", "{}"),)),
+        LOOKS,
+        "A door.",
+    ]
 
     async def work(model: agents.Model) -> Any:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
         desk = agents.Agent("desk", instructions="You hand over.", handoffs=[looker], model=model)
         return await agents.Runner.run(desk, QUESTIONS[0])
 
-    with sdk_session(voice, said) as s:
+    with sdk_session(template, reply) as s:
         result = run_with_model(s, protocol, work)
         assert (result.final_output, result.last_agent.name) == ("A door.", "looker")
     s.check(calls=3)
@@ -115,9 +119,9 @@ def test_a_handoff_shows_the_whole_history_under_another_system_prompt(voice: st
 
 @templates
 @protocols
-def test_an_agent_used_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(voice: str, protocol: str) -> None:
+def test_agent_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(template: str, protocol: str) -> None:
     spawn = Message("assistant", tool_calls=(ToolCall("ask_looker", '{"input": "Is the door there?"}'),))
-    said = [spawn, LOOKS, "It is.", "A door."]
+    reply: list[Message | str] = [spawn, LOOKS, "It is.", "A door."]
 
     async def work(model: agents.Model) -> Any:
         looker = agents.Agent("looker", instructions=SYSTEM, tools=[LOOK], model=model)
@@ -125,7 +129,7 @@ def test_an_agent_used_as_a_tool_is_a_sub_agent_with_an_edge_to_the_call(voice: 
         chief = agents.Agent("chief", instructions="You ask others.", tools=[tool], model=model)
         return await agents.Runner.run(chief, QUESTIONS[0])
 
-    with sdk_session(voice, said) as s:
+    with sdk_session(template, reply) as s:
         assert run_with_model(s, protocol, work).final_output == "A door."
     s.check(calls=4)
     assert s.causes == {"sub_agent": 1}

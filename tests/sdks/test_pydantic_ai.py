@@ -74,18 +74,18 @@ def converse(s: SdkSession, protocol: str, *, stream: bool, **options: Any) -> l
 @scenarios
 @streamed
 @protocols
-def test_a_run_that_goes_on_is_one_timeline(scene: Scenario, stream: bool, protocol: str) -> None:
-    s = run_scenario(scene, lambda s: converse(s, protocol, stream=stream))
-    assert s.echoes <= {"arguments_reserialised", "empty_content"}
+def test_continued_run_is_one_timeline(scenario: Scenario, stream: bool, protocol: str) -> None:
+    s = run_scenario(scenario, lambda s: converse(s, protocol, stream=stream))
+    assert s.equivalences <= {"arguments_reserialised", "empty_content"}
 
 
 @templates
-def test_results_that_are_cleared_later_are_deleted_context(voice: str) -> None:
-    def clear(said: list[ModelMessage]) -> list[ModelMessage]:
-        """Leaves the results of the newest message as they are and empties all before."""
-        return [_cleared(message) for message in said[:-1]] + said[-1:]
+def test_cleared_tool_results_are_deleted_context(template: str) -> None:
+    def clear(reply: list[ModelMessage]) -> list[ModelMessage]:
+        """Clears the tool results of all messages but the newest."""
+        return [_cleared(message) for message in reply[:-1]] + reply[-1:]
 
-    with sdk_session(voice) as s:
+    with sdk_session(template) as s:
         converse(s, "chat", stream=False, capabilities=[ProcessHistory(clear)])
     s.check(calls=4)
     # Once when the first results are cleared, once when the third is.
@@ -95,14 +95,16 @@ def test_results_that_are_cleared_later_are_deleted_context(voice: str) -> None:
 
 def _cleared(message: ModelMessage) -> ModelMessage:
     parts: Any = [
-        replace(part, content="[cleared]") if part.part_kind == "tool-return" else part
+        replace(part, content="[cleared]")  # type: ignore[arg-type]
+        if part.part_kind == "tool-return"
+        else part
         for part in message.parts
     ]
     return replace(message, parts=parts)
 
 
 @protocols
-def test_a_prompt_that_is_too_long_is_known_as_such(protocol: str) -> None:
+def test_too_long_prompt_is_recognised(protocol: str) -> None:
     async def test(s: SdkSession) -> None:
         async with model_of(s, protocol) as model:
             with pytest.raises(ModelContextWindowExceededError):

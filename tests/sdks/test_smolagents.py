@@ -19,7 +19,7 @@ def final(text: str) -> ToolCall:
 
 
 def code(line: str) -> Message:
-    # The closing tag is a stop text of the agent's: what stands behind it is never sampled.
+    # The closing tag is a stop string of the agent: nothing after it is sampled.
     return Message("assistant", f"Thought: so.\n<code>\n{line}\n</code>Observation: made up")
 
 
@@ -39,12 +39,12 @@ CODE = (
 
 @templates
 @streamed
-@pytest.mark.parametrize(("kind", "said"), [(ToolCallingAgent, CALLS), (CodeAgent, CODE)])
-def test_every_reply_it_writes_anew_is_a_fork_and_nothing_is_lost(
-    voice: str, stream: bool, kind: Any, said: Any
+@pytest.mark.parametrize(("kind", "reply"), [(ToolCallingAgent, CALLS), (CodeAgent, CODE)])
+def test_every_rewritten_reply_is_a_fork_and_nothing_is_lost(
+    template: str, stream: bool, kind: Any, reply: Any
 ) -> None:
     # One token at a time, so that a stop text ends the engine's work where it ends the reply.
-    with sdk_session(voice, said, chunk_size=1) as s:
+    with sdk_session(template, reply, chunk_size=1) as s:
         model = OpenAIModel("m", api_base=s.url, api_key=s.key)
         agent = kind(tools=[LOOK], model=model, stream_outputs=stream, verbosity_level=-1)
         answers = [agent.run(QUESTIONS[0]), agent.run(QUESTIONS[1], reset=False)]

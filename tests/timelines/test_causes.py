@@ -7,20 +7,12 @@ from random import Random
 
 import pytest
 
-from branchline import (
-    Cause,
-    Delivery,
-    Generation,
-    Message,
-    Request,
-    Session,
-    ToolCall,
-    ToyCodec,
-    classify_forks,
-)
+from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, classify_forks
+from branchline.core.call import Delivery
 from branchline.core.sample import DropReason
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
+from branchline.timelines.causes import Cause
 
 CODEC = ToyCodec.chatml()
 SYSTEM = Message("system", "You are the main agent.")

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from branchline import (
-    Cause,
-    Generation,
-    LoggedCall,
-    LoggedOutput,
-    MergePolicy,
-    Message,
-    Request,
-    Session,
-    ToolCall,
-    ToyCodec,
-    classify_forks,
-    diagnose,
-    merge,
-)
+from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, classify_forks, merge
 from branchline.core.token_arrays import as_ids
-from branchline.timelines.diagnosis import describe_edit
+from branchline.timelines.causes import Cause
+from branchline.timelines.diagnosis import describe_edit, diagnose
+from branchline.timelines.links import MergePolicy
+from branchline.timelines.log import LoggedCall, LoggedOutput
 
 
 def test_stripped_reasoning_is_shown_with_both_sides_and_its_cost() -> None:

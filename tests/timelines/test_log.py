@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from branchline import LogError, read_log
-from branchline.core.errors import InputError
+from branchline import read_log
+from branchline.core.errors import InputError, LogError
 from branchline.timelines.log import LogReader
 
 

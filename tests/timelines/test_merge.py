@@ -7,19 +7,10 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from branchline import (
-    ExportPolicy,
-    LoggedCall,
-    LoggedOutput,
-    MergePolicy,
-    Message,
-    Request,
-    export_samples,
-    merge,
-    timelines_of,
-)
+from branchline import ExportPolicy, Message, Request, export_samples, merge, timelines_of
 from branchline.core.token_arrays import as_ids
-from branchline.timelines.log import with_encoded_ids
+from branchline.timelines.links import MergePolicy
+from branchline.timelines.log import LoggedCall, LoggedOutput, with_encoded_ids
 from branchline.tree.tree import Tree
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from branchline import Delivery, Generation, Media, Message, Request, Session, ToyCodec
-from branchline.core.call import AppliedEquivalence
+from branchline import Generation, Message, Request, Session, ToyCodec
+from branchline.core.call import AppliedEquivalence, Delivery
 from branchline.core.echo import Equivalence
+from branchline.core.message import Media
 from branchline.core.reader import read_message
 from branchline.core.token_arrays import as_ids
 from tests.tree.session_driver import SessionDriver, assistant, user

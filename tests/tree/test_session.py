@@ -11,19 +11,9 @@ from typing import Any
 import pytest
 
 import branchline.tree.journal as journal_module
-from branchline import (
-    Delivery,
-    Generation,
-    Journal,
-    JournalError,
-    Message,
-    Request,
-    Session,
-    ToyCodec,
-    Tree,
-    TreeError,
-    timelines_of,
-)
+from branchline import Generation, Journal, Message, Request, Session, ToyCodec, Tree, timelines_of
+from branchline.core.call import Delivery
+from branchline.core.errors import JournalError, TreeError
 from branchline.export.jsonl import report_to_json, sample_to_json
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.testing.plan_runner import PlanRunner
@@ -170,7 +160,7 @@ def test_concurrent_readers_see_complete_commits_only() -> None:
             children = [child.id for node in tree.nodes for child in node.all_children()]
             if sorted(children) != list(range(1, len(tree.nodes))):
                 problems.append(f"{len(children)} children of {len(tree.nodes)} nodes")
-            sampled = sum(len(node.sampled_ids) for node in tree.nodes if node.output is not None)  # type: ignore[arg-type]
+            sampled = sum(len(node.sampled_ids) for node in tree.nodes if node.output is not None)  # type: ignore[arg-type, misc]
             if tree.calls and export_samples(tree, PERMISSIVE_POLICY).report.sampled_tokens != sampled:
                 problems.append(f"{sampled} sampled tokens, and the report has others")
             started.set()

@@ -7,17 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchline import (
-    Generation,
-    Message,
-    Request,
-    Session,
-    ToolCall,
-    ToyCodec,
-    Tree,
-    TreeError,
-    timelines_of,
-)
+from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, Tree, timelines_of
+from branchline.core.errors import TreeError
 from branchline.core.token_arrays import as_ids
 from tests.tree.session_driver import CODEC, SessionDriver, assistant, user
 

@@ -116,10 +116,10 @@ def test_streamed_and_buffered_calls_record_the_same_tree() -> None:
                 trees.append([{**node, "call": node["call"] is not None} for node in nodes])
             assert trees[0] == trees[1]
             half = len(engine.generations) // 2
-            for first, second in zip(engine.generations[:half], engine.generations[half:], strict=True):
-                assert first.chunks <= second.chunks
+            for one, other in zip(engine.generations[:half], engine.generations[half:], strict=True):
+                assert one.chunks <= other.chunks
                 # A prefix that the server had cached is computed by other kernels.
-                assert second.logprobs == pytest.approx(first.logprobs, abs=1e-3)
+                assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
     run(main)
 

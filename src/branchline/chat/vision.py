@@ -163,7 +163,8 @@ class ImageProcessor:
         # The patches of one placeholder are adjacent; each is repeated for every time step.
         blocks = blocks.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
         blocks = np.broadcast_to(blocks, (*blocks.shape[:5], times, patch, patch))
-        return PixelPatches(blocks.reshape(down * across, 3 * times * patch * patch), (1, down, across))
+        patches = blocks.reshape(down * across, 3 * times * patch * patch).astype(np.float32, copy=False)
+        return PixelPatches(patches, (1, down, across))
 
 
 def find_image_spans(messages: Sequence[Message], prompt_ids: Ids, pad: int) -> tuple[ImageSpan, ...]:

@@ -1,4 +1,4 @@
-"""`python -m branchline.cli` is the `branchline` command."""
+"""`python -m branchline.cli` runs the `branchline` command."""
 
 import sys
 

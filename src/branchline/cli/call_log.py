@@ -1,6 +1,6 @@
-"""What every command starts from: a log on disk, read whole, one merged tree for each session.
+"""Reading a log of calls for the commands `merge` and `tree`: one merged tree for each session.
 
-Nothing is printed before all of it is read, so a bad line leaves stdout empty.
+A log is read completely before a command prints anything, so a bad line leaves stdout empty.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import get_args
+
+from rich.console import Console
+from rich.progress import Progress
 
 from branchline.chat.base import reply_to_text
 from branchline.chat.generic.codec import GenericCodec
@@ -29,31 +31,31 @@ from branchline.timelines.merge import MergeResult, merge
 
 _DEFAULTS = MergePolicy()
 _PROGRESS_BAR_BYTES = 5_000_000
-"""Bytes of a log from which reading takes long enough to watch."""
+"""Size of a log whose reading takes long enough for a progress bar."""
 
 LOG_FORMAT_HELP = """\
-one line of CALLS.jsonl (broken here to fit):
+one line of CALLS.jsonl (wrapped here):
   {"session": "task-7", "agent": "planner",
    "request": {"messages": [{"role": "user", "content": "Say a word."}]},
    "response": {"prompt_token_ids": [11, 12, 13],
                 "choices": [{"message": {"role": "assistant", "content": "Luminous"},
                              "finish_reason": "stop", "token_ids": [21, 22],
                              "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}]}}
-  request and response are those of a chat completion. session and agent may be left out; so may ids
-  (they stand where vLLM puts them with return_token_ids) and logprobs, but then nothing can be trained
-  exactly.
+  request and response are those of a chat completion, with token ids in the fields that vLLM fills under
+  return_token_ids. session, agent, token ids and logprobs are optional; without token ids and logprobs
+  nothing can be trained exactly.
 
 compare levels:
-  text   a call continues an output when its messages repeat it: roles, texts, tool calls. Where the log
-         shows that text as other ids (drift), the sampled ids are put back, and what was sampled behind
-         the others is marked inexact; --no-repair keeps such calls apart.
-  token  a call continues an output only when its prompt begins with the very ids of it.
+  text   a call continues an output if its messages repeat it: roles, texts and tool calls. If the later
+         prompt has other token ids for that text (re-tokenization drift), the sampled ids are put back
+         and outputs that were sampled after the other ids are marked inexact. --no-repair forks instead.
+  token  a call continues an output only if its prompt begins with exactly the same token ids.
 """
 
 
 @dataclass(frozen=True)
 class LoggedSession:
-    """One session of a log, merged."""
+    """The calls of one session of a log, and the tree they were merged into."""
 
     name: str
     calls: list[LoggedCall]
@@ -63,15 +65,10 @@ class LoggedSession:
     def fork_report(self) -> ForkReport:
         return classify_forks(self.merged.tree)
 
-    @cached_property
-    def line_of_call(self) -> list[int]:
-        """The log line of each call of the tree."""
-        return self.merged.line_of_call
-
 
 @dataclass(frozen=True)
 class CallLogFile:
-    """A log as the commands see it."""
+    """A log file, read and merged."""
 
     path: Path
     sessions: list[LoggedSession]
@@ -83,55 +80,59 @@ class CallLogFile:
         return sum(len(session.calls) for session in self.sessions)
 
     def diagnoses(self, session: LoggedSession) -> list[Diagnosis]:
-        """Every fork of a session explained, decoded where there is a tokenizer."""
+        """A diagnosis of every fork of a session, with decoded text if the log has a tokenizer."""
         decode = self.tokenizer.decode if self.tokenizer is not None else None
         return [diagnose(session.merged.tree, fork, decode) for fork in session.fork_report.forks]
 
 
 def add_log_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that reads a log; their defaults are MergePolicy's."""
-    parser.add_argument("calls", type=Path, metavar="CALLS.jsonl", help="the log: one call a line, see below")
+    """Adds the options of every command that reads a log; their defaults come from MergePolicy."""
+    parser.add_argument(
+        "calls", type=Path, metavar="CALLS.jsonl", help="the log: one call per line, format below"
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
-        help="a model's directory with tokenizer.json: checks that ids decode, makes repairs certain, "
-        "shows forks as text, and encodes calls that were logged without ids",
+        help="a model directory with tokenizer.json. With it ids are checked, drift is repaired by comparing "
+        "bytes, forks are shown as text, and calls without token ids are encoded",
     )
     parser.add_argument(
         "--compare",
         choices=get_args(CompareLevel),
         default=_DEFAULTS.compare,
-        help="how alike two calls must be for one to continue the other (default: %(default)s)",
+        help="what must be equal for one call to continue another (default: %(default)s)",
     )
     parser.add_argument(
         "--keep-tools",
         action="store_false",
         dest="ignore_tools",
         default=_DEFAULTS.ignore_tools,
-        help="keep calls with different tool lists apart; by default they merge",
+        help="do not merge calls with different tool lists; by default tool lists are ignored",
     )
     parser.add_argument(
         "--no-repair",
         action="store_false",
         dest="repair",
         default=_DEFAULTS.repair,
-        help="fork where texts agree and ids do not, instead of putting the sampled ids back",
+        help="fork where texts are equal and token ids differ; by default the sampled ids are put back",
     )
     parser.add_argument(
         "--dedupe",
         action="store_true",
         dest="deduplicate",
         default=_DEFAULTS.deduplicate,
-        help="keep one of several answers to one prompt that are equal; by default each is a sample",
+        help="keep one of several equal answers to the same prompt; by default each becomes a sample",
     )
     parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out lines that cannot be read, and count them"
+        "--skip-bad",
+        action="store_true",
+        help="skip and count lines that cannot be read; by default they are errors",
     )
 
 
 def load_call_log(options: argparse.Namespace) -> CallLogFile:
-    """Reads and merges the log that the options name."""
+    """Reads and merges the log `options.calls`; raises InputError if it has no calls."""
     tokenizer = TokenizerDir.open(options.tokenizer) if options.tokenizer is not None else None
     policy = MergePolicy(
         compare=options.compare,
@@ -140,36 +141,48 @@ def load_call_log(options: argparse.Namespace) -> CallLogFile:
         deduplicate=options.deduplicate,
         token_bytes=tokenizer.token_bytes if tokenizer is not None else None,
     )
-    reading = LogReader(
+    reader = LogReader(
         options.calls,
         skip_bad=options.skip_bad,
         check_ids=tokenizer.invalid_id_error if tokenizer is not None else None,
     )
-    with _progress(options.calls, reading) as calls:
-        read = list(_encode_missing_ids(calls, tokenizer, reading) if tokenizer is not None else calls)
-    reading.errors.sort(key=lambda error: error.line)
-    if not read:
-        bad = reading.errors
-        problem = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
+    encoded = reader if tokenizer is None else _encode_missing_ids(reader, tokenizer)
+    calls = list(_show_progress(encoded, options.calls))
+    reader.errors.sort(key=lambda error: error.line)
+    if not calls:
+        errors = reader.errors
+        problem = f"; the first of {len(errors)} bad lines: {errors[0]}" if errors else ""
         raise InputError(f"{options.calls}: no calls in it, expected one JSON object a line{problem}")
     sessions = [
-        LoggedSession(name, calls, merge(calls, policy)) for name, calls in group_by_session(read).items()
+        LoggedSession(name, group, merge(group, policy)) for name, group in group_by_session(calls).items()
     ]
-    return CallLogFile(options.calls, sessions, reading.errors, tokenizer)
+    return CallLogFile(options.calls, sessions, reader.errors, tokenizer)
 
 
-def _encode_missing_ids(
-    calls: Iterable[LoggedCall], tokenizer: TokenizerDir, reading: LogReader
-) -> Iterator[LoggedCall]:
+def _show_progress(calls: Iterable[LoggedCall], path: Path) -> Iterator[LoggedCall]:
+    """Yields the calls, with a progress bar on stderr if that is a terminal and the log is large."""
+    if not (sys.stderr.isatty() and path.is_file() and path.stat().st_size > _PROGRESS_BAR_BYTES):
+        yield from calls
+        return
+    with path.open("rb") as file:
+        lines = sum(1 for _ in file)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"reading {path.name}", total=lines)
+        for call in calls:
+            bar.update(task, completed=call.line)
+            yield call
+
+
+def _encode_missing_ids(reader: LogReader, tokenizer: TokenizerDir) -> Iterator[LoggedCall]:
     encoder = _LogEncoder(tokenizer)
-    for call in calls:
+    for call in reader:
         try:
             yield _fill_missing_ids(call, encoder)
         except CodecError as error:
-            bad = LogError(str(reading.path), call.line, f"cannot be encoded: {error}")
-            if not reading.skip_bad:
-                raise bad from error
-            reading.errors.append(bad)
+            bad_line = LogError(str(reader.path), call.line, f"cannot be encoded: {error}")
+            if not reader.skip_bad:
+                raise bad_line from error
+            reader.errors.append(bad_line)
 
 
 @dataclass(frozen=True)
@@ -183,7 +196,7 @@ class _LogEncoder:
         return GenericCodec(self.tokenizer) if self.tokenizer.has_template else None
 
     def encode_prompt(self, request: Request) -> Ids:
-        """Returns the ids of the rendered prompt, or of `role: text` lines if there is no template."""
+        """The ids of the rendered prompt, or of `role: text` lines if there is no template."""
         if self._codec is not None:
             return self._codec.encode_prompt(request.messages, request.tools, request.chat_template_kwargs)
         lines = [f"{message.role}: {reply_to_text(message)}\n" for message in request.messages]
@@ -194,42 +207,19 @@ class _LogEncoder:
 
 
 def _fill_missing_ids(call: LoggedCall, encoder: _LogEncoder) -> LoggedCall:
-    """The call with ids where it had none; an output keeps those it was logged with."""
+    """The call with encoded ids where it has none; logged output ids are kept."""
     if call.prompt_ids is not None and all(output.ids is not None for output in call.outputs):
         return call
     prompt_ids = call.prompt_ids
     if prompt_ids is None:
         prompt_ids = encoder.encode_prompt(call.request)
     output_ids = [
-        encoder.encode_output(output.message) if output.ids is None else output.ids
-        for output in call.outputs
+        encoder.encode_output(output.message) if output.ids is None else output.ids for output in call.outputs
     ]
-    made = with_encoded_ids(call, prompt_ids, output_ids)
-    # Ids that were logged are real; behind a prompt that was not logged, their place is not.
+    filled = with_encoded_ids(call, prompt_ids, output_ids)
+    # Logged output ids are as sampled only if the prompt before them was logged too.
     outputs = [
-        made_up if logged.ids is None else replace(logged, ids_were_sampled=call.prompt_ids is not None)
-        for logged, made_up in zip(call.outputs, made.outputs, strict=True)
+        encoded if logged.ids is None else replace(logged, ids_were_sampled=call.prompt_ids is not None)
+        for logged, encoded in zip(call.outputs, filled.outputs, strict=True)
     ]
-    return replace(made, outputs=tuple(outputs))
-
-
-@contextmanager
-def _progress(path: Path, reading: LogReader) -> Iterator[Iterable[LoggedCall]]:
-    """The calls of a log, with a bar on stderr where somebody watches and it takes a while."""
-    if not (sys.stderr.isatty() and path.is_file() and path.stat().st_size > _PROGRESS_BAR_BYTES):
-        yield reading
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with path.open("rb") as file:
-        lines = sum(1 for _ in file)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"reading {path.name}", total=lines)
-
-        def watched() -> Iterator[LoggedCall]:
-            for call in reading:
-                bar.update(task, completed=call.line)
-                yield call
-
-        yield watched()
+    return replace(filled, outputs=tuple(outputs))

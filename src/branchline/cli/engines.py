@@ -1,4 +1,8 @@
-"""The codec and the engines that `branchline serve`'s options name."""
+"""Builds the codec and the engines from the options of `branchline serve`.
+
+API keys are read from the environment, because other users can see a command line. Each key is sent to one
+kind of server only: the OpenAI key, which many environments contain, never goes to a vLLM or SGLang server.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,26 @@ from typing import TYPE_CHECKING
 from branchline.chat.base import Codec
 from branchline.core.errors import InputError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
     from branchline.engines.base import Engine
     from branchline.engines.upstream_chat import UpstreamChat
     from branchline.runtime.router import Router
 
 ENGINE_NAMES = ("hf", "vllm", "sglang", "scripted", "openai")
-# Keys come from the environment: a command line is for everybody to read. Each goes where it belongs and
-# nowhere else: OpenAI's is found in many environments, and our own servers have no business with it.
 ENGINE_KEY_ENV = "BRANCHLINE_ENGINE_KEY"
 UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
 OPENAI_KEY_ENV = "OPENAI_API_KEY"
 
 
 def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
-    """What serves, by the options; refuses what is missing before anything is started."""
+    """The codec and a router over all engines; raises InputError if an option is missing or malformed."""
     from branchline.runtime.router import Router, RoutingRule
 
     codec, engine = _main_engine(options)
-    others = dict(map(_parse_upstream, options.upstream))
+    upstreams = dict(map(_parse_upstream, options.upstream))
     rules = [RoutingRule.parse(text) for text in options.rule]
-    make = _engine_factory(options.engine) if options.engine in ("vllm", "sglang") else None
-    return codec, Router(engine, named_engines=others, rules=rules, create_replica=make)
+    create_replica = _engine_factory(options.engine) if options.engine in ("vllm", "sglang") else None
+    return codec, Router(engine, named_engines=upstreams, rules=rules, create_replica=create_replica)
 
 
 def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamChat]:
@@ -41,28 +43,28 @@ def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamC
         from branchline.chat.toy import ToyCodec
         from branchline.engines.scripted import ScriptedEngine
 
-        toy = ToyCodec.chatml()
-        return toy, ScriptedEngine(toy, lambda ask: f"You said: {ask.last_line}")
+        codec = ToyCodec.chatml()
+        return codec, ScriptedEngine(codec, lambda prompt: f"You said: {prompt.last_line}")
     if options.engine == "hf":
         return _hf_engine(options)
     _require_url(options)
     if options.engine == "openai":
-        if len(options.engine_url) > 1:
-            raise InputError("--engine openai: got several --engine-url, expected one; --upstream adds more")
-        upstream = _upstream("openai", options.engine_url[0], ENGINE_KEY_ENV)
-        return _load_codec(options) if options.tokenizer else _byte_codec(), upstream
+        return _openai_upstream(options)
     from branchline.engines.replicas import Replicas
 
-    make = _engine_factory(options.engine)
-    replicas = Replicas([make(url) for url in options.engine_url], name=options.engine)
+    create = _engine_factory(options.engine)
+    replicas = Replicas([create(url) for url in options.engine_url], name=options.engine)
     return _load_codec(options), replicas
 
 
-def _byte_codec() -> Codec:
-    """For capture without a tokenizer: text is kept to the letter, and a byte stands for a token."""
+def _openai_upstream(options: argparse.Namespace) -> tuple[Codec, UpstreamChat]:
+    """An upstream as the main engine; without --tokenizer its text is recorded as one token per byte."""
     from branchline.chat.toy import ToyCodec
 
-    return ToyCodec.chatml()
+    if len(options.engine_url) > 1:
+        raise InputError("--engine openai: got several --engine-url, expected one; --upstream adds more")
+    upstream = _upstream("openai", options.engine_url[0], ENGINE_KEY_ENV)
+    return _load_codec(options) if options.tokenizer else ToyCodec.chatml(), upstream
 
 
 def _require_url(options: argparse.Namespace) -> None:
@@ -70,8 +72,8 @@ def _require_url(options: argparse.Namespace) -> None:
         raise InputError(f"--engine {options.engine}: expected --engine-url URL, the address of its server")
     if options.engine != "openai" and not (options.tokenizer or options.model):
         raise InputError(
-            f"--engine {options.engine}: expected --tokenizer DIR or --model DIR, the files of the model "
-            "that the server has"
+            f"--engine {options.engine}: expected --tokenizer DIR or --model DIR with the files of the model "
+            "that the server runs"
         )
 
 
@@ -112,10 +114,10 @@ def _parse_upstream(text: str) -> tuple[str, UpstreamChat]:
     return name, _upstream(name, url, UPSTREAM_KEY_ENV_PREFIX + re.sub(r"\W", "_", name).upper())
 
 
-def _upstream(name: str, url: str, key_name: str) -> UpstreamChat:
-    """An upstream with the key that is meant for it, else OpenAI's; one set to nothing is none at all."""
+def _upstream(name: str, url: str, key_variable: str) -> UpstreamChat:
+    """An upstream with its own key, or with the OpenAI key if its variable is not set (empty: no key)."""
     from branchline.engines.client import ServerConfig
     from branchline.engines.upstream_chat import UpstreamChat
 
-    key = os.environ.get(key_name, os.environ.get(OPENAI_KEY_ENV, ""))
+    key = os.environ.get(key_variable, os.environ.get(OPENAI_KEY_ENV, ""))
     return UpstreamChat(ServerConfig(url, api_key=key), name=name)

@@ -1,7 +1,7 @@
-"""The `branchline` command: reads its options, runs one command, and turns errors into exit codes.
+"""The `branchline` command: parses the options, runs one command and turns errors into exit codes.
 
-A command returns all it has to say as one text, so an error leaves stdout empty. Exit codes: 0 done,
-1 done and found unsafe (doctor), 2 bad input (with a sentence on stderr), 130 interrupted.
+A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success,
+1 the doctor found the template unsafe, 2 bad input (with one sentence on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from branchline.cli import doctor, merge, serve, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
-Turns the LLM calls of agents into timelines and training samples in which every sampled token is trained
-exactly once, behind exactly the context it was sampled in.
+Records the LLM calls of agents as exact tokens and turns them into training samples in which every sampled
+token is trained exactly once, in exactly the context it was sampled in.
 """
 _EPILOG = """\
-example:
-  branchline merge calls.jsonl            timelines, forks and their causes, the account of all tokens
-  branchline tree calls.jsonl             the same calls as a tree to read
-  branchline doctor --tokenizer DIR       what a model's chat template does to conversations
-  branchline serve --engine scripted      a gateway that agents can talk to, every call recorded
+examples:
+  branchline serve --engine scripted      start a gateway for agents that records every call
+  branchline merge calls.jsonl            merge a log into timelines; list forks, causes and all tokens
+  branchline tree calls.jsonl             print the same calls as a tree
+  branchline doctor --tokenizer DIR       check what a model's chat template does to conversations
 
-`branchline merge --help` shows what a line of calls.jsonl looks like.
+`branchline merge --help` describes the format of calls.jsonl.
 """
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
@@ -35,12 +35,12 @@ _EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Runs one command and returns its exit code."""
     options = build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
     try:
-        told = run(options)
-        text, code = told if isinstance(told, tuple) else (told, 0)
+        output = run(options)
+        text, code = output if isinstance(output, tuple) else (output, 0)
         _write(text)
     except BranchlineError as error:
         print(f"branchline: error: {error}", file=sys.stderr)
@@ -48,13 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has seen enough. Python flushes once more on its way out: into nothing.
+        # The reader closed the pipe. Python flushes stdout once more at exit: into /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
     return code
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run` to the function that executes it."""
     parser = argparse.ArgumentParser(
         "branchline",
         description=_DESCRIPTION,
@@ -72,11 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _write(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a letter gets its escape, not a traceback.
+        # A character that the terminal's encoding lacks is escaped instead of raising an error.
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,8 @@
-"""`branchline merge`: the timelines of a log, and where every sampled token of it went."""
+"""`branchline merge`: the timelines of a log, and an account of every sampled token in it.
+
+Every sampled token is delivered by a timeline or listed under `dropped` with a reason; outputs that were
+logged without token ids are listed there with 0 tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,32 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from branchline.cli.call_log import LOG_FORMAT_HELP, CallLogFile, add_log_options, load_call_log
-from branchline.cli.merge_report import JsonDict, build_merge_report
+from branchline.cli.call_log import (
+    LOG_FORMAT_HELP,
+    CallLogFile,
+    LoggedSession,
+    add_log_options,
+    load_call_log,
+)
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.sample import Sample
-from branchline.export.jsonl import write_jsonl
+from branchline.export.jsonl import report_to_json, write_jsonl
 from branchline.export.samples import ExportPolicy, export_samples
+from branchline.timelines.diagnosis import Diagnosis
+from branchline.timelines.log import LoggedCall
+from branchline.timelines.timeline import Timeline, timelines_of
+from branchline.tree.node import Node
 
-HELP = "merge the calls of a log into timelines, and account for every sampled token"
 _DESCRIPTION = """\
-Merges calls that were captured elsewhere into timelines: a call whose messages repeat what another was
-asked and answered continues it. Prints the timelines, what forked and why, and where every sampled token
-went; --samples writes what can be trained.
+Merges calls that were captured elsewhere into timelines: a call whose messages repeat the prompt and the
+answer of another call continues that call. Prints the timelines, the forks with their causes, and an account
+of every sampled token. With --samples, writes training samples to a file.
 """
 _EPILOG = f"""\
 example:
@@ -35,16 +48,21 @@ example:
 {LOG_FORMAT_HELP}"""
 
 _DEFAULTS = ExportPolicy()
+_INCLUDE_ALL = ExportPolicy(include_inexact=True, include_missing_logprobs=True)
+"""For the account, which counts all that can be trained; the options decide what --samples writes."""
+_EXCERPT_CHARS = 200
 _MAX_TIMELINES = 50
 _MAX_FORKS = 20
 _MAX_SKIPPED = 10
 
+JsonDict = dict[str, Any]
+
 
 def add_merge(commands: Any) -> None:
-    """Adds the command to a parser."""
+    """Adds the command to the parser."""
     parser = commands.add_parser(
         "merge",
-        help=HELP,
+        help="merge the calls of a log into timelines and account for every sampled token",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,13 +72,13 @@ def add_merge(commands: Any) -> None:
         "--samples",
         type=Path,
         metavar="FILE",
-        help="write the samples there, one JSON object a line, whole or not at all",
+        help="write the samples to FILE, one JSON object per line; after an error FILE is left as it was",
     )
     parser.add_argument(
         "--inexact",
         action="store_true",
         default=_DEFAULTS.include_inexact,
-        help="with --samples: train inexact outputs too; by default they are context and are not trained",
+        help="with --samples: train inexact outputs too; by default they are context only",
     )
     parser.add_argument(
         "--allow-missing-logprobs",
@@ -74,22 +92,124 @@ def add_merge(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The account of the log, as tables or as JSON."""
     if options.samples is not None:
         _check_target(options.samples, options.calls)
     log = load_call_log(options)
-    told = build_merge_report(log)
-    told["samples"] = _write_samples(log, options) if options.samples is not None else None
+    report = _build_report(log)
+    report["samples"] = _write_samples(log, options) if options.samples is not None else None
     if options.json:
-        return msgspec.json.encode(told).decode() + "\n"
-    return to_text(*_tables(told, log))
+        return msgspec.json.encode(report).decode() + "\n"
+    return to_text(*_tables(report, log))
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+
+def _build_report(log: CallLogFile) -> JsonDict:
+    """The object that --json prints and that the tables are made from."""
+    timelines: list[JsonDict] = []
+    dropped: list[JsonDict] = []
+    forks: list[JsonDict] = []
+    sampled = delivered = 0
+    for session in log.sessions:
+        tree = session.merged.tree
+        timelines += [_timeline_to_json(session, timeline) for timeline in timelines_of(tree)]
+        report = report_to_json(
+            export_samples(tree, _INCLUDE_ALL, session=session.name, fork_report=session.fork_report).report
+        )
+        omitted = list(_omitted_outputs(session))
+        sampled += report["sampled_tokens"] + sum(entry["tokens"] for entry in omitted)
+        delivered += report["trained_tokens"]
+        dropped += [*report["dropped"], *omitted]
+        forks += [_fork_to_json(session, diagnosis) for diagnosis in log.diagnoses(session)]
+    forks.sort(key=lambda fork: -fork["tokens_computed_again"])
+    return {
+        "calls": log.calls,
+        "sessions": len(log.sessions),
+        "timelines": timelines,
+        "sampled_tokens": sampled,
+        "delivered_tokens": delivered,
+        "dropped": dropped,
+        "repairs": [
+            {"line": repair.line, "method": repair.method}
+            for session in log.sessions
+            for repair in session.merged.repairs
+        ],
+        "forks": forks,
+        "causes": dict(Counter(fork["cause"] for fork in forks).most_common()),
+        "skipped": [{"line": error.line, "problem": error.problem} for error in log.skipped],
+    }
+
+
+def _timeline_to_json(session: LoggedSession, timeline: Timeline) -> JsonDict:
+    sampled = timeline.sampled_nodes
+    last = timeline.leaf.output
+    return {
+        "session": session.name or None,
+        "agent": timeline.agent or None,
+        "messages": len(timeline.nodes),
+        "tokens": len(timeline),
+        "trained_tokens": sum(len(node.ids) - (node.sampled_start - node.start) for node in sampled),
+        "calls": len(sampled),
+        "lines": [session.merged.line_of_call[call.index] for call in timeline.calls],
+        "exact": all(node.output is not None and not node.output.inexact for node in sampled),
+        "tokens_behind_other_ids": timeline.inexact_tokens,
+        "missing_logprobs": sum(_missing_logprobs(node) for node in sampled),
+        "finish": last.finish_reason if last is not None else None,
+        "history": [_message_to_json(node) for node in timeline.nodes],
+    }
+
+
+def _missing_logprobs(node: Node) -> int:
+    logprobs = node.output.logprobs if node.output is not None else None
+    return node.end - node.sampled_start if logprobs is None else int(np.isnan(logprobs).sum())
+
+
+def _message_to_json(node: Node) -> JsonDict:
+    return {
+        "role": node.message.role,
+        "author": "llm" if node.is_sampled else "env",
+        "text": node.message.content[:_EXCERPT_CHARS],
+        "tool_calls": [call.name for call in node.message.tool_calls],
+        "tokens": len(node.ids),
+    }
+
+
+def _omitted_outputs(session: LoggedSession) -> Iterator[JsonDict]:
+    """Outputs that are not in the tree because of --dedupe, and outputs in the tree without token ids."""
+    duplicates = set(session.merged.duplicates)
+    for index, call in enumerate(session.calls):
+        for choice, output in enumerate(call.outputs):
+            if (index, choice) in duplicates:
+                tokens = 0 if output.ids is None else len(output.ids)
+                yield {"reason": "duplicate", "call": _call_name(call), "tokens": tokens}
+            elif output.ids is None:
+                yield {"reason": "no_token_ids", "call": _call_name(call), "tokens": 0}
+
+
+def _call_name(call: LoggedCall) -> str:
+    return call.id or f"line-{call.line}"
+
+
+def _fork_to_json(session: LoggedSession, diagnosis: Diagnosis) -> JsonDict:
+    return {
+        "session": session.name or None,
+        "line": session.merged.line_of_call[diagnosis.fork.call.index],
+        "cause": diagnosis.cause,
+        "first_divergent_token": diagnosis.first_divergent_token,
+        "before": diagnosis.before,
+        "after": diagnosis.after,
+        "tokens_computed_again": diagnosis.tokens_computed_again,
+        "diagnosis": str(diagnosis),
+    }
 
 
 # -- samples --------------------------------------------------------------------------------------------
 
 
 def _check_target(target: Path, calls: Path) -> None:
-    """A file is put in place of the target, which must not be the log, a device or a pipe."""
+    """Refuses a target that is the log itself, a folder, a device or a pipe: writing replaces the file."""
     if target.exists() and not target.is_file():
         raise InputError(f"--samples {target}: not a regular file, expected a file to write")
     if target.exists() and calls.exists() and target.samefile(calls):
@@ -112,7 +232,7 @@ def _write_samples(log: CallLogFile, options: argparse.Namespace) -> JsonDict:
                 where = f"session {session.name!r}: " if session.name else ""
                 raise MissingLogprobsError(
                     f"--samples: {where}{report.missing_logprobs} of {report.trained_tokens} sampled tokens "
-                    "came without logprobs; --allow-missing-logprobs writes them all the same"
+                    "have no logprobs; --allow-missing-logprobs writes them anyway"
                 )
             trained += report.trained_tokens
             for entry in report.dropped:
@@ -134,40 +254,40 @@ def _write_samples(log: CallLogFile, options: argparse.Namespace) -> JsonDict:
 # -- tables ---------------------------------------------------------------------------------------------
 
 
-def _tables(told: JsonDict, log: CallLogFile) -> Iterator[RenderableType]:
-    yield _timeline_table(told)
-    lines = told["timelines"]
+def _tables(report: JsonDict, log: CallLogFile) -> Iterator[RenderableType]:
+    yield _timeline_table(report)
     yield Text(
-        f"{pluralize(told['calls'], 'call')} in {pluralize(told['sessions'], 'session')} "
-        f"became {pluralize(len(lines), 'timeline')}"
+        f"{pluralize(report['calls'], 'call')} in {pluralize(report['sessions'], 'session')} "
+        f"became {pluralize(len(report['timelines']), 'timeline')}"
     )
-    yield Text(
-        f"{pluralize(told['sampled_tokens'], 'sampled token')}, {format_count(told['delivered_tokens'])} delivered"
-    )
+    delivered = format_count(report["delivered_tokens"])
+    yield Text(f"{pluralize(report['sampled_tokens'], 'sampled token')}, {delivered} delivered")
     tokens: Counter[str] = Counter()
     outputs: Counter[str] = Counter()
-    for entry in told["dropped"]:
+    for entry in report["dropped"]:
         tokens[entry["reason"]] += entry["tokens"]
         outputs[entry["reason"]] += 1
     for reason, count in outputs.most_common():
         yield Text(f"dropped, {reason}: {pluralize(count, 'output')}, {pluralize(tokens[reason], 'token')}")
-    for method, count in Counter(repair["method"] for repair in told["repairs"]).most_common():
+    for method, count in Counter(repair["method"] for repair in report["repairs"]).most_common():
         yield Text(f"repaired by {method}: {pluralize(count, 'call')}")
-    yield from _forks(told)
-    yield from _skipped(log)
-    written = told["samples"]
+    yield from _fork_lines(report)
+    yield from _skipped_lines(log)
+    written = report["samples"]
     if written is not None:
-        left = ", ".join(f"{format_count(count)} {why}" for why, count in written["dropped_tokens"].items())
+        not_trained = ", ".join(
+            f"{format_count(count)} {reason}" for reason, count in written["dropped_tokens"].items()
+        )
         yield Text(
             f"wrote {pluralize(written['samples'], 'sample')} with "
             f"{pluralize(written['trained_tokens'], 'trained token')} to {written['file']}"
-            + (f" (not trained: {left})" if left else "")
+            + (f" (not trained: {not_trained})" if not_trained else "")
         )
 
 
-def _timeline_table(told: JsonDict) -> RenderableType:
-    lines = told["timelines"]
-    with_session = told["sessions"] > 1
+def _timeline_table(report: JsonDict) -> RenderableType:
+    timelines = report["timelines"]
+    with_session = report["sessions"] > 1
     table = Table(box=None, pad_edge=False, header_style="bold")
     if with_session:
         table.add_column("session")
@@ -175,37 +295,43 @@ def _timeline_table(told: JsonDict) -> RenderableType:
     for heading in ("messages", "tokens", "trained", "calls"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("exact", no_wrap=True)
-    for line in lines[:_MAX_TIMELINES]:
-        names = [sanitize(line["session"] or "-")] if with_session else []
-        counts = [line[key] for key in ("messages", "tokens", "trained_tokens", "calls")]
+    for timeline in timelines[:_MAX_TIMELINES]:
+        names = [timeline["session"] or "-"] if with_session else []
+        names.append(timeline["agent"] or "-")
+        counts = [timeline[key] for key in ("messages", "tokens", "trained_tokens", "calls")]
         table.add_row(
-            *map(Text, [*names, sanitize(line["agent"] or "-"), *map(format_count, counts)]),
-            Text("yes", "green") if line["exact"] else Text("no", "yellow"),
+            *(Text(sanitize(name)) for name in names),
+            *(Text(format_count(count)) for count in counts),
+            Text("yes", "green") if timeline["exact"] else Text("no", "yellow"),
         )
-    if len(lines) > _MAX_TIMELINES:
-        table.caption = f"{format_count(len(lines) - _MAX_TIMELINES)} more timelines; --json lists them all"
+    if len(timelines) > _MAX_TIMELINES:
+        more = format_count(len(timelines) - _MAX_TIMELINES)
+        table.caption = f"{more} more timelines; --json lists them all"
         table.caption_justify = "left"
     return table
 
 
-def _forks(told: JsonDict) -> Iterator[Text]:
-    forks = told["forks"]
+def _fork_lines(report: JsonDict) -> Iterator[Text]:
+    forks = report["forks"]
     if not forks:
         return
-    causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in told["causes"].items())
+    causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in report["causes"].items())
     yield Text(f"{pluralize(len(forks), 'fork')}: {causes}")
     for fork in forks[:_MAX_FORKS]:
-        session = f"{sanitize(fork['session'])}, " if told["sessions"] > 1 and fork["session"] else ""
+        session = f"{sanitize(fork['session'])}, " if report["sessions"] > 1 and fork["session"] else ""
         yield Text(f"  {session}line {fork['line']}: {sanitize(fork['diagnosis'], 1000)}")
-    if len(forks) > _MAX_FORKS:
-        yield Text(f"  {format_count(len(forks) - _MAX_FORKS)} more; --json lists them all")
+    yield from _more(len(forks) - _MAX_FORKS)
 
 
-def _skipped(log: CallLogFile) -> Iterator[Text]:
+def _skipped_lines(log: CallLogFile) -> Iterator[Text]:
     if not log.skipped:
         return
     yield Text(f"skipped {pluralize(len(log.skipped), 'bad line')}")
     for error in log.skipped[:_MAX_SKIPPED]:
         yield Text(f"  {sanitize(str(error))}")
-    if len(log.skipped) > _MAX_SKIPPED:
-        yield Text(f"  {format_count(len(log.skipped) - _MAX_SKIPPED)} more; --json lists them all")
+    yield from _more(len(log.skipped) - _MAX_SKIPPED)
+
+
+def _more(count: int) -> Iterator[Text]:
+    if count > 0:
+        yield Text(f"  {format_count(count)} more; --json lists them all")

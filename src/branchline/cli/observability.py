@@ -1,4 +1,4 @@
-"""What a served gateway tells of itself: log lines always, spans where an exporter is configured."""
+"""Logs and traces of `branchline serve`: log lines always, spans if an OTLP exporter is configured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from branchline.gateway.logs import LogFormat, LogLevel, configure_logging
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # Tracing needs the `otel` extra
     from branchline.gateway.tracing import Tracing
     from branchline.runtime.call_record import CallObserver
     from branchline.runtime.managed_session import SessionObserver
@@ -23,7 +23,7 @@ OTLP_ENDPOINT_ENV = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_E
 
 @dataclass(frozen=True)
 class Observability:
-    """Those who watch a gateway."""
+    """The observers of a served gateway."""
 
     observers: Sequence[CallObserver]
     tracing: Tracing | None = None
@@ -33,47 +33,48 @@ class Observability:
         return () if self.tracing is None else (self.tracing.record_session_end,)
 
     def close(self) -> None:
-        """Sends the last spans, or gives up after a while."""
+        """Sends the remaining spans; gives up after the exporter's timeout."""
         if self.tracing is not None:
             self.tracing.close()
 
 
 def add_observability_options(parser: argparse.ArgumentParser) -> None:
-    """Registers the options of logs; traces are configured by OpenTelemetry's own variables."""
-    parser.add_argument(
+    """Adds the logging options. Traces have none: OpenTelemetry's environment variables configure them."""
+    group = parser.add_argument_group("logging")
+    group.add_argument(
         "--log-format",
         choices=get_args(LogFormat),
         default="text",
-        help="how log lines are written (default: %(default)s)",
+        help="format of log lines (default: %(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--log-level",
         choices=get_args(LogLevel),
         default="info",
-        help="info has a line for each call, warning for each that failed (default: %(default)s)",
+        help="info logs every call, warning only failed ones (default: %(default)s)",
     )
-    parser.add_argument(
-        "--log-contents", action="store_true", help="log what agents and models say; without it nothing is"
+    group.add_argument(
+        "--log-contents", action="store_true", help="log message texts too; by default they are left out"
     )
 
 
 def configure_observability(options: argparse.Namespace) -> Observability:
-    """Sets up what the options and the environment ask for."""
-    note_call = configure_logging(options.log_format, options.log_level, options.log_contents)
+    """Configures logging by the options and tracing by the environment."""
+    log_call = configure_logging(options.log_format, options.log_level, options.log_contents)
     if not is_exporter_configured(os.environ):
-        return Observability((note_call,))
+        return Observability((log_call,))
     try:
         from branchline.gateway.tracing import Tracing
     except ImportError as error:
-        # The variables are often set for everything on a machine; that must not keep this from starting.
+        # These variables are often set for a whole machine, so a missing package is not an error.
         log.warning("no traces: %s is missing, pip install 'branchline[otel]'", error.name)
-        return Observability((note_call,))
+        return Observability((log_call,))
     tracing = Tracing.from_environment()
-    return Observability((note_call, tracing.record_call), tracing)
+    return Observability((log_call, tracing.record_call), tracing)
 
 
 def is_exporter_configured(environ: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables name a place for traces and do not forbid them."""
+    """Whether OpenTelemetry's variables name an OTLP endpoint and do not disable traces."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     return environ.get("OTEL_TRACES_EXPORTER", "otlp") == "otlp" and any(map(environ.get, OTLP_ENDPOINT_ENV))

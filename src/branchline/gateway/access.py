@@ -1,9 +1,9 @@
-"""Who may do what: a session's api_key opens its model API and nothing else, its control_key everything of
-that session, the admin key everything. Keys are compared in constant time and never written down, and
-compared first: nothing is done for those who have none.
+"""Which key may do what: a session's api_key opens its model API and nothing else, its control_key the
+whole session, the admin key everything.
 
-Without keys it is the machine that is the lock: only loopback is listened on, and what a browser there sends
-for a page from elsewhere is refused, for a browser runs anybody's programs.
+Keys are compared in constant time, before any other work, and stored only as hashes. Without keys, access is
+limited to this machine: the gateway listens on loopback only, and requests that a browser sends for a page
+from another origin are refused.
 """
 
 from __future__ import annotations
@@ -21,39 +21,32 @@ from branchline.runtime.session_store import SessionStore
 
 @dataclass(frozen=True)
 class AccessControl:
-    """The locks of one gateway."""
+    """Checks the keys of one gateway. All methods raise SessionError if the key does not suffice."""
 
     sessions: SessionStore
     admin_key: str = ""
     auth: bool = True
 
-    def is_admin(self, key: str) -> bool:
-        if not self.auth:
-            return True
-        return bool(self.admin_key) and hmac.compare_digest(
-            key.encode("utf-8", "surrogatepass"), self.admin_key.encode()
-        )
-
     def require_admin(self, key: str) -> None:
-        if not self.is_admin(key):
+        if not self._is_admin(key):
             raise _denied(key, "this needs the admin key")
 
     def model_session(self, session_id: str | None, key: str) -> ManagedSession:
-        """The session whose model API a key opens; without an id the key alone names it."""
+        """The session whose model API a key opens; without an id the key alone identifies it."""
         if session_id is None:
-            live = self.sessions.by_api_key(key) if key else None
-            if live is None and not self.auth:
-                live = self.sessions.default_session()
-            if live is None:
+            managed = self.sessions.by_api_key(key) if key else None
+            if managed is None and not self.auth:
+                managed = self.sessions.default_session()
+            if managed is None:
                 raise _denied(key, "this key opens no session")
-            return live
+            return managed
         opened = self.sessions.opening_record(session_id)
         if key_matches(key, opened.api_key_hash) or self._is_control_key(opened, key):
             return self.sessions.get(session_id)
         raise _denied(key, f"this key does not open session {session_id}")
 
     def control_session(self, session_id: str, key: str, *, is_reward: bool = False) -> ManagedSession:
-        """The session a key may read and steer; an agent may pay itself only where that was allowed."""
+        """The session that a key may read and control; with `agent_reward` an api_key may post rewards."""
         opened = self.sessions.opening_record(session_id)
         if self._is_control_key(opened, key) or (
             is_reward and opened.options.agent_reward and key_matches(key, opened.api_key_hash)
@@ -61,30 +54,39 @@ class AccessControl:
             return self.sessions.get(session_id)
         raise _denied(key, f"this key does not open the control of session {session_id}")
 
+    def _is_admin(self, key: str) -> bool:
+        if not self.auth:
+            return True
+        return bool(self.admin_key) and hmac.compare_digest(
+            key.encode("utf-8", "surrogatepass"), self.admin_key.encode()
+        )
+
     def _is_control_key(self, opened: SessionOpened, key: str) -> bool:
-        return self.is_admin(key) or key_matches(key, opened.control_key_hash)
+        return self._is_admin(key) or key_matches(key, opened.control_key_hash)
 
 
 def require_loopback(host: str) -> None:
-    """Without keys nobody else may come by."""
+    """Raises InputError if a gateway without keys would be reachable from other machines."""
     if not _is_loopback(host):
-        raise InputError(f"no auth: got host {host!r}, expected loopback: anybody could use the model")
+        raise InputError(
+            f"no auth: got host {host!r}, expected loopback, because any client could use the model"
+        )
 
 
 def require_local_origin(headers: Mapping[str, str], public_url: str = "") -> None:
-    """Refuses what a page from elsewhere has sent: under its own name (`origin`), or one that it gave us."""
-    known = urlsplit(public_url).hostname
-    for name, before in (("host", "//"), ("origin", "")):
-        given = headers.get(name)
-        if given is None:
+    """Refuses requests of a page from another origin: by `origin`, and by `host` against DNS rebinding."""
+    public_host = urlsplit(public_url).hostname
+    for name, prefix in (("host", "//"), ("origin", "")):
+        value = headers.get(name)
+        if value is None:
             continue
         try:
-            host = urlsplit(before + given).hostname or ""
+            host = urlsplit(prefix + value).hostname or ""
         except ValueError:
             host = ""
-        if not _is_loopback(host) and (not host or host != known):
+        if not _is_loopback(host) and (not host or host != public_host):
             raise SessionError(
-                "forbidden", f"{name}: got {given!r}, expected loopback, because no keys are asked for"
+                "forbidden", f"{name}: got {value!r}, expected loopback, because no keys are required"
             )
 
 

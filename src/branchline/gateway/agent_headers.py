@@ -1,8 +1,8 @@
-"""Who asks, and who sent them: what the headers of clients say of an agent and of its parent.
+"""Reads from a request's headers which agent sent it and which agent started that one.
 
-Branchline's own headers name anybody. Of the clients that are known, only sub-agents are named: a client's
-first agent is the session's, whatever that client calls it, so that it stays one agent when it is started
-again. A parent is handed on under the client's name for it; the tree knows the first agent by exclusion.
+Branchline's own headers can name any agent. For known clients only sub-agents are named: a client's first
+agent is the session's default agent under any name, so that it stays the same agent after a restart. A
+parent is passed on under the client's name for it; the tree resolves the first agent by exclusion.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Headers = Mapping[str, str]
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """An agent and its parent; nothing where a header does not say."""
+    """An agent and its parent; "" if no header names them."""
 
     agent: str = ""
     parent: str = ""
 
 
 def identify_agent(headers: Headers) -> AgentIdentity:
-    """What the headers say.
+    """The agent and parent from the first set of headers that is present.
 
     >>> identify_agent({"x-session-id": "s2", "x-parent-session-id": "s1"})
     AgentIdentity(agent='s2', parent='s1')
     """
     for read in _READERS:
-        named = read(headers)
-        if named.agent or named.parent:
-            return named
+        identity = read(headers)
+        if identity.agent or identity.parent:
+            return identity
     return AgentIdentity()
 
 
@@ -45,7 +45,7 @@ def _claude_code(headers: Headers) -> AgentIdentity:
 
 
 def _codex(headers: Headers) -> AgentIdentity:
-    """A thread of its own under the thread that the session began with."""
+    """A sub-agent's thread id differs from the session id."""
     thread, session = headers.get("thread-id", ""), headers.get("session-id", "")
     if not session or thread in ("", session):
         return AgentIdentity()
@@ -53,7 +53,7 @@ def _codex(headers: Headers) -> AgentIdentity:
 
 
 def _opencode(headers: Headers) -> AgentIdentity:
-    """A session with a parent; one without is the user's own."""
+    """A sub-agent's session has a parent; the user's own has none."""
     parent = headers.get("x-parent-session-id", "")
     return AgentIdentity(headers.get("x-session-id", ""), parent) if parent else AgentIdentity()
 

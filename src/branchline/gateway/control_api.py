@@ -1,4 +1,4 @@
-"""The control API: sessions are opened, read, paid and ended here; the policy is paused; engines come and go.
+"""The control API: opens, reads, rewards and ends sessions; pauses the policy; adds and removes engines.
 
 POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /wait
 POST /sessions/{id}/reward|complete|finalize|abort
@@ -22,10 +22,10 @@ from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, MessageError
 from branchline.gateway.access import AccessControl
-from branchline.gateway.asgi_request import AsgiRequest, ClientDisconnectedError
+from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, error_info, parse_body, read_body
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.http_errors import error_code, http_error, json_response
 from branchline.gateway.metrics import GatewayMetrics
+from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
@@ -35,6 +35,7 @@ from branchline.runtime.session_store import SessionStore
 log = logging.getLogger("branchline.gateway")
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
 View = Callable[[ManagedSession], dict[str, Any]]
 
 _VIEWS: dict[str, View] = {
@@ -53,17 +54,17 @@ _MAX_WAIT_S = 3600.0
 
 
 class ControlApi:
-    """Answers those who run agents and trainers."""
+    """Answers the programs that run agents and trainers; `asgi` is the application."""
 
     def __init__(
         self,
-        fleet: Router,
+        router: Router,
         sessions: SessionStore,
         access: AccessControl,
         metrics: GatewayMetrics,
         config: GatewayConfig,
     ) -> None:
-        self._router = fleet
+        self._router = router
         self._sessions = sessions
         self._access = access
         self._metrics = metrics
@@ -71,123 +72,120 @@ class ControlApi:
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
 
     def _routes(self) -> list[Route]:
-        one = "/sessions/{id}"
-
-        def route(path: str, handler: Handler, method: str) -> Route:
-            return Route(path, _with_error_responses(handler), methods=[method])
-
+        admin, session = self._admin_route, self._session_route
         return [
             Route("/healthz", self._health, methods=["GET"]),
-            route("/metrics", self._metrics_text, "GET"),
-            route("/sessions", self._open, "POST"),
-            route("/sessions", self._list, "GET"),
-            route(one, self._delete, "DELETE"),
-            *(route(one + path, self._view_handler(view), "GET") for path, view in _VIEWS.items()),
-            route(one + "/wait", self._wait, "GET"),
-            route(one + "/reward", self._reward, "POST"),
+            Route("/metrics", self._render_metrics, methods=["GET"]),
+            admin("POST", "/sessions", self._open),
+            admin("GET", "/sessions", self._list),
+            session("DELETE", "", self._delete),
+            *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
+            session("GET", "/wait", self._wait),
+            session("POST", "/reward", self._reward, is_reward=True),
             *(
-                route(f"{one}/{verb}", self._end_handler(state), "POST")
+                session("POST", f"/{verb}", self._end_handler(state))
                 for verb, state in _STATES_BY_VERB.items()
             ),
-            route("/policy/pause", self._pause, "POST"),
-            route("/policy/resume", self._resume, "POST"),
-            route("/engines", self._engines, "GET"),
-            route("/engines", self._add_engine, "POST"),
-            route("/engines", self._remove_engine, "DELETE"),
+            admin("POST", "/policy/pause", self._pause),
+            admin("POST", "/policy/resume", self._resume),
+            admin("GET", "/engines", self._engines),
+            admin("POST", "/engines", self._add_engine),
+            admin("DELETE", "/engines", self._remove_engine),
         ]
+
+    def _admin_route(self, method: str, path: str, handler: Handler) -> Route:
+        async def authorized(http: HttpRequest) -> Response:
+            self._access.require_admin(bearer_key(http.headers))
+            return await handler(http)
+
+        return Route(path, _with_error_responses(authorized), methods=[method])
+
+    def _session_route(
+        self, method: str, path: str, handler: SessionHandler, *, is_reward: bool = False
+    ) -> Route:
+        async def authorized(http: HttpRequest) -> Response:
+            key = bearer_key(http.headers)
+            managed = self._access.control_session(http.path_params["id"], key, is_reward=is_reward)
+            return await handler(http, managed)
+
+        return Route("/sessions/{id}" + path, _with_error_responses(authorized), methods=[method])
 
     # -- sessions ------------------------------------------------------------------------------------
 
     async def _open(self, http: HttpRequest) -> Response:
-        self._access.require_admin(_api_key(http))
         options = read_session_options(await self._read_body(http))
-        live, api_key, control_key = await asyncio.to_thread(self._sessions.open, options)
-        root = (self._config.public_url or str(http.base_url)).rstrip("/") + f"/sessions/{live.id}"
+        managed, api_key, control_key = await asyncio.to_thread(self._sessions.open, options)
+        root = (self._config.public_url or str(http.base_url)).rstrip("/") + f"/sessions/{managed.id}"
         urls = {"base_url": root + "/v1", "openai_base_url": root + "/v1", "anthropic_base_url": root}
-        return json_response({"id": live.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
+        return _json({"id": managed.id, **urls, "api_key": api_key, "control_key": control_key}, 201)
 
     async def _list(self, http: HttpRequest) -> Response:
-        """What is in memory, oldest first; `state` and `group` choose."""
-        self._access.require_admin(_api_key(http))
-        wanted = {name: http.query_params[name] for name in ("state", "group") if name in http.query_params}
-        shown = [
+        """The sessions in memory, oldest first, filtered by `state` and `group`."""
+        filters = {name: http.query_params[name] for name in ("state", "group") if name in http.query_params}
+        views = [
             view
             for view in map(session_view, self._sessions)
-            if all(view[name] == value for name, value in wanted.items())
+            if all(view[name] == value for name, value in filters.items())
         ]
-        return json_response({"sessions": shown})
+        return _json({"sessions": views})
 
-    async def _delete(self, http: HttpRequest) -> Response:
-        """Lets go of a closed session's memory; a journal keeps what it has."""
-        live = self._access.control_session(http.path_params["id"], _api_key(http))
-        self._sessions.evict(live)
+    async def _delete(self, http: HttpRequest, managed: ManagedSession) -> Response:
+        """Removes a closed session from memory; the journal keeps it."""
+        self._sessions.evict(managed)
         return Response(status_code=204)
 
-    def _view_handler(self, view: View) -> Handler:
-        async def show(http: HttpRequest) -> Response:
-            live = self._access.control_session(http.path_params["id"], _api_key(http))
-            return await asyncio.to_thread(lambda: json_response(view(live)))
-
-        return show
-
-    async def _wait(self, http: HttpRequest) -> Response:
-        """Answers when the session is no longer open, or after `timeout_s`, whatever its state is then."""
-        live = self._access.control_session(http.path_params["id"], _api_key(http))
-        given = http.query_params.get("timeout_s", "60")
+    async def _wait(self, http: HttpRequest, managed: ManagedSession) -> Response:
+        """Answers when the session is no longer open, or after `timeout_s`."""
+        value = http.query_params.get("timeout_s", "60")
         try:
-            timeout_s = float(given)
+            timeout_s = float(value)
         except ValueError:
             timeout_s = -1.0
         if not 0 <= timeout_s <= _MAX_WAIT_S:
-            raise MessageError("timeout_s", given, f"a number of seconds from 0 to {_MAX_WAIT_S:g}")
-        await self._sessions.wait_until_ended(live, timeout_s)
-        return json_response(session_view(live))
+            raise MessageError("timeout_s", value, f"a number of seconds from 0 to {_MAX_WAIT_S:g}")
+        await self._sessions.wait_until_ended(managed, timeout_s)
+        return _json(session_view(managed))
 
-    async def _reward(self, http: HttpRequest) -> Response:
-        live = self._access.control_session(http.path_params["id"], _api_key(http), is_reward=True)
-        await live.post_reward(await self._read_body(http))
-        return json_response(session_view(live))
+    async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
+        await managed.post_reward(await self._read_body(http))
+        return _json(session_view(managed))
 
-    def _end_handler(self, state: SessionState) -> Handler:
-        async def end(http: HttpRequest) -> Response:
-            live = self._access.control_session(http.path_params["id"], _api_key(http))
+    def _end_handler(self, state: SessionState) -> SessionHandler:
+        async def end(http: HttpRequest, managed: ManagedSession) -> Response:
             body = await self._read_body(http)
             reason = body.get("reason", "") if isinstance(body, dict) else ""
-            await self._sessions.end_session(live, state, str(reason))
-            return json_response(session_view(live))
+            await self._sessions.end_session(managed, state, str(reason))
+            return _json(session_view(managed))
 
         return end
 
     # -- policy and engines --------------------------------------------------------------------------
 
     async def _pause(self, http: HttpRequest) -> Response:
-        self._access.require_admin(_api_key(http))
-        _checked_fields(await self._read_body(http))
+        _check_fields(await self._read_body(http))
         await self._router.pause()
-        return json_response(self._policy_state())
+        return _json(self._policy_state())
 
     async def _resume(self, http: HttpRequest) -> Response:
-        self._access.require_admin(_api_key(http))
-        await self._router.resume(_read_version(_checked_fields(await self._read_body(http), "version")))
-        return json_response(self._policy_state())
+        await self._router.resume(_read_version(_check_fields(await self._read_body(http), "version")))
+        return _json(self._policy_state())
 
     async def _engines(self, http: HttpRequest) -> Response:
-        self._access.require_admin(_api_key(http))
-        return json_response(self._policy_state() | {"engines": self._router.describe_replicas()})
+        return self._engines_response()
 
     async def _add_engine(self, http: HttpRequest) -> Response:
-        """The version is the one of the weights that the server has."""
-        self._access.require_admin(_api_key(http))
-        body = _checked_fields(await self._read_body(http), "url", "version")
+        """`version` is the version of the weights that the server has loaded."""
+        body = _check_fields(await self._read_body(http), "url", "version")
         await self._router.add_replica(_required_string(body, "url"), _read_version(body))
-        return json_response(self._policy_state() | {"engines": self._router.describe_replicas()}, 201)
+        return self._engines_response(201)
 
     async def _remove_engine(self, http: HttpRequest) -> Response:
-        self._access.require_admin(_api_key(http))
-        await self._router.remove_replica(
-            _required_string(_checked_fields(await self._read_body(http), "name"), "name")
-        )
-        return json_response(self._policy_state() | {"engines": self._router.describe_replicas()})
+        body = _check_fields(await self._read_body(http), "name")
+        await self._router.remove_replica(_required_string(body, "name"))
+        return self._engines_response()
+
+    def _engines_response(self, status: int = 200) -> Response:
+        return _json(self._policy_state() | {"engines": self._router.describe_replicas()}, status)
 
     def _policy_state(self) -> dict[str, Any]:
         return {"paused": self._router.paused, "version": self._router.version}
@@ -195,66 +193,71 @@ class ControlApi:
     # -- the gateway itself --------------------------------------------------------------------------
 
     async def _health(self, http: HttpRequest) -> Response:
-        return json_response(
-            {
-                "status": "ok",
-                "engine": self._router.name,
-                **self._policy_state(),
-                "sessions": len(self._sessions),
-            }
-        )
+        status = {"status": "ok", "engine": self._router.name}
+        return _json({**status, **self._policy_state(), "sessions": len(self._sessions)})
 
-    async def _metrics_text(self, http: HttpRequest) -> Response:
+    async def _render_metrics(self, http: HttpRequest) -> Response:
         self._metrics.sessions.set(len(self._sessions))
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _read_body(self, http: HttpRequest) -> Any:
-        """The body, if there is one: most of these requests can do without. It must fit a journal."""
+        """The decoded body, or None if there is none; it must be encodable for the journal."""
         if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
             return None
-        body = await AsgiRequest(http.scope, http.receive, http._send).read_json(self._config.max_body_bytes)
+        body = parse_body(await read_body(http.receive, http.headers, self._config.max_body_bytes))
         try:
             msgspec.msgpack.encode(body)
-        except (OverflowError, RecursionError) as problem:
-            raise MessageError("body", body, f"what can be recorded ({problem})") from problem
+        except (OverflowError, RecursionError) as error:
+            raise MessageError("body", body, f"what can be recorded ({error})") from error
         return body
 
 
+def _view_handler(view: View) -> SessionHandler:
+    async def show(_http: HttpRequest, managed: ManagedSession) -> Response:
+        return await asyncio.to_thread(lambda: _json(view(managed)))
+
+    return show
+
+
 def _with_error_responses(handler: Handler) -> Handler:
-    """Every refusal in one envelope; nothing else is ever sent."""
+    """Answers every error in one envelope."""
 
     async def guarded(http: HttpRequest) -> Response:
         try:
             return await handler(http)
-        except BranchlineError as refused:
-            status, message, field, headers = http_error(refused)
-            return json_response(error_body(status, message, field, error_code(refused)), status, headers)
+        except BranchlineError as error:
+            return _error_response(error_info(error))
         except ClientDisconnectedError:
-            return Response(status_code=499)  # nobody will see it
+            return Response(status_code=499)  # never received
         except Exception:
             log.exception("request failed")
-            return json_response(error_body(500, "internal error"), 500)
+            return _error_response(ErrorInfo(500, "internal error"))
 
     return guarded
 
 
-async def _routing_error(http: HttpRequest, problem: Exception) -> Response:
-    assert isinstance(problem, HTTPException)
-    status, headers = problem.status_code, dict(problem.headers or {})
-    if status == 405:
-        fitting = [route for route in http.app.routes if route.matches(http.scope)[0] != Match.NONE]
-        # The one that came with it knows the methods of the first route only.
-        headers = {"allow": ", ".join(sorted({method for route in fitting for method in route.methods}))}
-    words = f"{http.method}: not for this path" if status == 405 else f"{http.url.path}: no such path"
-    return json_response(error_body(status, words), status, headers)
+async def _routing_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    message = f"{http.url.path}: no such path"
+    if error.status_code == 405:
+        # The exception's own header has the methods of the first matching route only.
+        routes = [route for route in http.app.routes if route.matches(http.scope)[0] != Match.NONE]
+        headers = {"allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
+        message = f"{http.method}: not for this path"
+    return _error_response(ErrorInfo(error.status_code, message, headers=headers))
 
 
-def _api_key(http: HttpRequest) -> str:
-    return AsgiRequest(http.scope, http.receive, http._send).api_key
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def _checked_fields(body: object, *names: str) -> dict[str, Any]:
-    """The fields of a body, if there is one; a field that nobody reads is a mistake of its writer."""
+def _error_response(info: ErrorInfo) -> Response:
+    return _json(error_body(info), info.status, dict(info.headers))
+
+
+def _check_fields(body: object, *names: str) -> dict[str, Any]:
+    """The fields of a body, {} if there is none; a field that is not in `names` is an error."""
     fields = {} if body is None else body
     if not isinstance(fields, dict):
         raise MessageError("body", body, "an object")
@@ -271,8 +274,8 @@ def _read_version(body: dict[str, Any]) -> int | None:
     return version
 
 
-def _required_string(body: object, name: str) -> str:
-    value = body.get(name) if isinstance(body, dict) else None
+def _required_string(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
     if not isinstance(value, str) or not value:
-        raise MessageError(name, value, "a text that is not empty")
+        raise MessageError(name, value, "a non-empty string")
     return value

@@ -1,8 +1,8 @@
-"""Structured logs: one line a call, however it ended; lines of sessions; as text to read or JSON to collect.
+"""Structured logs: one line per call, however it ended, and lines of sessions, as text or JSON.
 
-What agents and models said stands in no line unless that was asked for, and no key ever does. An error's
-words may quote a message, so without contents a line names its kind and its field, tracebacks show code and
-types, and of what other libraries have to say only the first line is kept.
+Message contents appear in a line only if they were enabled; keys never do. An error's text may quote a
+message, so without contents a line has only the error's type and field, tracebacks show code and types, and
+of other libraries' messages only the first line is kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from typing import Any, Literal, TextIO
 
 from branchline.core.reader import write_message
 from branchline.runtime.call_record import CallObserver, CallRecord, CallRequest, CallResult, cause_chain
+from branchline.runtime.session_store import SessionStore
+from branchline.timelines.causes import classify_forks
+from branchline.timelines.diagnosis import diagnose
 
 log = logging.getLogger("branchline.calls")
+fork_log = logging.getLogger("branchline.forks")
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _MAX_VALUE_CHARACTERS = 200
-"""Letters of a value; clients name their models and agents as they like."""
+"""Longer values are cut: clients choose the names of models and agents."""
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _UNQUOTED_VALUE = re.compile(r"[\w.:/@+,*<>-]+")
 
@@ -33,9 +37,9 @@ _UNQUOTED_VALUE = re.compile(r"[\w.:/@+,*<>-]+")
 def configure_logging(
     format: LogFormat = "text", level: LogLevel = "info", contents: bool = False, stream: TextIO | None = None
 ) -> CallObserver:
-    """Sets up the logs of this process, on standard error; gives the observer that writes the calls' lines.
+    """Sets up the logs of this process, on standard error; returns the observer that logs calls.
 
-    Branchline's own loggers speak from `level` on, all others from `warning` on.
+    Branchline's own loggers log from `level` on, all others from `warning` on.
     """
     handler = _BranchlineHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(contents) if format == "json" else TextFormatter(contents))
@@ -54,14 +58,42 @@ class CallLogger:
         self._contents = contents
 
     def record_call(self, record: CallRecord) -> None:
-        """A call that is over. Only what went wrong on our side is more than information."""
+        """Logs a finished call: `failed` as a warning, everything else as information."""
         level = logging.WARNING if record.outcome == "failed" else logging.INFO
         if log.isEnabledFor(level):
             log.log(level, "call", extra=call_fields(record, self._contents))
 
 
+class ForkLogger:
+    """`--explain-forks`: logs the cause of each fork when it happens, once.
+
+    It classifies the whole tree after every call, which is slow; it is meant for debugging an agent.
+    """
+
+    def __init__(self, sessions: SessionStore) -> None:
+        self._sessions = sessions
+        self._logged: set[tuple[str, int]] = set()
+
+    def record_call(self, record: CallRecord) -> None:
+        if record.result is None:
+            return
+        managed = self._sessions.get(record.session_id)
+        tree = managed.session.snapshot()
+        for fork in classify_forks(tree).forks:
+            if (record.session_id, fork.branch.id) in self._logged:
+                continue
+            self._logged.add((record.session_id, fork.branch.id))
+            fork_log.warning(
+                "fork in session %s by call %s: %s",
+                record.session_id,
+                fork.call.id,
+                diagnose(tree, fork, managed.session.codec.decode),
+                extra={"session": record.session_id, "call": fork.call.id, "cause": str(fork.cause)},
+            )
+
+
 def call_fields(record: CallRecord, contents: bool = False) -> dict[str, Any]:
-    """A call as the fields of a line; what is not known is left out."""
+    """A call as the fields of a line; unknown values are left out."""
     fields: dict[str, Any] = {
         "outcome": record.outcome,
         "status": record.status,
@@ -88,29 +120,29 @@ def call_fields(record: CallRecord, contents: bool = False) -> dict[str, Any]:
     return fields
 
 
-def _result_fields(done: CallResult) -> dict[str, Any]:
+def _result_fields(result: CallResult) -> dict[str, Any]:
     return {
-        "prompt_tokens": done.prompt_tokens,
-        "sampled_tokens": done.sampled_tokens,
-        "reused_tokens": done.reused_tokens,
-        "encoded_tokens": done.encoded_tokens,
-        "finish_reasons": [answer.finish_reason for answer in done.answers],
-        "versions": done.version_range,
+        "prompt_tokens": result.prompt_tokens,
+        "sampled_tokens": result.sampled_tokens,
+        "reused_tokens": result.reused_tokens,
+        "encoded_tokens": result.encoded_tokens,
+        "finish_reasons": [answer.finish_reason for answer in result.answers],
+        "versions": result.version_range,
     }
 
 
-def _content_fields(asked: CallRequest | None, done: CallResult | None) -> dict[str, Any]:
+def _content_fields(call_request: CallRequest | None, result: CallResult | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if asked is not None:
-        fields["messages"] = [write_message(message) for message in asked.request.messages]
-        fields["tools"] = [dict(tool) for tool in asked.request.tools]
-    if done is not None:
-        fields["answers"] = [write_message(answer.message) for answer in done.answers]
+    if call_request is not None:
+        fields["messages"] = [write_message(message) for message in call_request.request.messages]
+        fields["tools"] = [dict(tool) for tool in call_request.request.tools]
+    if result is not None:
+        fields["answers"] = [write_message(answer.message) for answer in result.answers]
     return fields
 
 
 class _BranchlineHandler(logging.StreamHandler[TextIO]):
-    """The one this module set up: setting up again replaces it."""
+    """The handler of `configure_logging`; a second call replaces it."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -134,7 +166,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line to read: time, level, logger, message, then `field=value`."""
+    """A line is text: time, level, logger, message, then `field=value`."""
 
     def __init__(self, contents: bool = False) -> None:
         super().__init__()
@@ -150,14 +182,14 @@ class TextFormatter(logging.Formatter):
 
 
 def exception_text(error: BaseException, contents: bool = False) -> str:
-    """A traceback; without contents it leaves out what the errors say, which may quote anything."""
+    """A traceback; without contents it leaves out the errors' texts, which may quote messages."""
     if contents:
         return "".join(traceback.format_exception(error))
-    told = [
+    causes = [
         "".join(traceback.format_tb(cause.__traceback__)) + type(cause).__name__
         for cause in reversed(cause_chain(error, include_context=True))
     ]
-    return "\nwhich led to\n".join(told)
+    return "\nwhich led to\n".join(causes)
 
 
 def _timestamp(record: logging.LogRecord) -> str:
@@ -168,32 +200,29 @@ def _message(record: logging.LogRecord, contents: bool) -> str:
     message = record.getMessage()
     if contents or record.name.startswith("branchline"):
         return message
-    # asyncio's lines go on with the task that failed, and that with what it failed by.
+    # asyncio's further lines show the failed task and its exception, which may quote messages.
     return message.partition("\n")[0]
 
 
 def _fields(record: logging.LogRecord, contents: bool) -> Mapping[str, Any]:
-    given = {
+    fields = {
         name: value
         for name, value in vars(record).items()
         if name not in _STANDARD_ATTRIBUTES and value not in ("", None, [])
     }
-    return given if contents else {name: _truncate(value) for name, value in given.items()}
+    return fields if contents else {name: _truncate(value) for name, value in fields.items()}
 
 
 def _truncate(value: Any) -> Any:
-    return (
-        value[:_MAX_VALUE_CHARACTERS] + "…"
-        if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS
-        else value
-    )
+    is_long = isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS
+    return value[:_MAX_VALUE_CHARACTERS] + "…" if is_long else value
 
 
 def _format_field(name: str, value: Any) -> str:
-    """A field to read; seconds, as the name says, in a unit that fits.
+    """A field as text; seconds (`…_s`) in a unit that fits.
 
-    >>> _format_field("total_s", 0.00123), _format_field("model", "two words"), _format_field("finish_reasons", ["stop", "length"])
-    ('total=1.2ms', 'model="two words"', 'finish_reasons=stop,length')
+    >>> _format_field("total_s", 0.00123), _format_field("model", "two words"), _format_field("ids", [1, 2])
+    ('total=1.2ms', 'model="two words"', 'ids=1,2')
     """
     if name.endswith("_s") and isinstance(value, float):
         return f"{name[:-2]}=" + (f"{value:.1f}s" if value >= 10 else f"{value * 1000:.1f}ms")
@@ -201,5 +230,5 @@ def _format_field(name: str, value: Any) -> str:
         value = ",".join(str(one) for one in value)
     if isinstance(value, str) and _UNQUOTED_VALUE.fullmatch(value):
         return f"{name}={value}"
-    # A terminal obeys some letters that are not ASCII; who reads other scripts wants to see the rest.
+    # Terminals interpret some characters, so those are escaped; printable ones of any script are not.
     return f"{name}={json.dumps(value, default=str, ensure_ascii=not str(value).isprintable())}"

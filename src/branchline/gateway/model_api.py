@@ -1,6 +1,6 @@
-"""The model API: which session, which protocol, which engine; then the call, whole or streamed.
+"""The model API: finds session, protocol and engine of a request, then answers it whole or as a stream.
 
-/v1/chat/completions                                the key names the session
+/v1/chat/completions                                the key identifies the session
 /sessions/{id}/v1/chat/completions                  the URL does
 /sessions/{id}/agents/{agent}/v1/chat/completions   and the agent too
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
@@ -21,15 +21,14 @@ from branchline.core.errors import BranchlineError, EngineError, JournalError, M
 from branchline.core.json_fields import replace_surrogates
 from branchline.gateway.access import AccessControl
 from branchline.gateway.agent_headers import identify_agent
-from branchline.gateway.asgi_request import AsgiRequest, ClientDisconnectedError
+from branchline.gateway.asgi import AsgiRequest, ClientDisconnectedError, error_info, parse_body
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.http_errors import error_code, http_error
 from branchline.gateway.protocols import chat, messages
-from branchline.gateway.protocols.base import ParsedRequest, RequestContext, WireProtocol
-from branchline.gateway.protocols.chat import CHAT, CHAT_COUNT_TOKENS
+from branchline.gateway.protocols.base import ErrorInfo, ParsedRequest, RequestContext, WireProtocol
+from branchline.gateway.protocols.chat import CHAT
 from branchline.gateway.protocols.completions import COMPLETIONS
-from branchline.gateway.protocols.messages import MESSAGES, MESSAGES_COUNT_TOKENS
-from branchline.gateway.protocols.responses import RESPONSES, RESPONSES_COUNT_TOKENS
+from branchline.gateway.protocols.messages import MESSAGES
+from branchline.gateway.protocols.responses import RESPONSES
 from branchline.gateway.stream_writer import StreamWriter
 from branchline.runtime.call_lifecycle import prepare_call
 from branchline.runtime.call_record import CallEvent, CallFailure, CallObserver, CallRecord, CallResult
@@ -42,125 +41,219 @@ log = logging.getLogger("branchline.gateway")
 
 PROTOCOLS: dict[str, WireProtocol[Any]] = {
     "chat/completions": CHAT,
-    "chat/completions/count_tokens": CHAT_COUNT_TOKENS,
     "completions": COMPLETIONS,
     "responses": RESPONSES,
-    "responses/input_tokens": RESPONSES_COUNT_TOKENS,
     "messages": MESSAGES,
-    "messages/count_tokens": MESSAGES_COUNT_TOKENS,
 }
+COUNT_PROTOCOLS: dict[str, WireProtocol[Any]] = {
+    "chat/completions/count_tokens": CHAT,
+    "responses/input_tokens": RESPONSES,
+    "messages/count_tokens": MESSAGES,
+}
+"""Endpoints that take the same request and return only the number of its prompt's tokens."""
 
 
 @dataclass(frozen=True)
 class ModelRoute:
-    """What a path of the model API says."""
+    """A path of the model API."""
 
     endpoint: str
-    """What stands behind `/v1/`."""
+    """The part after `/v1/`."""
     session_id: str | None = None
     agent: str = ""
 
     @classmethod
     def parse(cls, path: str) -> ModelRoute | None:
-        """None for a path of another API.
+        """None if the path is not one of the model API.
 
         >>> ModelRoute.parse("/sessions/s1/agents/critic/v1/models")
         ModelRoute(endpoint='models', session_id='s1', agent='critic')
         """
-        before, found, verb = path.partition("/v1/")
+        before, found, endpoint = path.partition("/v1/")
         if not found:
             return None
         parts = before.split("/")[1:] if before else []
         names = dict(zip(parts[::2], parts[1::2], strict=False))
         if len(parts) % 2 or list(names) not in ([], ["sessions"], ["agents"], ["sessions", "agents"]):
             return None
-        return cls(verb.rstrip("/"), names.get("sessions"), unquote(names.get("agents", "")))
+        return cls(endpoint.rstrip("/"), names.get("sessions"), unquote(names.get("agents", "")))
+
+
+@dataclass(frozen=True)
+class _ModelCall:
+    """One call and the request that it answers."""
+
+    protocol: WireProtocol[Any]
+    http: AsgiRequest
+    managed: ManagedSession
+    parsed: ParsedRequest
+    record: CallRecord
+    events: AsyncGenerator[CallEvent, None]
+
+    async def respond(self) -> None:
+        """Sends the complete answer."""
+        async with _closed_session_errors(self.managed), aclosing(self.events) as events:
+            async for event in events:
+                if isinstance(event, CallResult):
+                    codec = self.managed.session.codec
+                    # The call counts as delivered when this returns.
+                    await self.http.send_json(self.protocol.build_response(self.parsed, event, codec))
+
+    async def stream(self, keepalive_s: float) -> None:
+        """Sends the answer as it arrives."""
+        encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
+        with StreamWriter(self.http, encoder, keepalive_s) as writer:
+            try:
+                async with _closed_session_errors(self.managed), aclosing(self.events) as events:
+                    async for event in events:
+                        await writer.write(event)
+            except BranchlineError as error:
+                # Before the first event an error is a response with a status; after it, an event.
+                info = error_info(error)
+                if not self.http.is_streaming and info.code not in self.protocol.in_stream_errors:
+                    raise
+                self.record.outcome = "failed" if self.http.is_streaming else "refused"
+                self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
+                await writer.write_error(info)
 
 
 class ModelApi:
     """Answers agents."""
 
     def __init__(
-        self, fleet: Router, access: AccessControl, config: GatewayConfig, observers: Sequence[CallObserver]
+        self, router: Router, access: AccessControl, config: GatewayConfig, observers: Sequence[CallObserver]
     ) -> None:
-        self._router = fleet
+        self._router = router
         self._access = access
         self._config = config
         self._observers = observers
         self.in_flight = 0
+        """Calls in progress."""
 
-    async def handle(self, place: ModelRoute, exchange: AsgiRequest) -> None:
-        """Answers one request, whatever happens, in the envelope of its protocol."""
-        wire = PROTOCOLS.get(place.endpoint)
-        error = (wire or CHAT).error_body
+    async def handle(self, route: ModelRoute, http: AsgiRequest) -> None:
+        """Answers one request; errors are sent in the envelope of its protocol."""
+        protocol, count = PROTOCOLS.get(route.endpoint), COUNT_PROTOCOLS.get(route.endpoint)
+        error_body = (protocol or count or CHAT).error_body
         try:
-            if wire is not None and exchange.method == "POST":
-                answer = self._handle_call if wire.count_response is None else self._count_tokens
-                await answer(wire, place, exchange)
-            elif wire is None and place.endpoint.split("/")[0] != "models":
-                await exchange.send_json(error(404, f"/v1/{place.endpoint}: no such path", None), 404)
-            elif wire is None and exchange.method in ("GET", "HEAD"):
-                await self._list_models(place, exchange)
+            if protocol is not None and http.method == "POST":
+                await self._handle_call(protocol, route, http)
+            elif count is not None and http.method == "POST":
+                await self._count_tokens(count, route, http)
+            elif route.endpoint.split("/")[0] == "models" and http.method in ("GET", "HEAD"):
+                await self._list_models(route, http)
             else:
-                refusal = error(405, f"{exchange.method}: not for this path", None)
-                await exchange.send_json(refusal, 405, {"allow": "POST" if wire else "GET, HEAD"})
-        except BranchlineError as refused:
-            status, message, field, headers = http_error(refused)
-            await exchange.send_json(error(status, message, field, error_code(refused)), status, headers)
+                info = _routing_error(route.endpoint, http.method)
+                await http.send_json(error_body(info), info.status, info.headers)
+        except BranchlineError as error:
+            info = error_info(error)
+            await http.send_json(error_body(info), info.status, info.headers)
         except ClientDisconnectedError:
             pass
         except Exception:
             log.exception("request failed")
-            if not exchange.is_streaming:
-                await exchange.send_json(error(500, "internal error", None), 500)
+            if not http.is_streaming and not http.is_complete:
+                await http.send_json(error_body(ErrorInfo(500, "internal error")), 500)
 
-    async def _list_models(self, place: ModelRoute, exchange: AsgiRequest) -> None:
-        self._access.model_session(place.session_id, exchange.api_key)
-        _, _, wanted = place.endpoint.partition("/")
-        # Any name is accepted, so any name is there.
-        names = [wanted] if wanted else [*self._router.engine_names, "branchline"]
-        cards = (messages if "anthropic-version" in exchange.headers else chat).model_list(names)
-        await exchange.send_json(cards["data"][0] if wanted else cards)
+    async def _list_models(self, route: ModelRoute, http: AsgiRequest) -> None:
+        self._access.model_session(route.session_id, http.api_key)
+        _, _, name = route.endpoint.partition("/")
+        # Any name is accepted, so any name exists.
+        names = [name] if name else [*self._router.engine_names, "branchline"]
+        models = (messages if "anthropic-version" in http.headers else chat).model_list(names)
+        await http.send_json(models["data"][0] if name else models)
 
-    async def _count_tokens(self, wire: WireProtocol[Any], place: ModelRoute, exchange: AsgiRequest) -> None:
-        """How long a prompt would be: it is prepared and dropped, so nothing is sampled or recorded."""
-        assert wire.count_response is not None
-        live = self._access.model_session(place.session_id, exchange.api_key)
-        record = CallRecord(live.id, wire.name, "")
-        body = await exchange.read_json(self._config.max_body_bytes, wire.decode_body)
-        ask = self._read_request(wire, live, place, exchange, body, record)
-        turn = await prepare_call(live, ask.call_request)
-        await exchange.send_json(wire.count_response(len(turn.prompt_ids)))
+    async def _count_tokens(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
+        """Prepares the prompt and answers with its length; nothing is sampled or recorded."""
+        assert protocol.count_response is not None
+        managed = self._access.model_session(route.session_id, http.api_key)
+        body = await http.read_body(self._config.max_body_bytes)
+        parsed = self._parse(protocol, managed, route, http.headers, body)
+        turn = await prepare_call(managed, parsed.call_request)
+        await http.send_json(protocol.count_response(len(turn.prompt_ids)))
 
-    async def _handle_call(self, wire: WireProtocol[Any], place: ModelRoute, exchange: AsgiRequest) -> None:
-        live = self._access.model_session(place.session_id, exchange.api_key)
+    async def _handle_call(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
+        managed = self._access.model_session(route.session_id, http.api_key)
         record = CallRecord(
-            live.id,
-            wire.name,
-            new_call_id(live, wire.id_prefix, exchange.headers.get(CALL_HEADER, "")),
-            live.created_at,
-            group=live.options.group,
-            traceparent=exchange.headers.get("traceparent", ""),
+            managed.id,
+            protocol.name,
+            new_call_id(managed, protocol.id_prefix, http.headers.get(CALL_HEADER, "")),
+            managed.created_at,
+            group=managed.options.group,
+            traceparent=http.headers.get("traceparent", ""),
         )
-        exchange.extra_headers.append((wire.request_id_header, record.call_id.encode()))
-        try:
-            live.require_open()
-            body = await exchange.read_json(self._config.max_body_bytes, wire.decode_body)
-            ask = self._read_request(wire, live, place, exchange, body, record)
+        http.extra_headers.append((protocol.request_id_header, record.call_id.encode()))
+        with self._observed(record):
+            managed.require_open()
+            body = await http.read_body(self._config.max_body_bytes)
+            parsed = self._parse(protocol, managed, route, http.headers, body)
+            call_request = record.call_request = parsed.call_request
+            record.model, record.agent = parsed.model, call_request.request.agent
             if self.in_flight >= self._config.max_in_flight:
-                raise SessionError(
-                    "busy", f"{self.in_flight} generations are under way, try again in a moment"
-                )
+                raise SessionError("busy", f"{self.in_flight} generations are running, try again in a moment")
+            engine_route = self._router.route(record.model, record.agent)
+            request = replace(
+                call_request.request,
+                trainable=engine_route.train,
+                resume_call_id=http.headers.get(RESUME_HEADER, ""),
+            )
+            call_request = replace(call_request, request=request)
+            if engine_route.is_upstream and protocol is CHAT:
+                # Only an upstream of the same protocol knows the fields that are not read here.
+                options = chat.upstream_options(body, managed.options, request.tools)
+                call_request = replace(call_request, upstream_options=options)
+            events = engine_route.run_call(
+                managed, call_request, record, self._config.max_prompt_tokens, self._config.stream_flush_s
+            )
+            call = _ModelCall(protocol, http, managed, parsed, record, events)
+            work = call.stream(self._config.keepalive_s) if call_request.stream else call.respond()
             self.in_flight += 1
             try:
-                work = self._stream if ask.stream else self._respond
-                await exchange.run_until_disconnect(work(wire, live, ask, record, exchange), live.call_tasks)
+                await http.run_until_disconnect(work, managed.call_tasks)
             finally:
                 self.in_flight -= 1
+
+    def _parse(
+        self,
+        protocol: WireProtocol[Any],
+        managed: ManagedSession,
+        route: ModelRoute,
+        headers: Mapping[str, str],
+        data: bytes,
+    ) -> ParsedRequest:
+        body = parse_body(data, protocol.decode_body)
+        user = body.get("user") if isinstance(body, dict) else None
+        identity = identify_agent(headers)
+        agent = (
+            identity.agent
+            or route.agent
+            or (user if isinstance(user, str) else "")
+            or managed.options.agent
+            or DEFAULT_AGENT
+        )
+        retries = headers.get("x-stainless-retry-count", "0")
+        context = RequestContext(
+            managed,
+            replace_surrogates(agent),
+            int(retries[:6]) if retries.isdecimal() and retries.isascii() else 0,
+            identity.parent,
+            self._config.default_max_tokens,
+            _read_max_tokens_header(headers.get(MAX_TOKENS_HEADER, "")),
+        )
+        parsed: ParsedRequest = protocol.read_request(body, context)
+        count = len(parsed.call_request.request.messages)
+        if count > self._config.max_messages:
+            raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
+        return parsed
+
+    @contextmanager
+    def _observed(self, record: CallRecord) -> Iterator[None]:
+        """Completes the record however the block ends, and passes it to the observers."""
+        try:
+            yield
         except BranchlineError as error:
-            failed = isinstance(error, EngineError | JournalError) and http_error(error)[0] >= 500
-            record.outcome, record.failure = "failed" if failed else "refused", CallFailure.from_error(error)
-            record.status = http_error(error)[0]
+            record.status, record.failure = error_info(error).status, CallFailure.from_error(error)
+            is_failure = isinstance(error, EngineError | JournalError) and record.status >= 500
+            record.outcome = "failed" if is_failure else "refused"
             raise
         except (ClientDisconnectedError, asyncio.CancelledError):
             record.outcome, record.status = "cancelled", 499
@@ -173,127 +266,33 @@ class ModelApi:
             for observe in self._observers:
                 observe(record)
 
-    def _read_request(
-        self,
-        wire: WireProtocol[Any],
-        live: ManagedSession,
-        place: ModelRoute,
-        exchange: AsgiRequest,
-        body: object,
-        record: CallRecord,
-    ) -> ParsedRequest:
-        headers = exchange.headers
-        user = body.get("user") if isinstance(body, dict) else None
-        named = identify_agent(headers)
-        agent = replace_surrogates(
-            named.agent
-            or place.agent
-            or (user if isinstance(user, str) else "")
-            or live.options.agent
-            or DEFAULT_AGENT
-        )
-        retry = headers.get("x-stainless-retry-count", "0")
-        caller = RequestContext(
-            live,
-            agent,
-            int(retry[:6]) if retry.isdecimal() and retry.isascii() else 0,
-            named.parent,
-            self._config.default_max_tokens,
-            _read_max_tokens_header(headers.get(MAX_TOKENS_HEADER, "")),
-        )
-        ask: ParsedRequest = wire.read_request(body, caller)
-        count = len(ask.call_request.request.messages)
-        if count > self._config.max_messages:
-            raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
-        record.model, record.agent = ask.model, agent
-        record.call_request = ask.call_request
-        return ask
 
-    def _start_call(
-        self,
-        wire: WireProtocol[Any],
-        live: ManagedSession,
-        ask: ParsedRequest,
-        record: CallRecord,
-        exchange: AsgiRequest,
-    ) -> AsyncGenerator[CallEvent, None]:
-        """What will happen, once the engine is chosen."""
-        route = self._router.route(ask.model, record.agent)
-        request = replace(
-            ask.call_request.request,
-            trainable=route.train,
-            resume_call_id=exchange.headers.get(RESUME_HEADER, ""),
-        )
-        call_request = replace(ask.call_request, request=request)
-        if route.is_upstream and wire is CHAT:
-            # Only an upstream of the same protocol knows the fields that are not read here.
-            options = chat.upstream_options(exchange.body, live.options, request.tools)
-            call_request = replace(call_request, upstream_options=options)
-        return route.run_call(
-            live, call_request, record, self._config.max_prompt_tokens, self._config.stream_flush_s
-        )
-
-    async def _respond(
-        self,
-        wire: WireProtocol[Any],
-        live: ManagedSession,
-        ask: ParsedRequest,
-        record: CallRecord,
-        exchange: AsgiRequest,
-    ) -> None:
-        async with (
-            _closed_session_errors(live),
-            aclosing(self._start_call(wire, live, ask, record, exchange)) as events,
-        ):
-            async for event in events:
-                if isinstance(event, CallResult):
-                    # The call counts as delivered once this has left, and not before.
-                    await exchange.send_json(wire.build_response(ask, event, live.session.codec))
-
-    async def _stream(
-        self,
-        wire: WireProtocol[Any],
-        live: ManagedSession,
-        ask: ParsedRequest,
-        record: CallRecord,
-        exchange: AsgiRequest,
-    ) -> None:
-        stream = wire.stream_encoder(ask, record.call_id, live.session.codec)
-        with StreamWriter(exchange, stream, self._config.keepalive_s) as writer:
-            try:
-                async with (
-                    _closed_session_errors(live),
-                    aclosing(self._start_call(wire, live, ask, record, exchange)) as events,
-                ):
-                    async for event in events:
-                        await writer.write(event)
-            except BranchlineError as error:
-                # Before the first event an error has a status of its own; after it, it is an event.
-                code = error_code(error)
-                if not exchange.is_streaming and code not in wire.in_stream_errors:
-                    raise
-                status, message, field, _ = http_error(error)
-                record.outcome = "failed" if exchange.is_streaming else "refused"
-                record.status, record.failure = status, CallFailure.from_error(error)
-                await writer.finish(stream.encode_error(status, message, field, code))
+def _routing_error(endpoint: str, method: str) -> ErrorInfo:
+    if endpoint in PROTOCOLS or endpoint in COUNT_PROTOCOLS:
+        allowed = "POST"
+    elif endpoint.split("/")[0] == "models":
+        allowed = "GET, HEAD"
+    else:
+        return ErrorInfo(404, f"/v1/{endpoint}: no such path")
+    return ErrorInfo(405, f"{method}: not for this path", headers={"allow": allowed})
 
 
-def _read_max_tokens_header(given: str) -> int | None:
-    if not given:
+def _read_max_tokens_header(value: str) -> int | None:
+    if not value:
         return None
-    if not re.fullmatch("[1-9][0-9]{0,9}", given):
-        raise MessageError(MAX_TOKENS_HEADER, given, "a whole number of 1 or more")
-    return int(given)
+    if not re.fullmatch("[1-9][0-9]{0,9}", value):
+        raise MessageError(MAX_TOKENS_HEADER, value, "a whole number of 1 or more")
+    return int(value)
 
 
 @asynccontextmanager
-async def _closed_session_errors(live: ManagedSession) -> AsyncIterator[None]:
-    """Around a call: one that is stopped because its session was closed is told so."""
+async def _closed_session_errors(managed: ManagedSession) -> AsyncIterator[None]:
+    """Raises SessionError instead of CancelledError if the block was cancelled by closing its session."""
     try:
         yield
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if live.is_closed and task is not None:
+        if managed.is_closed and task is not None:
             task.uncancel()
-        live.require_open()
+        managed.require_open()
         raise

@@ -1,4 +1,4 @@
-"""How a process that does nothing but serve is run."""
+"""Runs a process that only serves: fewer garbage collections, and uvloop if it is installed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ T = TypeVar("T")
 
 
 def tune_gc() -> None:
-    """For a process that only serves: trees grow and nothing of them is garbage, so looking through them at
-    Python's own pace is for nothing. What is there now is not looked at again; what comes, more rarely."""
+    """Makes garbage collection rare. Trees only grow and hold no garbage, so scanning them is wasted time.
+
+    Objects that exist now are never scanned again; new ones are scanned less often.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
 
 
 def run_server(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` with calm garbage collection and, where it is installed, a faster event loop."""
+    """`asyncio.run` with tuned garbage collection, on uvloop if it is installed."""
     tune_gc()
     try:
         import uvloop
-    except ImportError:  # as on Windows, where there is none
+    except ImportError:  # not available on Windows
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)

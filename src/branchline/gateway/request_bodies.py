@@ -1,7 +1,7 @@
-"""Request bodies: fields are decoded, the list of messages stays bytes until `MessageCache` needs them.
+"""Decodes a request body's fields but leaves its list of messages as bytes for `MessageCache`.
 
-An agent sends its whole history with every call, the same bytes but for the end. At 131k tokens decoding only
-new messages takes a quarter of the time of decoding everything.
+An agent sends its whole history with every call, the same bytes except at the end. At 131k tokens, decoding
+only new messages takes a quarter of the time of decoding all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from branchline.core.json_fields import decode_json
 
 
 class BodyReader:
-    """Reads bodies of one protocol: `items` and what is `kept` stay bytes, the other fields are decoded.
+    """Reads bodies of one protocol: the items and `raw_fields` stay bytes, `fields` are decoded.
 
-    >>> body = BodyReader("messages", ["model"]).read_items(b'{"model": "m", "messages": [{"role": "user"}]}')
+    >>> body = BodyReader("messages", ["model"]).read(b'{"model": "m", "messages": [{"role": "user"}]}')
     >>> body["model"], bytes(body["messages"][0])
     ('m', b'{"role": "user"}')
     """
@@ -37,7 +37,7 @@ class BodyReader:
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(shape)
 
     def read(self, data: bytes) -> object:
-        """The body as a mapping. One of another shape is decoded whole, for somebody to refuse it by name."""
+        """The body as a mapping. One of another shape is decoded completely: its error then names a field."""
         try:
             found = self._decoder.decode(data)
         except msgspec.DecodeError:

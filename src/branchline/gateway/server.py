@@ -1,11 +1,11 @@
-"""A gateway in a program: an engine, a codec, a journal, served over HTTP while the block runs.
+"""A gateway in a program: an engine, a codec, a journal, served over HTTP by uvicorn while the block runs.
 
 async with Gateway(engine=engine, codec=codec) as gateway:
     session = await gateway.session(agent="main")
     client = OpenAI(base_url=session.base_url, api_key=session.api_key)
     ...
     await session.reward(1.0)
-    trajectory = await session.finalize()
+    export = await session.finalize()       # export.samples, export.report
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import uvicorn
+
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import BranchlineError, InputError
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
+from branchline.export.samples import Export
 from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.uvicorn_server import UvicornServer, bind_socket
-from branchline.gateway.views import samples_view
 from branchline.runtime.call_record import CallObserver
 from branchline.runtime.managed_session import (
     ManagedSession,
@@ -41,12 +44,15 @@ from branchline.tree.journal import Durability, Journal
 
 log = logging.getLogger("branchline.gateway")
 
+_DATE_HEADER_S = 1.0
+_SHUTDOWN_POLL_S = 0.005
+
 
 @dataclass(frozen=True)
 class GatewaySession:
-    """A session of a gateway, as the program that opened it holds it."""
+    """A session of a gateway, for the program that opened it."""
 
-    app: GatewayApp = field(repr=False)
+    sessions: SessionStore = field(repr=False)
     managed: ManagedSession = field(repr=False)
     base_url: str
     api_key: str = field(repr=False)
@@ -61,29 +67,29 @@ class GatewaySession:
         return self.base_url.removesuffix("/v1")
 
     async def reward(self, score: float, **extras: Any) -> None:
-        """Posts a reward; extras travel with it."""
+        """Posts a reward; `extras` are stored with it."""
         await self.managed.post_reward({"score": score, **extras})
 
-    async def samples(self) -> dict[str, Any]:
-        """Its samples and report as they would be now; it may go on."""
-        return await asyncio.to_thread(samples_view, self.managed)
+    async def export(self) -> Export:
+        """Samples and report of the session as it is now; it may continue."""
+        return await asyncio.to_thread(self.managed.export)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
-        """Waits until it is no longer open, or for so long; its state then."""
-        await self.app.sessions.wait_until_ended(self.managed, timeout_s)
+        """Waits until the session is no longer open, at most `timeout_s`; returns its state."""
+        await self.sessions.wait_until_ended(self.managed, timeout_s)
         return self.managed.state
 
     async def complete(self, reason: str = "") -> None:
-        """The agent is done; rewards and calls that come late are still taken."""
-        await self.app.sessions.end_session(self.managed, "completed", reason)
+        """Marks the agent as done; later rewards and calls are still accepted."""
+        await self.sessions.end_session(self.managed, "completed", reason)
 
-    async def finalize(self) -> dict[str, Any]:
-        """Ends the session and gives its samples and report."""
-        await self.app.sessions.end_session(self.managed, "finalized")
-        return await self.samples()
+    async def finalize(self) -> Export:
+        """Ends the session and returns its samples and report."""
+        await self.sessions.end_session(self.managed, "finalized")
+        return await self.export()
 
     async def abort(self, reason: str = "") -> None:
-        await self.app.sessions.end_session(self.managed, "aborted", reason)
+        await self.sessions.end_session(self.managed, "aborted", reason)
 
 
 class Gateway:
@@ -103,7 +109,7 @@ class Gateway:
         observers: Sequence[CallObserver] = (),
         on_session_end: Sequence[SessionObserver] = (),
     ) -> None:
-        """`codec` may be left out where the engine has one; `observers` see calls, `on_end` sessions."""
+        """`codec` defaults to the engine's own. Observers are called once per call, or per ended session."""
         config = config or GatewayConfig()
         if not config.auth:
             require_loopback(host)
@@ -122,7 +128,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Where clients reach it: its public address, else the one that a program on this machine can use."""
+        """The public URL if one is configured, else an address that works on this machine."""
         return self.app.config.public_url.rstrip("/") or _http_url(self._host, self._port)
 
     async def __aenter__(self) -> Gateway:
@@ -135,7 +141,7 @@ class Gateway:
         await self.stop()
 
     async def start(self) -> None:
-        """Listens; the port is known, and answered on, when this returns."""
+        """Starts to listen; when this returns, the port is known and requests are answered."""
         try:
             await self._listen()
         except BaseException:
@@ -159,14 +165,14 @@ class Gateway:
             await asyncio.sleep(min(60.0, idle_s / 4))
             try:
                 await self.sessions.expire_idle(idle_s)
-            except BranchlineError as error:  # a journal that failed: calls are told, and this goes on
+            except BranchlineError as error:  # the journal failed; calls are refused with that error
                 log.warning("sessions could not be expired: %s", error)
 
     async def stop(self) -> None:
-        """Takes no new requests, lets the running ones end, closes engine and journal.
+        """Refuses new requests, waits for those in progress, closes engine and journal.
 
-        What still runs after `drain_s`, or once somebody has called `hurry`, is broken off: calls are kept as
-        cancelled ones, as far as they came.
+        Requests still running after `drain_s`, or after `stop_now`, are cancelled; their calls are recorded
+        as cancelled, with what was sampled.
         """
         if self._is_stopped:
             return
@@ -182,33 +188,84 @@ class Gateway:
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
 
-    async def _drain(self, server: UvicornServer, serving: asyncio.Task[None]) -> None:
+    async def _drain(self, server: UvicornServer, server_task: asyncio.Task[None]) -> None:
         server.stop()
-        hurried = asyncio.ensure_future(self._stop_now_event.wait())
+        stop_now = asyncio.ensure_future(self._stop_now_event.wait())
         await asyncio.wait(
-            {serving, hurried}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
+            {server_task, stop_now}, timeout=self.app.config.drain_s, return_when=asyncio.FIRST_COMPLETED
         )
-        hurried.cancel()
-        if not serving.done():
-            log.warning("%d calls are still running and are broken off", self.app.model_api.in_flight)
+        stop_now.cancel()
+        if not server_task.done():
+            log.warning("cancelling %d calls that are still running", self.app.model_api.in_flight)
             await self.app.cancel_all()
-            server.exit_now()
-        await serving
+            server.force_exit = True
+        await server_task
 
     def stop_now(self) -> None:
-        """A gateway that is being stopped waits for nobody any more."""
+        """Makes a `stop` in progress cancel all requests at once."""
         self._stop_now_event.set()
 
     async def session(self, **options: Any) -> GatewaySession:
         """Opens a session; options are those of `POST /sessions`."""
-        live, api_key, control_key = await asyncio.to_thread(
+        managed, api_key, control_key = await asyncio.to_thread(
             self.sessions.open, read_session_options(options)
         )
-        return GatewaySession(self.app, live, f"{self.url}/sessions/{live.id}/v1", api_key, control_key)
+        base_url = f"{self.url}/sessions/{managed.id}/v1"
+        return GatewaySession(self.sessions, managed, base_url, api_key, control_key)
+
+
+class UvicornServer(uvicorn.Server):
+    """Serves an app until `stop`; leaves signals to the program.
+
+    Three methods are overridden, because uvicorn handles signals itself and needs up to 0.2 s to stop: it
+    polls ten times a second. The methods and attributes used are the same from uvicorn 0.30 on.
+    """
+
+    def __init__(self, app: Any) -> None:
+        options: dict[str, Any] = {"log_level": "warning", "log_config": None, "access_log": False}
+        super().__init__(uvicorn.Config(app, ws="none", lifespan="off", **options))
+        self._stop_requested = asyncio.Event()
+
+    def stop(self) -> None:
+        """Closes the listening sockets; `serve` returns when the requests in progress are answered."""
+        self.should_exit = True
+        self._stop_requested.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # sets the date header
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_requested.wait(), _DATE_HEADER_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        is_busy = True
+        while is_busy and not self.force_exit:
+            # In every round: a connection may have been accepted just before the listener was closed.
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+            await asyncio.sleep(_SHUTDOWN_POLL_S)
+            is_busy = bool(self.server_state.connections or self.server_state.tasks)
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens on one address; `::` listens on all addresses, IPv4 included."""
+    both = host == "::" and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=both)
+    # Accepted connections inherit it; without it every response waits about 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _http_url(host: str, port: int) -> str:
-    # Listening everywhere is no address; on this machine loopback is one.
+    # A wildcard is not an address that a client can use; loopback is.
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -216,5 +273,5 @@ def _http_url(host: str, port: int) -> str:
 def _engine_codec(engine: object) -> Codec:
     codec: Codec | None = getattr(engine, "codec", None)
     if codec is None:
-        raise InputError("codec: got None, expected one, because this engine knows no text")
+        raise InputError("codec: got None, expected a codec, because this engine has none of its own")
     return codec

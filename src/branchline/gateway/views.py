@@ -1,6 +1,6 @@
 """A session as JSON: its state, its tree, its timelines, its samples.
 
-Views of a tree are for threads: each reads the tree as it was when it began, and calls go on meanwhile.
+Views of a tree run in threads: each reads a snapshot, and calls continue meanwhile.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from branchline.timelines.timeline import timelines_of
 from branchline.tree.tree import Tree
 
 
-def session_view(live: ManagedSession) -> dict[str, Any]:
-    """What is known of a session at a glance."""
-    tree = live.session.tree
+def session_view(managed: ManagedSession) -> dict[str, Any]:
+    """Options, state and counts of a session."""
+    tree = managed.session.tree
     return {
-        "id": live.id,
-        "state": live.state,
-        "reason": live.reason,
-        "agent": live.options.agent,
-        "group": live.options.group,
-        "metadata": live.options.metadata,
-        "eval": live.options.eval,
-        "created": live.created_at,
+        "id": managed.id,
+        "state": managed.state,
+        "reason": managed.reason,
+        "agent": managed.options.agent,
+        "group": managed.options.group,
+        "metadata": managed.options.metadata,
+        "eval": managed.options.eval,
+        "created": managed.created_at,
         "calls": len(tree.calls),
-        "in_flight": live.in_flight,
+        "in_flight": managed.in_flight,
         "tokens": tree.token_count,
-        "sampled_tokens": live.sampled_tokens,
-        "reward": live.reward,
-        "rewards": live.rewards,
+        "sampled_tokens": managed.sampled_tokens,
+        "reward": managed.reward,
+        "rewards": managed.rewards,
     }
 
 
-def tree_view(live: ManagedSession) -> dict[str, Any]:
+def tree_view(managed: ManagedSession) -> dict[str, Any]:
     """Every node, with the cause of the branch it begins."""
-    tree = live.session.snapshot()
-    return {"nodes": _node_views(tree)}
+    return {"nodes": _node_views(managed.session.snapshot())}
 
 
 def _node_views(tree: Tree) -> list[dict[str, Any]]:
@@ -68,37 +67,36 @@ def _node_views(tree: Tree) -> list[dict[str, Any]]:
     return nodes
 
 
-def timelines_view(live: ManagedSession) -> dict[str, Any]:
+def timelines_view(managed: ManagedSession) -> dict[str, Any]:
     """Every root-to-leaf path."""
-    tree = live.session.snapshot()
     return {
         "timelines": [
             {
-                "ids": line.ids.tolist(),
-                "mask": line.mask.tolist(),
-                "logprobs": _nan_to_none(line.logprobs),
-                "versions": line.versions.tolist(),
-                "agent": line.agent or None,
-                "calls": [call.id for call in line.calls],
+                "ids": timeline.ids.tolist(),
+                "mask": timeline.mask.tolist(),
+                "logprobs": _nan_to_none(timeline.logprobs),
+                "versions": timeline.versions.tolist(),
+                "agent": timeline.agent or None,
+                "calls": [call.id for call in timeline.calls],
             }
-            for line in timelines_of(tree)
+            for timeline in timelines_of(managed.session.snapshot())
         ]
     }
 
 
-def samples_view(live: ManagedSession) -> dict[str, Any]:
-    """The samples as they would be trained now, and the account of every sampled token."""
-    export = live.export()
-    # A trainer reads a line at a time: each says by itself where it belongs.
-    place = {"group": live.options.group, "metadata": live.options.metadata}
+def samples_view(managed: ManagedSession) -> dict[str, Any]:
+    """The samples of the session as it is now, and the report on every sampled token."""
+    export = managed.export()
+    # A trainer reads line by line, so each sample carries its group and metadata.
+    fields = {"group": managed.options.group, "metadata": managed.options.metadata}
     return {
-        "samples": [{**sample_to_json(sample), **place} for sample in export.samples],
+        "samples": [{**sample_to_json(sample), **fields} for sample in export.samples],
         "report": report_to_json(export.report),
     }
 
 
-def report_view(live: ManagedSession) -> dict[str, Any]:
-    return report_to_json(live.export().report)
+def report_view(managed: ManagedSession) -> dict[str, Any]:
+    return report_to_json(managed.export().report)
 
 
 def _nan_to_none(logprobs: Floats) -> list[float | None]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from branchline import CodecError, Generation, Media, Message, Request, ToolCall, timelines_of
+from branchline import Generation, Message, Request, ToolCall, timelines_of
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.errors import TemplateError
+from branchline.core.errors import CodecError, TemplateError
+from branchline.core.message import Media
 from branchline.core.token_arrays import as_ids
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
 from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user

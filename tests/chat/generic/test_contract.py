@@ -106,9 +106,9 @@ def test_the_order_of_calls_does_not_matter(family: str, seed: int, count: int, 
     for order in (None, causal_order(plan, Random(seed + 1))):
         # Canonical tokenization: a message has the same ids in every order.
         runner = PlanRunner(
-            Session("s", codec, history=history),
+            Session("s", codec, history=history),  # type: ignore[arg-type]
             TemplateReplyEncoder(codec, Random(0), vary_tokenization=False),
-        )  # type: ignore[arg-type]
+        )
         runner.run(plan, order)
         sets.append(timeline_set(runner.session.tree))
     assert sets[0] == sets[1]

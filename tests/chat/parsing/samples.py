@@ -125,7 +125,7 @@ WRITERS: list[tuple[str, Writer]] = [
     ("kimi", kimi),
     ("minimax", minimax),
 ]
-WRITER_IDS = {"ids": [writer.__name__ for _, writer in WRITERS]}
+WRITER_IDS: dict[str, Any] = {"ids": [writer.__name__ for _, writer in WRITERS]}
 FORMATS = list(dict.fromkeys(name for name, _ in WRITERS))
 """Every format once."""
 WITH_CALLS = [pair for pair in WRITERS if pair[0] != "plain"]

@@ -119,12 +119,12 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
             )
         inside = self._codec.output_format({}).starts_in_reasoning
         plain = Message("assistant", message.content, tool_calls=message.tool_calls) if inside else message
-        text, end = self._render(plain)
+        text, end = self._render_reply(plain)
         if inside:
             text = f"{message.reasoning_content}\n</think>\n\n{EMPTY_REASONING.sub('', text)}"
         return text, end
 
-    def _render(self, message: Message) -> tuple[str, int]:
+    def _render_reply(self, message: Message) -> tuple[str, int]:
         ask = Message("user", ".")
         result = Message("tool", "r", tool_call_id=message.tool_calls[0].id) if message.tool_calls else ask
         for following in ([result], []):

@@ -6,6 +6,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'branchline[hf]'")
 
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
 from branchline.engines.hf import attention
 from tests.engines.tiny_model import prompt, reference_ids, tiny_model, torch
 
@@ -20,7 +22,7 @@ def test_grouped_attention_equals_that_of_transformers(width: int, has_mask: boo
     if not has_mask and width > 1:
         key, value = key[:, :, :width], value[:, :, :width]
     mask = torch.randn(2, 1, width, 11) if has_mask else None
-    expected, _ = attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     output, _ = attention.grouped_sdpa_attention(module, query, key, value, mask, scaling=0.3)
     assert output.shape == (2, width, 6, 8)
     assert torch.allclose(output, expected, atol=1e-6)

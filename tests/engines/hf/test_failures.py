@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from branchline.engines.hf.kv_cache import BatchKvCache
 from tests.engines.tiny_model import (
     VOCAB,
+    CollectedOutput,
     ForwardGate,
     collect,
     greedy,
@@ -160,6 +161,7 @@ def test_logits_that_are_not_finite_end_only_their_own_generation() -> None:
                 collect(engine, poisoned, SamplingParams(max_tokens=20, top_p=0.5)),
                 return_exceptions=True,
             )
+            assert isinstance(good, CollectedOutput)
             assert isinstance(bad, EngineError)
             assert isinstance(drawn, EngineError)
             assert "NaN" in str(bad)

@@ -1,4 +1,4 @@
-"""A client of a gateway that speaks Anthropic's Messages, by hand and through Anthropic's own SDK."""
+"""A client of Anthropic's Messages, by plain HTTP and through Anthropic's own SDK."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class MessagesClient:
         return f"{self.client.session.base_url}/messages"
 
     async def post(self, body: Any, path: str = "", headers: Any = None) -> httpx.Response:
-        """Posts a body as it is; bytes may be no JSON at all."""
+        """Posts a body; bytes are sent as they are."""
         sent = {"content": body} if isinstance(body, bytes) else {"json": body}
         key = {"x-api-key": self.client.session.api_key, "anthropic-version": "2023-06-01"}
         return await self.client.http.post(self.url + path, headers={**key, **(headers or {})}, **sent)
 
     async def ask(self, *turns: Any, **body: Any) -> dict[str, Any]:
-        """The answer to a request that must succeed; strings and lists are contents, the user's first."""
+        """The answer to a request that must succeed; turns are contents, the user's first."""
         response = await self.post({"model": "toy", "max_tokens": 500, "messages": turns_of(turns), **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
@@ -59,7 +59,7 @@ class MessagesClient:
         return events_in(response.text)
 
     async def refusal(self, body: Any, path: str = "", status: int = 400) -> dict[str, Any]:
-        """The error of a request that must fail, out of Anthropic's envelope."""
+        """The error in the envelope of a request that must fail."""
         response = await self.post(body, path)
         assert response.status_code == status, response.text
         envelope = response.json()
@@ -76,7 +76,7 @@ class MessagesClient:
 
 
 def events_in(stream: str) -> list[dict[str, Any]]:
-    """A stream's events, each under its own name."""
+    """The events of a stream; checks that each has its type as name."""
     events = []
     for event in stream.removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n")
@@ -86,7 +86,7 @@ def events_in(stream: str) -> list[dict[str, Any]]:
 
 
 def blocks_in(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The content blocks that events add up to; each must be opened, filled and closed in its turn."""
+    """The content blocks in events; checks that each is opened, filled and closed in order."""
     blocks: list[dict[str, Any]] = []
     inputs: list[str] = []
     is_open = False
@@ -108,8 +108,8 @@ def blocks_in(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             else:
                 blocks[-1][name] += more
     return [
-        {**block, "input": json.loads(said)} if said else block
-        for block, said in zip(blocks, inputs, strict=True)
+        {**block, "input": json.loads(input)} if input else block
+        for block, input in zip(blocks, inputs, strict=True)
     ]
 
 
@@ -120,23 +120,23 @@ def turns_of(turns: Any) -> list[Any]:
     ]
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(content: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **fields}
 
 
-def tool_results(answer: Any, *said: Any) -> list[dict[str, Any]]:
-    """What the tools an answer calls have found."""
+def tool_results(answer: Any, *results: Any) -> list[dict[str, Any]]:
+    """Tool result blocks for the tool uses of an answer."""
     content = answer["content"] if isinstance(answer, dict) else [b.to_dict() for b in answer.content]
     ids = [block["id"] for block in content if block["type"] == "tool_use"]
     return [
-        {"type": "tool_result", "tool_use_id": call_id, "content": found}
-        for call_id, found in zip(ids, said, strict=True)
+        {"type": "tool_result", "tool_use_id": call_id, "content": result}
+        for call_id, result in zip(ids, results, strict=True)
     ]
 
 
 @asynccontextmanager
-async def messages_client(*said: Any, **options: Any) -> AsyncIterator[MessagesClient]:
-    async with agent(*said, **options) as a:
+async def messages_client(*replies: Any, **options: Any) -> AsyncIterator[MessagesClient]:
+    async with agent(*replies, **options) as a:
         key, url = a.session.api_key, a.session.anthropic_base_url
         async with anthropic.AsyncAnthropic(api_key=key, base_url=url, max_retries=0) as sdk:
             yield MessagesClient(a, sdk)

@@ -1,4 +1,4 @@
-"""Talks to a gateway over the Responses protocol, and the same conversation over each protocol."""
+"""Requests in every protocol, a client of Responses, and one conversation over several protocols."""
 
 from __future__ import annotations
 
@@ -13,6 +13,37 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from tests.chat.families import load_codec
 from tests.gateway.harness import Agent
+
+BODIES: dict[str, Any] = {
+    "chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "completions": lambda text: {"prompt": text},
+    "responses": lambda text: {"input": text},
+    "messages": lambda text: {"messages": [{"role": "user", "content": text}]},
+}
+PROTOCOLS = tuple(BODIES)
+
+
+def request(a: Agent, protocol: str, text: str, **body: Any) -> httpx.Request:
+    """A request with one user message or prompt."""
+    return a.http.build_request(
+        "POST",
+        f"{a.session.base_url}/{protocol}",
+        json={"model": "toy", **BODIES[protocol](text), **body},
+        headers={"authorization": f"Bearer {a.session.api_key}"},
+    )
+
+
+async def post(a: Agent, protocol: str, text: str, **body: Any) -> httpx.Response:
+    return await a.http.send(request(a, protocol, text, **body))
+
+
+def events_in(stream: str) -> list[dict[str, Any]]:
+    """The events of a stream, without their names."""
+    lines = [line for line in stream.split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# -- the Responses protocol --------------------------------------------------------------------------
 
 SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}}
 CHAT_TOOLS = [
@@ -31,47 +62,48 @@ REPLIES = (
     Message("assistant", "A door, grüße 🙂", reasoning_content="It is a door."),
     Message("assistant", "Still a door."),
 )
-"""What a scripted model says: two calls at once, a call with text, an answer; a question later another."""
+"""The replies of a scripted model: two parallel calls, a call with text, an answer; after the second question
+another answer."""
 
 
 class TemplateEngine(ScriptedEngine):
-    """A scripted engine that writes as a real tokenizer and template do, oddly cut."""
+    """A scripted engine that encodes its replies as a model family's template and tokenizer do."""
 
     def __init__(self, family: str, seed: int = 7) -> None:
         codec = load_codec(family)
-        speaker = TemplateReplyEncoder(codec, Random(seed))
+        encoder = TemplateReplyEncoder(codec, Random(seed))
 
-        class Voice:
+        class ReplyCodec:
             decode = staticmethod(codec.decode)
-            spell = staticmethod(speaker.encode_reply)
+            encode_reply = staticmethod(encoder.encode_reply)
 
-        super().__init__(Voice(), replies(*REPLIES))  # type: ignore[arg-type]
+        super().__init__(ReplyCodec(), replies(*REPLIES))  # type: ignore[arg-type]
 
 
 def engine_of(family: str) -> tuple[ScriptedEngine, Any]:
-    """A scripted engine and the codec its gateway speaks."""
+    """A scripted engine and the codec of its gateway."""
     if family == "toy":
         codec = ToyCodec.chatml()
         return ScriptedEngine(codec, replies(*REPLIES)), codec
     return TemplateEngine(family), load_codec(family)
 
 
-async def post(a: Agent, given: Any, **body: Any) -> httpx.Response:
+async def post_responses(a: Agent, input: Any, **body: Any) -> httpx.Response:
     """Posts a request of the Responses protocol."""
     return await a.http.post(
         f"{a.session.base_url}/responses",
-        json={"model": "toy", "input": given, **body},
+        json={"model": "toy", "input": input, **body},
         headers={"authorization": f"Bearer {a.session.api_key}"},
     )
 
 
-async def respond(a: Agent, given: Any, **body: Any) -> dict[str, Any]:
-    """The response to a request that must succeed; streamed, its last event's."""
-    response = await post(a, given, **body)
+async def respond(a: Agent, input: Any, **body: Any) -> dict[str, Any]:
+    """The response to a request that must succeed; of a stream, the response in its last event."""
+    response = await post_responses(a, input, **body)
     assert response.status_code == 200, response.text
     if not body.get("stream"):
-        whole: dict[str, Any] = response.json()
-        return whole
+        complete: dict[str, Any] = response.json()
+        return complete
     last: dict[str, Any] = parse_events(response.text)[-1]["response"]
     return last
 
@@ -111,7 +143,7 @@ async def over_chat(a: Agent, *, stream: bool) -> None:
         messages.append({"role": "user", "content": question})
         while True:
             if stream:
-                message = _joined(await a.stream(*messages, tools=CHAT_TOOLS))
+                message = _join_chunks(await a.stream(*messages, tools=CHAT_TOOLS))
             else:
                 response = await a.ask(*messages, tools=CHAT_TOOLS)
                 message = response.json()["choices"][0]["message"]
@@ -123,7 +155,7 @@ async def over_chat(a: Agent, *, stream: bool) -> None:
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
-def _joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+def _join_chunks(events: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     for event in events:
         delta = event["choices"][0]["delta"]
@@ -134,7 +166,7 @@ def _joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def over_responses(a: Agent, *, stream: bool, by_id: bool = False, **body: Any) -> None:
-    """`by_id`: only what is new is sent, behind the id of the response before."""
+    """`by_id`: only new items are sent, with `previous_response_id`."""
     items: list[Any] = []
     previous = None
     for question in QUESTIONS:

@@ -1,4 +1,4 @@
-"""What every protocol's streams are made of."""
+"""Server-sent events of every protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from branchline import ToyCodec
 from tests.gateway.harness import agent, run
-from tests.gateway.protocols.protocol_bodies import PROTOCOLS, post
+from tests.gateway.protocols.protocol_clients import PROTOCOLS, post
 
 ODD = "one\u2028two\u2029three\x85four grüße 🙂 \x0b\x0c\x1c end"
 
@@ -23,7 +23,7 @@ def _text(event: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_whatever_a_client_takes_for_the_end_of_a_line_stands_in_no_event(protocol: str) -> None:
+def test_no_event_contains_a_line_separator(protocol: str) -> None:
     async def test() -> None:
         async with agent(ODD, codec=ToyCodec.chatml()) as a:
             response = await post(a, protocol, "q", stream=True)
@@ -31,12 +31,12 @@ def test_whatever_a_client_takes_for_the_end_of_a_line_stands_in_no_event(protoc
             assert all(line.startswith(("data: ", "event: ")) for line in lines if line)
             events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
             assert "".join(map(_text, events)) == ODD
-            assert _whole((await post(a, protocol, "q")).json()) == ODD
+            assert _text_of_response((await post(a, protocol, "q")).json()) == ODD
 
     run(test)
 
 
-def _whole(answer: dict[str, Any]) -> str:
+def _text_of_response(answer: dict[str, Any]) -> str:
     if "choices" in answer:
         choice = answer["choices"][0]
         return str(choice.get("text") or choice["message"]["content"])

@@ -1,4 +1,4 @@
-"""How long answers may be, and how a prompt that is too long is refused, in every protocol."""
+"""Limits of answers, and too long prompts, in every protocol."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from branchline.core.errors import ContextLengthError
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
 from tests.gateway.harness import Agent, agent, run
-from tests.gateway.protocols.protocol_bodies import PROTOCOLS, events_in, post
+from tests.gateway.protocols.protocol_clients import PROTOCOLS, events_in, post
 
 LONG = "y" * 5000
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
-def engine(said: str = LONG, max_context: int | None = None) -> ScriptedEngine:
-    return ScriptedEngine(ToyCodec.chatml(), replies(said), max_context=max_context, chunk_size=500)
+def engine(reply: str = LONG, max_context: int | None = None) -> ScriptedEngine:
+    return ScriptedEngine(ToyCodec.chatml(), replies(reply), max_context=max_context, chunk_size=500)
 
 
 def sampled(a: Agent) -> int:
-    """How many tokens the last call sampled."""
+    """The number of tokens that the last call sampled."""
     tree = a.session.managed.session.tree
     ids = tree.nodes[tree.calls[-1].outputs[0]].sampled_ids
     assert ids is not None
     return len(ids)
 
 
-# -- nothing said ------------------------------------------------------------------------------------
+# -- no limit ----------------------------------------------------------------------------------------
 
 
 @protocols
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_whose_limit_nobody_says_may_fill_the_room_that_its_prompt_leaves(
-    protocol: str, stream: bool
-) -> None:
+def test_answer_without_a_limit_may_fill_the_context(protocol: str, stream: bool) -> None:
     async def test() -> None:
         async with agent(engine=engine(max_context=200_000)) as a:
             assert (await post(a, protocol, "q", stream=stream)).status_code == 200
@@ -52,7 +50,7 @@ def test_an_answer_whose_limit_nobody_says_may_fill_the_room_that_its_prompt_lea
 
 
 @protocols
-def test_where_the_room_is_not_known_it_is_4096_tokens(protocol: str) -> None:
+def test_limit_is_4096_tokens_if_the_context_length_is_unknown(protocol: str) -> None:
     async def test() -> None:
         async with agent(engine=engine()) as a:
             await post(a, protocol, "q")
@@ -61,7 +59,7 @@ def test_where_the_room_is_not_known_it_is_4096_tokens(protocol: str) -> None:
     run(test)
 
 
-def test_a_gateway_may_set_another_limit_for_those_who_say_nothing() -> None:
+def test_default_max_tokens_applies_without_a_limit() -> None:
     async def test() -> None:
         config = GatewayConfig(default_max_tokens=7)
         async with agent(engine=engine(max_context=200_000), config=config) as a:
@@ -74,7 +72,7 @@ def test_a_gateway_may_set_another_limit_for_those_who_say_nothing() -> None:
     run(test)
 
 
-def test_an_open_limit_is_recorded_as_none() -> None:
+def test_missing_limit_is_recorded_as_none() -> None:
     async def test() -> None:
         async with agent("x") as a:
             await a.ask_text("q")
@@ -83,43 +81,43 @@ def test_an_open_limit_is_recorded_as_none() -> None:
     run(test)
 
 
-def test_an_answer_without_a_limit_leaves_some_of_a_sessions_tokens_to_calls_beside_it() -> None:
+def test_answer_without_a_limit_leaves_session_tokens_to_concurrent_calls() -> None:
     async def test() -> None:
         limits = {"tokens": 20_000}
         async with agent(engine=engine(max_context=200_000), limits=limits) as a:
-            live = a.session.managed
-            live.reserved_tokens = 8000
+            managed = a.session.managed
+            managed.reserved_tokens = 8000
             await a.ask_text("q")
             assert sampled(a) == len(LONG) + 1
-            live.reserved_tokens = 20_000 - live.sampled_tokens - 3
+            managed.reserved_tokens = 20_000 - managed.sampled_tokens - 3
             assert (await a.ask("q")).json()["choices"][0]["finish_reason"] == "length"
             assert sampled(a) == 3
 
     run(test)
 
 
-@pytest.mark.parametrize(("most", "answered"), [(500, 8), (2048, 2)])
-def test_calls_beside_each_other_reserve_no_more_than_the_engine_can_hold(most: int, answered: int) -> None:
+@pytest.mark.parametrize(("max_context", "count"), [(500, 8), (2048, 2)])
+def test_concurrent_calls_reserve_at_most_the_context_length(max_context: int, count: int) -> None:
     async def test() -> None:
-        gated = engine("hi", max_context=most)
+        gated = engine("hi", max_context=max_context)
         gated.gate = asyncio.Event()
         async with agent(engine=gated, limits={"tokens": 4000}) as a:
-            asked = [asyncio.create_task(a.ask(f"q{number}")) for number in range(answered)]
-            while len(gated.received_prompts) < answered:
+            answers = [asyncio.create_task(a.ask(f"q{number}")) for number in range(count)]
+            while len(gated.received_prompts) < count:
                 await asyncio.sleep(0)
-            room = [most - len(ids) for ids in gated.received_prompts]
+            room = [max_context - len(ids) for ids in gated.received_prompts]
             assert a.session.managed.reserved_tokens == min(4000, sum(room))
             gated.gate.set()
-            assert [(await task).json()["choices"][0]["finish_reason"] for task in asked] == [
+            assert [(await task).json()["choices"][0]["finish_reason"] for task in answers] == [
                 "stop"
-            ] * answered
+            ] * count
             assert a.session.managed.reserved_tokens == 0
 
     run(test)
 
 
 @protocols
-def test_a_call_for_which_others_have_left_nothing_so_far_is_asked_to_come_again(protocol: str) -> None:
+def test_call_is_429_while_others_have_reserved_all_tokens(protocol: str) -> None:
     async def test() -> None:
         gated = engine("hi")
         gated.gate = asyncio.Event()
@@ -137,7 +135,7 @@ def test_a_call_for_which_others_have_left_nothing_so_far_is_asked_to_come_again
     run(test)
 
 
-def test_only_a_session_that_has_sampled_all_its_tokens_is_out_of_them() -> None:
+def test_out_of_tokens_only_when_all_tokens_are_sampled() -> None:
     async def test() -> None:
         async with agent(engine=engine("hi"), limits={"tokens": 5}) as a:
             many = (await a.ask("q", n=6)).json()["error"]
@@ -150,7 +148,7 @@ def test_only_a_session_that_has_sampled_all_its_tokens_is_out_of_them() -> None
     run(test)
 
 
-# -- too much said -----------------------------------------------------------------------------------
+# -- too long prompts --------------------------------------------------------------------------------
 
 MESSAGE = "prompt is too long: {} tokens > {} maximum. This model's maximum context length is {} tokens."
 
@@ -158,7 +156,7 @@ MESSAGE = "prompt is too long: {} tokens > {} maximum. This model's maximum cont
 @protocols
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["engine", "gateway"])
-def test_a_prompt_that_is_too_long_is_refused_in_words_and_a_code_that_make_agents_compact(
+def test_too_long_prompt_has_the_message_and_code_that_make_agents_compact(
     protocol: str, stream: bool, by: str
 ) -> None:
     async def test() -> None:
@@ -181,7 +179,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_and_a_code_that_make_agen
 
 
 def _error(response: httpx.Response, *, in_stream: bool) -> dict[str, Any]:
-    """The error. A stream of Responses tells it inside: its clients know it from there and nowhere else."""
+    """The error. A Responses stream has it as an event, because its clients expect it there."""
     if not in_stream:
         assert response.status_code == 400
         problem: dict[str, Any] = response.json()["error"]
@@ -197,7 +195,7 @@ def _error(response: httpx.Response, *, in_stream: bool) -> dict[str, Any]:
 
 
 @protocols
-def test_an_engine_that_finds_out_late_is_told_by_the_same_code_in_the_stream(protocol: str) -> None:
+def test_late_context_length_error_has_the_same_code_in_the_stream(protocol: str) -> None:
     class Late(ScriptedEngine):
         async def generate(self, *args: Any, **options: Any) -> Any:
             async for chunk in super().generate(*args, **options):
@@ -217,7 +215,7 @@ def test_an_engine_that_finds_out_late_is_told_by_the_same_code_in_the_stream(pr
     run(test)
 
 
-def test_what_is_wrong_with_a_session_is_told_by_its_kind() -> None:
+def test_session_error_has_its_kind_as_code() -> None:
     async def test() -> None:
         async with agent("x") as a:
             answered = (await a.ask("q")).json()["id"]
@@ -230,11 +228,13 @@ def test_what_is_wrong_with_a_session_is_told_by_its_kind() -> None:
     run(test)
 
 
-def test_openais_own_sdk_finds_the_code() -> None:
+def test_openai_sdk_reads_the_code() -> None:
     async def test() -> None:
         async with agent(engine=engine(max_context=50)) as a:
             sdk = openai.AsyncOpenAI(
-                base_url=a.session.base_url, api_key=a.session.api_key, http_client=a.http
+                base_url=a.session.base_url,
+                api_key=a.session.api_key,
+                http_client=a.http,  # type: ignore[arg-type]
             )
             with pytest.raises(openai.BadRequestError) as refused:
                 await sdk.chat.completions.create(

@@ -1,4 +1,4 @@
-"""What clients look for beside bodies: the id of a call in a header, a list of models in their own shape."""
+"""The call id in a response header, and the list of models in the shape of each protocol."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import openai
 import pytest
 
 from tests.gateway.harness import agent, run
-from tests.gateway.protocols.protocol_bodies import PROTOCOLS, post
+from tests.gateway.protocols.protocol_clients import PROTOCOLS, post
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_id_of_a_call_is_in_the_header_that_its_clients_read(protocol: str, stream: bool) -> None:
+def test_call_id_is_in_the_response_header_of_the_protocol(protocol: str, stream: bool) -> None:
     name = "request-id" if protocol == "messages" else "x-request-id"
 
     async def test() -> None:
@@ -27,7 +27,7 @@ def test_the_id_of_a_call_is_in_the_header_that_its_clients_read(protocol: str, 
     run(test)
 
 
-def test_openais_sdk_finds_the_id_and_the_models() -> None:
+def test_openai_sdk_reads_the_id_and_the_models() -> None:
     async def test() -> None:
         async with (
             agent("x") as a,
@@ -41,7 +41,7 @@ def test_openais_sdk_finds_the_id_and_the_models() -> None:
     run(test)
 
 
-def test_anthropics_sdk_finds_the_id_and_the_models() -> None:
+def test_anthropic_sdk_reads_the_id_and_the_models() -> None:
     async def test() -> None:
         async with (
             agent("x") as a,

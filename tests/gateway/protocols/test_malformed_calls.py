@@ -1,7 +1,7 @@
-"""A call whose arguments are no JSON object, on a real template over each protocol.
+"""A tool call whose arguments are not a JSON object, with a real template, over each protocol.
 
-It arrives as a call, whole and streamed; sent back with the tool's complaint it is what was sampled, and the
-next prompt goes on behind it.
+It is delivered as a call, whole and streamed. Sent back with an error result it matches what was sampled, and
+the next prompt continues it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.gateway.protocols.messages_client import TOOLS as MESSAGES_TOOLS
 from tests.gateway.protocols.messages_client import MessagesClient, blocks_in, messages_client, tool_results
 from tests.gateway.protocols.protocol_clients import CHAT_TOOLS, TOOLS, respond
 
-ASK = "What is there?"
+QUESTION = "What is there?"
 ERROR_RESULT = "Invalid JSON in arguments for 'look'"
 MALFORMED = [
     "{at: 1",
@@ -37,23 +37,23 @@ MALFORMED = [
 
 
 class CharacterEngine(ScriptedEngine):
-    """Says texts letter by letter, as a real tokenizer spells them."""
+    """Replies with exactly these texts, encoded by a real tokenizer."""
 
-    def __init__(self, *said: str) -> None:
+    def __init__(self, *texts: str) -> None:
         codec = load_codec("qwen3")
 
-        class Voice:
+        class ReplyCodec:
             decode = staticmethod(codec.decode)
 
             @staticmethod
-            def spell(message: Message) -> Ids:
+            def encode_reply(message: Message) -> Ids:
                 return codec.encode(f"{message.content}<|im_end|>")
 
-        super().__init__(Voice(), replies(*said))  # type: ignore[arg-type]
+        super().__init__(ReplyCodec(), replies(*texts))  # type: ignore[arg-type]
 
 
 async def over_chat(c: MessagesClient, streamed: bool) -> tuple[str, Any]:
-    messages: list[Any] = [{"role": "user", "content": ASK}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
     if streamed:
         events = await c.client.stream(*messages, tools=CHAT_TOOLS)
         choices = [event["choices"][0] for event in events]
@@ -72,23 +72,23 @@ async def over_chat(c: MessagesClient, streamed: bool) -> tuple[str, Any]:
 
 
 async def over_responses(c: MessagesClient, streamed: bool) -> tuple[str, Any]:
-    given: list[Any] = [{"role": "user", "content": ASK}]
-    response = await respond(c.client, given, tools=TOOLS, stream=streamed)
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    response = await respond(c.client, items, tools=TOOLS, stream=streamed)
     (call,) = response["output"]
     assert call["type"] == "function_call"
-    given += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": ERROR_RESULT}]
-    await respond(c.client, given, tools=TOOLS)
+    items += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": ERROR_RESULT}]
+    await respond(c.client, items, tools=TOOLS)
     return call["name"], call["arguments"]
 
 
 async def over_messages(c: MessagesClient, streamed: bool) -> tuple[str, Any]:
     if streamed:
-        content = blocks_in(await c.events(ASK, tools=MESSAGES_TOOLS))
+        content = blocks_in(await c.events(QUESTION, tools=MESSAGES_TOOLS))
     else:
-        content = (await c.ask(ASK, tools=MESSAGES_TOOLS))["content"]
+        content = (await c.ask(QUESTION, tools=MESSAGES_TOOLS))["content"]
     (call,) = content
-    await c.ask(ASK, content, tool_results({"content": content}, ERROR_RESULT), tools=MESSAGES_TOOLS)
-    # The protocol knows objects only.
+    await c.ask(QUESTION, content, tool_results({"content": content}, ERROR_RESULT), tools=MESSAGES_TOOLS)
+    # The protocol has objects only.
     ((key, arguments),) = call["input"].items()
     assert key == RAW_ARGUMENTS_KEY
     return call["name"], arguments
@@ -97,11 +97,11 @@ async def over_messages(c: MessagesClient, streamed: bool) -> tuple[str, Any]:
 ProtocolClient = Callable[[MessagesClient, bool], Awaitable[tuple[str, Any]]]
 
 
-@pytest.mark.parametrize("talk", [over_chat, over_responses, over_messages])
+@pytest.mark.parametrize("exchange", [over_chat, over_responses, over_messages])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("history", ["template", "verbatim"])
-def test_a_malformed_call_arrives_and_goes_on_the_same_timeline(
-    talk: ProtocolClient, streamed: bool, history: str
+def test_malformed_call_is_delivered_and_stays_on_one_timeline(
+    exchange: ProtocolClient, streamed: bool, history: str
 ) -> None:
     async def test() -> None:
         codec = load_codec("qwen3")
@@ -109,7 +109,7 @@ def test_a_malformed_call_arrives_and_goes_on_the_same_timeline(
             bad = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
             engine = CharacterEngine(bad, "I see.")
             async with messages_client(engine=engine, codec=codec, history=history) as c:
-                assert await talk(c, streamed) == ("look", arguments)
+                assert await exchange(c, streamed) == ("look", arguments)
                 first, second = (ids.tolist() for ids in engine.received_prompts)
                 sampled = codec.encode(f"{bad}<|im_end|>").tolist()
                 assert second[: len(first) + len(sampled)] == first + sampled

@@ -1,4 +1,4 @@
-"""Anthropic's Messages over real HTTP: answers, streams, tools, thoughts, stops, counts, errors."""
+"""Anthropic's Messages over real HTTP: answers, streams, tools, thinking, stop reasons, counts, errors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BOTH = Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 1}'), ToolC
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
+def test_response_has_blocks_stop_reason_and_call_id() -> None:
     async def test() -> None:
         async with messages_client(CALL, codec=CHATML) as c:
             answer = await c.ask("p", tools=TOOLS)
-            thinking, said, use = answer.pop("content")
+            thinking, reply, use = answer.pop("content")
             assert (thinking["type"], thinking["thinking"]) == ("thinking", "where?")
-            assert said == text("I look.")
+            assert reply == text("I look.")
             assert use == {"type": "tool_use", "id": use["id"], "name": "look", "input": {"at": 1}}
             assert [[answer.pop("id")]] == await c.calls()
             sampled = len(CHATML.encode_reply(CALL))
@@ -57,13 +57,13 @@ def test_a_whole_answer_has_blocks_a_reason_and_the_id_of_its_call() -> None:
     run(test)
 
 
-def test_a_stream_opens_and_closes_each_block_and_counts_at_the_end() -> None:
+def test_stream_opens_and_closes_each_block_with_usage_at_the_end() -> None:
     async def test() -> None:
         async with messages_client(CALL, codec=CHATML) as c:
             events = await c.events("p", tools=TOOLS)
             kinds = [event["type"] for event in events]
-            (thinking, said, use) = blocks_in(events)
-            assert (thinking["thinking"], said["text"], use["input"]) == ("where?", "I look.", {"at": 1})
+            (thinking, reply, use) = blocks_in(events)
+            assert (thinking["thinking"], reply["text"], use["input"]) == ("where?", "I look.", {"at": 1})
             assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
             start = events[0]["message"]
             assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
@@ -87,19 +87,19 @@ def test_a_stream_opens_and_closes_each_block_and_counts_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [CALL, BOTH, "grüße 🙂", "", Message("assistant", "", reasoning_content="hm")]
+    "reply", [CALL, BOTH, "grüße 🙂", "", Message("assistant", "", reasoning_content="hm")]
 )
-def test_the_sdk_accumulates_a_stream_to_what_it_gets_whole(said: Message | str) -> None:
+def test_sdk_accumulates_a_stream_to_the_whole_response(reply: Message | str) -> None:
     async def test() -> None:
-        async with messages_client(said, codec=CHATML) as c:
-            ask: dict[str, Any] = {"model": "toy", "max_tokens": 500, "tools": TOOLS}
-            ask["messages"] = [{"role": "user", "content": "p"}]
-            whole = await c.sdk.messages.create(**ask)
-            async with c.sdk.messages.stream(**ask) as stream:
-                told = "".join([word async for word in stream.text_stream])
+        async with messages_client(reply, codec=CHATML) as c:
+            body: dict[str, Any] = {"model": "toy", "max_tokens": 500, "tools": TOOLS}
+            body["messages"] = [{"role": "user", "content": "p"}]
+            whole = await c.sdk.messages.create(**body)
+            async with c.sdk.messages.stream(**body) as stream:
+                streamed_text = "".join([part async for part in stream.text_stream])
                 streamed = await stream.get_final_message()
-            wanted = said if isinstance(said, Message) else Message("assistant", said)
-            assert told == wanted.content
+            expected = reply if isinstance(reply, Message) else Message("assistant", reply)
+            assert streamed_text == expected.content
             assert [_without_ids(block) for block in streamed.content] == [
                 _without_ids(block) for block in whole.content
             ]
@@ -107,7 +107,7 @@ def test_the_sdk_accumulates_a_stream_to_what_it_gets_whole(said: Message | str)
                 whole.stop_reason,
                 whole.usage.output_tokens,
             )
-            assert whole.stop_reason == ("tool_use" if wanted.tool_calls else "end_turn")
+            assert whole.stop_reason == ("tool_use" if expected.tool_calls else "end_turn")
 
     run(test)
 
@@ -117,7 +117,7 @@ def _without_ids(block: Any) -> dict[str, Any]:
     return {name: value for name, value in block.to_dict().items() if name not in ("id", "signature")}
 
 
-def test_reasons_are_told_apart() -> None:
+def test_stop_reasons() -> None:
     async def test() -> None:
         async with messages_client("one two", codec=CHATML) as c:
             assert (await c.ask("p", max_tokens=3))["stop_reason"] == "max_tokens"
@@ -127,13 +127,13 @@ def test_reasons_are_told_apart() -> None:
             assert stopped["content"] == [text("one")]
             events = await c.events("p", stop_sequences=[" tw"])
             assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": " tw"}
-            told = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
-            assert "".join(told) == "one"
+            texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+            assert "".join(texts) == "one"
 
     run(test)
 
 
-def test_a_session_s_own_stop_goes_before_the_client_s_and_its_default_behind() -> None:
+def test_session_stop_overrides_the_clients_and_its_default_does_not() -> None:
     async def test() -> None:
         async with messages_client("one two", sampling={"stop": ["o"]}) as c:
             assert (await c.ask("p", stop_sequences=["e"]))["stop_sequence"] == "o"
@@ -147,9 +147,9 @@ def test_a_session_s_own_stop_goes_before_the_client_s_and_its_default_behind() 
     run(test)
 
 
-def test_the_last_events_leave_only_after_the_call_is_in_the_tree() -> None:
+def test_last_events_are_sent_after_the_commit() -> None:
     async def test() -> None:
-        async with messages_client(rule=lambda ask: f"answer {ask.number}") as c:
+        async with messages_client(rule=lambda request: f"answer {request.call_index}") as c:
             turns: list[Any] = ["p"]
             for number in range(6):
                 async with c.sdk.messages.stream(
@@ -169,60 +169,59 @@ def _turn(index: int, content: Any) -> Any:
     return {"role": "assistant" if index % 2 else "user", "content": content}
 
 
-# -- tools and thoughts ------------------------------------------------------------------------------
+# -- tools and thinking ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_the_sdk_s_tool_round_trip_is_one_timeline(streamed: bool) -> None:
+def test_sdk_tool_round_trip_is_one_timeline(streamed: bool) -> None:
     async def test() -> None:
-        said = [CALL, BOTH, CALL, "done"]
-        async with messages_client(*said, codec=CHATML) as c:
+        replies: list[Message | str] = [CALL, BOTH, CALL, "done"]
+        async with messages_client(*replies, codec=CHATML) as c:
             messages: list[Any] = [{"role": "user", "content": "go"}]
             while True:
-                ask: Any = {"model": "toy", "max_tokens": 500, "tools": TOOLS, "messages": messages}
+                body: Any = {"model": "toy", "max_tokens": 500, "tools": TOOLS, "messages": messages}
                 if streamed:
-                    async with c.sdk.messages.stream(**ask) as stream:
+                    async with c.sdk.messages.stream(**body) as stream:
                         answer = await stream.get_final_message()
                 else:
-                    answer = await c.sdk.messages.create(**ask)
+                    answer = await c.sdk.messages.create(**body)
                 messages.append({"role": "assistant", "content": answer.content})
                 if answer.stop_reason != "tool_use":
                     break
                 uses = [block for block in answer.content if block.type == "tool_use"]
-                # Results come in the order the tools came to an end.
+                # Results are in the order in which the tools finished.
                 found = tool_results(answer, *(f"at {block.input['at']}" for block in uses))[::-1]
                 messages.append({"role": "user", "content": [*found, text("<system-reminder>")]})
             (line,) = await c.client.timelines()
-            assert len(line["calls"]) == len(said)
-            assert sum(line["mask"]) == sum(len(CHATML.encode_reply(_message(one))) for one in said)
-            for asked in c.client.engine.received_prompts:
-                assert line["ids"][: len(asked)] == asked.tolist()
+            assert len(line["calls"]) == len(replies)
+            sampled: int = sum(len(CHATML.encode_reply(_message(reply))) for reply in replies)
+            assert sum(line["mask"]) == sampled
+            for prompt_ids in c.client.engine.received_prompts:
+                assert line["ids"][: len(prompt_ids)] == prompt_ids.tolist()
             assert "tool:at 1<end>\ntool:at 2<end>\nuser:<system-reminder>" in c.prompts()[-1]
             assert (await c.client.get("/tree"))["nodes"][-1]["text"] == "done"
 
     run(test)
 
 
-def _message(said: Message | str) -> Message:
-    return said if isinstance(said, Message) else Message("assistant", said)
+def _message(reply: Message | str) -> Message:
+    return reply if isinstance(reply, Message) else Message("assistant", reply)
 
 
 @pytest.mark.parametrize(
     "arguments", ["north", "[1]", "", "{'at': True}", '{"at": 1.0, "at": 2}', "1e400", '{"a']
 )
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
-    arguments: str, streamed: bool
-) -> None:
+def test_arguments_that_are_no_object_are_wrapped_and_unwrapped(arguments: str, streamed: bool) -> None:
     async def test() -> None:
         call = Message("assistant", tool_calls=(ToolCall("look", arguments),))
         async with messages_client(call, "done", codec=CHATML) as c:
-            ask: Any = {"model": "toy", "max_tokens": 500, "messages": [{"role": "user", "content": "p"}]}
+            body: Any = {"model": "toy", "max_tokens": 500, "messages": [{"role": "user", "content": "p"}]}
             if streamed:
-                async with c.sdk.messages.stream(**ask) as stream:
+                async with c.sdk.messages.stream(**body) as stream:
                     answer = await stream.get_final_message()
             else:
-                answer = await c.sdk.messages.create(**ask)
+                answer = await c.sdk.messages.create(**body)
             assert isinstance(answer.content[0].input, dict)  # type: ignore[union-attr]
             echo = [block.to_dict() for block in answer.content]
             await c.ask("p", echo, tool_results(answer, "found"))
@@ -231,7 +230,7 @@ def test_arguments_that_are_no_object_come_as_one_and_back_as_what_they_were(
     run(test)
 
 
-def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
+def test_thinking_is_kept_when_echoed_and_restored_when_not() -> None:
     async def test() -> None:
         async with messages_client(Message("assistant", "A", reasoning_content="hm"), codec=CHATML) as c:
             content = (await c.ask("p"))["content"]
@@ -243,7 +242,7 @@ def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
                 == "user:p<end>\nassistant:<think>hm</think>A<end>\nuser:q<end>\nassistant:"
             )
             assert len(await c.calls()) == 2
-            # Somebody else's thought is somebody else's message.
+            # A changed signature makes another message.
             await c.ask("p", [{**content[0], "thinking": "aha"}, content[1]], "q")
             assert "<think>aha</think>A" in c.prompts()[3]
             assert len(await c.calls()) == 3
@@ -251,7 +250,7 @@ def test_thinking_comes_back_when_echoed_and_is_restored_when_not() -> None:
     run(test)
 
 
-def test_a_signature_says_which_of_equal_answers_is_meant() -> None:
+def test_signature_selects_among_equal_answers() -> None:
     async def test() -> None:
         async with messages_client(Message("assistant", "A", reasoning_content="hm"), codec=CHATML) as c:
             first, second = await c.ask("p"), await c.ask("p")
@@ -266,7 +265,7 @@ def test_a_signature_says_which_of_equal_answers_is_meant() -> None:
     run(test)
 
 
-def test_tools_are_hidden_by_none_and_shown_by_every_other_choice() -> None:
+def test_tool_choice_none_hides_tools_and_others_show_them() -> None:
     async def test() -> None:
         async with messages_client(BOTH, codec=CHATML) as c:
             for kind in ("auto", "any", "none"):
@@ -285,25 +284,25 @@ def test_tools_are_hidden_by_none_and_shown_by_every_other_choice() -> None:
 # -- counting ----------------------------------------------------------------------------------------
 
 
-def test_count_tokens_is_the_size_of_the_prompt_and_leaves_nothing_behind() -> None:
+def test_count_tokens_is_the_prompt_length_and_records_nothing() -> None:
     async def test() -> None:
         async with messages_client(CALL, "done", codec=CHATML) as c:
-            ask: Any = {"model": "toy", "system": "s", "tools": TOOLS}
+            body: Any = {"model": "toy", "system": "s", "tools": TOOLS}
             messages: list[Any] = [{"role": "user", "content": "p"}]
             for _ in range(2):
-                counted = await c.sdk.messages.count_tokens(**ask, messages=messages)
-                calls, asked = (await c.client.get(""))["calls"], len(c.client.engine.received_prompts)
-                answer = await c.sdk.messages.create(**ask, messages=messages, max_tokens=500)
+                counted = await c.sdk.messages.count_tokens(**body, messages=messages)
+                calls, prompts = (await c.client.get(""))["calls"], len(c.client.engine.received_prompts)
+                answer = await c.sdk.messages.create(**body, messages=messages, max_tokens=500)
                 assert counted.input_tokens == len(c.client.engine.received_prompts[-1])
                 spent = answer.usage
                 assert counted.input_tokens == spent.input_tokens + (spent.cache_read_input_tokens or 0)
-                assert (calls, asked) == (
+                assert (calls, prompts) == (
                     (await c.client.get(""))["calls"] - 1,
                     len(c.client.engine.received_prompts) - 1,
                 )
                 messages.append({"role": "assistant", "content": answer.content})
                 if answer.stop_reason == "tool_use":
-                    # Without the thought: the record has it, and so the count must.
+                    # Without the thinking: the tree has it, so it counts.
                     messages[-1]["content"] = answer.content[1:]
                     messages.append({"role": "user", "content": tool_results(answer, "found")})
             assert spent.cache_read_input_tokens
@@ -316,38 +315,41 @@ def test_count_tokens_is_the_size_of_the_prompt_and_leaves_nothing_behind() -> N
 # -- errors ------------------------------------------------------------------------------------------
 
 
-def test_statuses_have_the_names_anthropic_gives_them() -> None:
+def test_statuses_have_anthropics_error_types() -> None:
     async def test() -> None:
         faults = [EngineError("GPU on fire"), "ok"]
         async with messages_client(*faults) as c:
-            ask: Any = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "p"}]}
-            assert (await c.refusal(ask, status=502))["type"] == "api_error"
+            body: Any = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "p"}]}
+            assert (await c.refusal(body, status=502))["type"] == "api_error"
             with pytest.raises(anthropic.NotFoundError, match="unknown"):
                 await c.sdk.with_options(base_url=f"{c.client.gateway.url}/sessions/unknown").messages.create(
-                    **ask
+                    **body
                 )
             with pytest.raises(anthropic.PermissionDeniedError, match="permission_error"):
-                await c.sdk.with_options(api_key="wrong").messages.create(**ask)
-            nobody = await c.client.http.post(c.url, json=ask)
-            assert (nobody.status_code, nobody.json()["error"]["type"]) == (401, "authentication_error")
+                await c.sdk.with_options(api_key="wrong").messages.create(**body)
+            without_key = await c.client.http.post(c.url, json=body)
+            assert (without_key.status_code, without_key.json()["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
             got = await c.client.http.get(c.url, headers={"x-api-key": c.client.session.api_key})
             assert (got.status_code, got.json()["error"]["type"]) == (405, "invalid_request_error")
             by_key = c.sdk.with_options(base_url=c.client.gateway.url)
-            assert (await by_key.messages.create(**ask)).content[0].text == "ok"  # type: ignore[union-attr]
+            assert (await by_key.messages.create(**body)).content[0].text == "ok"  # type: ignore[union-attr]
             c.client.session.managed.journal = _FailedJournal()  # type: ignore[assignment]
-            assert (await c.refusal(ask, status=503))["type"] == "overloaded_error"
+            assert (await c.refusal(body, status=503))["type"] == "overloaded_error"
             c.client.session.managed.journal = None
             await c.client.session.abort()
-            assert (await c.refusal(ask, status=409))["type"] == "invalid_request_error"
+            assert (await c.refusal(body, status=409))["type"] == "invalid_request_error"
 
     run(test)
 
 
 class _FailedJournal:
-    failed = JournalError("disk full")
+    failure = JournalError("disk full")
 
 
-def test_too_many_at_once_is_a_rate_limit() -> None:
+def test_too_many_calls_is_a_rate_limit() -> None:
     async def test() -> None:
         gate = asyncio.Event()
         engine = ScriptedEngine(ToyCodec(), replies("ok"), gate=gate)
@@ -355,8 +357,8 @@ def test_too_many_at_once_is_a_rate_limit() -> None:
             first = asyncio.create_task(c.ask("p"))
             while not engine.received_prompts:
                 await asyncio.sleep(0)
-            ask = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
-            assert (await c.refusal(ask, status=429))["type"] == "rate_limit_error"
+            body = {"model": "toy", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
+            assert (await c.refusal(body, status=429))["type"] == "rate_limit_error"
             gate.set()
             assert (await first)["content"] == [text("ok")]
 
@@ -364,7 +366,7 @@ def test_too_many_at_once_is_a_rate_limit() -> None:
 
 
 class _FailingEngine(ScriptedEngine):
-    """Says two chunks and is gone."""
+    """Yields two chunks and fails."""
 
     async def generate(self, prompt_ids: Any, params: Any, *, session: str = "") -> Any:
         self.received_prompts.append(prompt_ids)
@@ -373,7 +375,7 @@ class _FailingEngine(ScriptedEngine):
         raise EngineError("GPU on fire")
 
 
-def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event() -> None:
+def test_engine_error_inside_a_stream_is_an_error_event() -> None:
     async def test() -> None:
         async with messages_client(engine=_FailingEngine(CHATML)) as c:
             events = await c.events("p")

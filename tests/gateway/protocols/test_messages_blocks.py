@@ -1,4 +1,4 @@
-"""What stands inside Anthropic's messages: blocks of every kind, and that appending stays one timeline."""
+"""Content blocks of every type; appended turns stay one timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gateway.protocols.messages_client import CALL, TOOLS, messages_client
 
 CHATML = ToyCodec.chatml()
 PIXELS = b"\x89PNG pixels"
-IMAGE = {
+IMAGE: dict[str, Any] = {
     "type": "image",
     "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PIXELS).decode()},
 }
@@ -25,7 +25,7 @@ EPHEMERAL = {"type": "ephemeral"}
 # -- one timeline ------------------------------------------------------------------------------------
 
 
-def test_a_cache_mark_that_moves_between_blocks_changes_nothing() -> None:
+def test_moving_cache_control_changes_nothing() -> None:
     async def test() -> None:
         async with messages_client(CALL, "done", "again", codec=CHATML) as c:
             system = [text("You help.", cache_control=EPHEMERAL), text(" Well.")]
@@ -48,7 +48,7 @@ def test_a_cache_mark_that_moves_between_blocks_changes_nothing() -> None:
     run(test)
 
 
-def test_lines_for_a_bill_are_not_shown_to_the_model() -> None:
+def test_billing_lines_are_not_shown_to_the_model() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             for number in range(3):
@@ -64,7 +64,7 @@ def test_lines_for_a_bill_are_not_shown_to_the_model() -> None:
     run(test)
 
 
-def test_a_system_message_between_turns_stays_where_it_stands() -> None:
+def test_system_message_between_turns_keeps_its_position() -> None:
     async def test() -> None:
         async with messages_client("A", "B", "C") as c:
             begin: list[Any] = [
@@ -89,7 +89,7 @@ def test_a_system_message_between_turns_stays_where_it_stands() -> None:
     run(test)
 
 
-def test_a_message_the_assistant_has_begun_is_context() -> None:
+def test_trailing_assistant_message_is_context() -> None:
     async def test() -> None:
         async with messages_client("ok", "ok") as c:
             assert (await c.ask("p", "It starts with"))["content"] == [text("ok")]
@@ -100,7 +100,7 @@ def test_a_message_the_assistant_has_begun_is_context() -> None:
     run(test)
 
 
-def test_a_sub_agent_of_claude_code_is_an_agent_of_its_own() -> None:
+def test_sub_agent_of_claude_code_is_a_separate_agent() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             body = {"model": "haiku", "max_tokens": 9, "messages": [{"role": "user", "content": "p"}]}
@@ -113,7 +113,7 @@ def test_a_sub_agent_of_claude_code_is_an_agent_of_its_own() -> None:
     run(test)
 
 
-def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
+def test_unsupported_fields_are_ignored() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             wishes = {
@@ -129,10 +129,10 @@ def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
                 "stop_sequences": None,
             }
             beta = c.sdk.beta.messages
-            said = await beta.create(
+            answer = await beta.create(
                 model="toy", max_tokens=9, messages=[{"role": "user", "content": "p"}], betas=["x"]
             )
-            assert said.content[0].text == "A"  # type: ignore[union-attr]
+            assert answer.content[0].text == "A"  # type: ignore[union-attr]
             await c.ask("p", **wishes)
             await c.ask("p", tools=[], **wishes)
             assert set(c.prompts()) == {"user:p\nassistant:"}
@@ -148,8 +148,8 @@ def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("block", "shown"),
     [
-        (text("said"), "said"),
-        ("said", "said"),
+        (text("words"), "words"),
+        ("words", "words"),
         ({"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}, ""),
         (
             {
@@ -164,7 +164,7 @@ def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
         ({"type": "mcp_tool_result", "tool_use_id": "m1", "content": [text("found")]}, "found"),
         ({"type": "redacted_thinking", "data": "c2VjcmV0"}, ""),
         ({"type": "container_upload", "file_id": "f1"}, ""),
-        ({"type": "compaction", "content": "what was said before"}, "what was said before"),
+        ({"type": "compaction", "content": "a summary"}, "a summary"),
         ({"type": "not_yet_invented", "text": "words", "content": 7}, "words"),
         (
             {"type": "search_result", "source": "u", "title": "t", "content": [text("one "), text("two")]},
@@ -184,28 +184,28 @@ def test_wishes_we_cannot_fulfil_are_passed_over() -> None:
     ],
     ids=lambda value: value.get("type", "") if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("place", ["user", "tool_result", "assistant", "system"])
-def test_a_block_gives_the_text_it_carries_wherever_it_stands(block: Any, shown: str, place: str) -> None:
+@pytest.mark.parametrize("position", ["user", "tool_result", "assistant", "system"])
+def test_unknown_block_gives_its_text_in_any_position(block: Any, shown: str, position: str) -> None:
     async def test() -> None:
         async with messages_client("A") as c:
-            if place == "user":
+            if position == "user":
                 await c.ask([block])
-                wanted = f"user:{shown}\n"
-            elif place == "tool_result":
+                expected = f"user:{shown}\n"
+            elif position == "tool_result":
                 await c.ask([{"type": "tool_result", "tool_use_id": "t", "content": [block]}])
-                wanted = f"tool:{shown}\n"
-            elif place == "assistant":
+                expected = f"tool:{shown}\n"
+            elif position == "assistant":
                 await c.ask("p", [block], "q")
-                wanted = f"user:p\nassistant:{shown}\nuser:q\n"
+                expected = f"user:p\nassistant:{shown}\nuser:q\n"
             else:
                 await c.ask("p", system=[block])
-                wanted = f"system:{shown}\nuser:p\n" if shown else "user:p\n"
-            assert c.prompts() == [f"{wanted}assistant:"]
+                expected = f"system:{shown}\nuser:p\n" if shown else "user:p\n"
+            assert c.prompts() == [f"{expected}assistant:"]
 
     run(test)
 
 
-def test_tool_results_are_messages_of_their_own_before_what_the_user_says() -> None:
+def test_tool_results_are_separate_messages_before_the_users_text() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             uses = [{"type": "tool_use", "id": f"t{n}", "name": "look", "input": {"at": n}} for n in range(4)]
@@ -231,7 +231,7 @@ def test_tool_results_are_messages_of_their_own_before_what_the_user_says() -> N
     run(test)
 
 
-def test_media_are_those_that_chat_completions_reads() -> None:
+def test_media_equal_those_of_chat_completions() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             link = {"type": "image", "source": {"type": "url", "url": "https://images.test/a.png"}}
@@ -252,12 +252,13 @@ def test_media_are_those_that_chat_completions_reads() -> None:
                 if node.message.role == "assistant"
             )
             assert one.parent is two.parent
+            assert one.parent is not None
             assert one.parent.message.media[0].payload == PIXELS
 
     run(test)
 
 
-def test_a_text_model_refuses_images_and_says_so() -> None:
+def test_text_model_refuses_images() -> None:
     codec = load_codec("qwen3")
 
     async def test() -> None:
@@ -266,7 +267,7 @@ def test_a_text_model_refuses_images_and_says_so() -> None:
                 await c.sdk.messages.create(
                     model="toy",
                     max_tokens=9,
-                    messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore[list-item, typeddict-item]
+                    messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore
                 )
             found = [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]
             error = await c.refusal({"messages": [{"role": "user", "content": found}]})
@@ -275,7 +276,7 @@ def test_a_text_model_refuses_images_and_says_so() -> None:
     run(test)
 
 
-def test_tools_of_anthropic_s_own_servers_are_passed_over() -> None:
+def test_tools_of_anthropics_servers_are_ignored() -> None:
     async def test() -> None:
         async with messages_client("A") as c:
             server = [

@@ -116,7 +116,7 @@ async def _post(path: str, body: str) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(body=_bodies, path=st.sampled_from(["", "/count_tokens"]))
-def test_no_request_makes_it_fail(body: Any, path: str) -> None:
+def test_no_request_makes_the_messages_api_fail(body: Any, path: str) -> None:
     async def test() -> None:
         await _post(path, json.dumps(body))
 
@@ -129,7 +129,7 @@ def test_no_request_makes_it_fail(body: Any, path: str) -> None:
 @example(arguments='{"a": 1e400}')
 @example(arguments="{'a': False, 'b': '\\ud800'}")
 @example(arguments='{"a":' * 2000 + "1" + "}" * 2000)
-def test_arguments_of_any_kind_come_back_as_what_they_meant(arguments: str) -> None:
+def test_any_arguments_survive_the_round_trip(arguments: str) -> None:
     call = ToolCall("look", replace_surrogates(arguments), "t1")
     block = json.loads(msgspec.json.encode(tool_use_block(call, input_json(call))))
     assert isinstance(block["input"], dict)
@@ -138,35 +138,35 @@ def test_arguments_of_any_kind_come_back_as_what_they_meant(arguments: str) -> N
 
 
 _deltas = st.lists(
-    st.builds(MessageDelta, text=_words)
-    | st.builds(MessageDelta, reasoning=_words)
-    | st.builds(MessageDelta, call=st.builds(ToolCall, st.just("look"), _words, st.just("t1")))
+    st.builds(MessageDelta, content=_words)
+    | st.builds(MessageDelta, reasoning_content=_words)
+    | st.builds(MessageDelta, tool_call=st.builds(ToolCall, st.just("look"), _words, st.just("t1")))
 )
 
 
-@given(bits=st.lists(_deltas))
+@given(batches=st.lists(_deltas))
 @example(
-    bits=[
+    batches=[
         [MessageDelta(reasoning_content="a"), MessageDelta(content="b"), MessageDelta(reasoning_content="c")],
         [MessageDelta(reasoning_content="d")],
     ]
 )
-def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_message(
-    bits: list[list[MessageDelta]],
+def test_any_deltas_become_blocks_that_are_read_back_as_the_message(
+    batches: list[list[MessageDelta]],
 ) -> None:
-    said = [delta for bit in bits for delta in bit]
+    deltas = [delta for batch in batches for delta in batch]
     message = Message(
         "assistant",
-        "".join(delta.content for delta in said),
-        reasoning_content="".join(delta.reasoning_content for delta in said),
-        tool_calls=tuple(delta.tool_call for delta in said if delta.tool_call is not None),
-        id="msg_1" if any(delta.reasoning_content for delta in said) else "",
+        "".join(delta.content for delta in deltas),
+        reasoning_content="".join(delta.reasoning_content for delta in deltas),
+        tool_calls=tuple(delta.tool_call for delta in deltas if delta.tool_call is not None),
+        id="msg_1" if any(delta.reasoning_content for delta in deltas) else "",
     )
     done = CallResult("msg_1", as_ids([1, 2, 3]), [Answer(message, "stop", as_ids([1]))])
     stream = MessagesStream(ParsedRequest(CallRequest(Request(()), SamplingParams()), "toy"), "msg_1", CHATML)
     events = events_in(
         b"".join(
-            [*(stream.encode_delta(AnswerDelta(0, bit)) for bit in bits), stream.encode_end(done)]
+            [*(stream.encode_delta(AnswerDelta(0, batch)) for batch in batches), stream.encode_end(done)]
         ).decode()
     )
     assert [event["type"] for event in (events[0], *events[-2:])] == [
@@ -189,12 +189,12 @@ def test_whatever_arrives_in_whatever_order_is_blocks_that_come_back_as_the_mess
 
 
 @pytest.mark.parametrize("depth", [20, 200, 500, 800, 900, 940, 960, 980, 5000])
-@pytest.mark.parametrize("place", ["input", "content", "schema", "template"])
-def test_what_is_nested_deep_is_answered_or_refused(depth: int, place: str) -> None:
+@pytest.mark.parametrize("field", ["input", "content", "schema", "template"])
+def test_deeply_nested_body_is_answered_or_refused(depth: int, field: str) -> None:
     async def test() -> None:
-        deep = {place: '{"a":' * depth + "1" + "}" * depth}
+        deep = {field: '{"a":' * depth + "1" + "}" * depth}
         documents = '{"type":"document","source":{"type":"content","content":[', "]}}"
-        content = documents[0] * (depth // 4) + documents[1] * (depth // 4) if place == "content" else '"p"'
+        content = documents[0] * (depth // 4) + documents[1] * (depth // 4) if field == "content" else '"p"'
         use = f'{{"type":"tool_use","name":"look","input":{deep.get("input", "{}")}}}'
         turns = f'{{"role":"assistant","content":[{use}]}},{{"role":"user","content":[{content}]}}'
         tools = f'[{{"name":"look","input_schema":{deep.get("schema", "{}")}}}]'

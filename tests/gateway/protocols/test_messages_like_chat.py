@@ -41,8 +41,8 @@ ABOUT = {"name": "look", "description": "Looks somewhere."}
 class ConversationClient(Protocol):
     """A conversation as one protocol's client keeps it."""
 
-    def add_user(self, *said: str) -> None: ...
-    def add_system(self, said: str) -> None: ...
+    def add_user(self, *texts: str) -> None: ...
+    def add_system(self, content: str) -> None: ...
     async def ask(self, *, streamed: bool) -> list[str]:
         """The ids of the tools the answer calls; the answer is part of the conversation from then on."""
         ...
@@ -58,12 +58,12 @@ class ChatClient:
         self._messages: list[Any] = [{"role": "system", "content": [text("You "), text("help.")]}]
         self._tools = [{"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}]
 
-    def add_user(self, *said: str) -> None:
-        content = said[0] if len(said) == 1 else [text(part) for part in said]
+    def add_user(self, *texts: str) -> None:
+        content = texts[0] if len(texts) == 1 else [text(part) for part in texts]
         self._messages.append({"role": "user", "content": content})
 
-    def add_system(self, said: str) -> None:
-        self._messages.append({"role": "system", "content": said})
+    def add_system(self, content: str) -> None:
+        self._messages.append({"role": "system", "content": content})
 
     async def ask(self, *, streamed: bool) -> list[str]:
         if streamed:
@@ -83,8 +83,8 @@ class ChatClient:
         return [call["id"] for call in message.get("tool_calls") or ()]
 
     def add_tool_results(self, results: dict[str, str], then: str = "") -> None:
-        for call_id, said in results.items():
-            self._messages.append({"role": "tool", "tool_call_id": call_id, "content": said})
+        for call_id, content in results.items():
+            self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         if then:
             self.add_user(then)
 
@@ -97,11 +97,11 @@ class AnthropicClient:
         self._messages: list[Any] = []
         self._tools = [{**ABOUT, "input_schema": SCHEMA}]
 
-    def add_user(self, *said: str) -> None:
-        self._messages.append({"role": "user", "content": [text(part) for part in said]})
+    def add_user(self, *texts: str) -> None:
+        self._messages.append({"role": "user", "content": [text(part) for part in texts]})
 
-    def add_system(self, said: str) -> None:
-        self._messages.append({"role": "system", "content": said})
+    def add_system(self, content: str) -> None:
+        self._messages.append({"role": "system", "content": content})
 
     async def ask(self, *, streamed: bool) -> list[str]:
         ask: Any = {
@@ -122,22 +122,22 @@ class AnthropicClient:
 
     def add_tool_results(self, results: dict[str, str], then: str = "") -> None:
         content: list[Any] = [
-            {"type": "tool_result", "tool_use_id": call_id, "content": said}
-            for call_id, said in results.items()
+            {"type": "tool_result", "tool_use_id": call_id, "content": content}
+            for call_id, content in results.items()
         ]
         self._messages.append({"role": "user", "content": [*content, *([text(then)] if then else [])]})
 
 
-async def _converse(talk: ConversationClient, *, streamed: bool) -> None:
-    talk.add_user("<system-reminder>", "What do you see?")
-    talk.add_system("There is one tool.")
-    one, two = await talk.ask(streamed=streamed)
-    talk.add_tool_results({two: "a wall", one: "a window"}, then="Look closer.")
-    (three,) = await talk.ask(streamed=streamed)
-    talk.add_tool_results({three: "a door"})
-    assert await talk.ask(streamed=streamed) == []
-    talk.add_user("Thanks.")
-    await talk.ask(streamed=streamed)
+async def _converse(client: ConversationClient, *, streamed: bool) -> None:
+    client.add_user("<system-reminder>", "What do you see?")
+    client.add_system("There is one tool.")
+    one, two = await client.ask(streamed=streamed)
+    client.add_tool_results({two: "a wall", one: "a window"}, then="Look closer.")
+    (three,) = await client.ask(streamed=streamed)
+    client.add_tool_results({three: "a door"})
+    assert await client.ask(streamed=streamed) == []
+    client.add_user("Thanks.")
+    await client.ask(streamed=streamed)
 
 
 @dataclass
@@ -164,7 +164,7 @@ def _engine(name: str) -> tuple[Any, ScriptedEngine]:
 
 
 @pytest.mark.parametrize("name", ["toy", "strips", "qwen3"])
-def test_prompts_masks_and_trees_are_the_same_whoever_asks_and_however(name: str) -> None:
+def test_prompts_masks_and_trees_are_the_same_over_messages_and_chat(name: str) -> None:
     async def test() -> None:
         records = []
         for make in (ChatClient, AnthropicClient):

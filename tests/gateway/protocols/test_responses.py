@@ -21,7 +21,7 @@ from tests.gateway.protocols.protocol_clients import (
     over_chat,
     over_responses,
     parse_events,
-    post,
+    post_responses,
     respond,
     response_parts,
 )
@@ -49,7 +49,7 @@ REQUEST_MODES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", ["toy", "qwen3"])
-def test_the_same_conversation_over_chat_and_over_responses_is_the_same_tree(family: str) -> None:
+def test_same_conversation_over_chat_and_responses_is_the_same_tree(family: str) -> None:
     async def test() -> None:
         records = {}
         for way, options in {"chat": None, "chat, streamed": None, **REQUEST_MODES}.items():
@@ -75,7 +75,7 @@ def test_the_same_conversation_over_chat_and_over_responses_is_the_same_tree(fam
     run(test)
 
 
-def test_a_conversation_that_only_grows_is_one_timeline_without_anything_tolerated() -> None:
+def test_growing_conversation_is_one_timeline_without_equivalences() -> None:
     async def test() -> None:
         engine, codec = engine_of("toy")
         async with agent(engine=engine, codec=codec) as a:
@@ -90,39 +90,39 @@ def test_a_conversation_that_only_grows_is_one_timeline_without_anything_tolerat
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def test_a_response_says_all_that_clients_look_for() -> None:
+def test_response_has_all_fields_that_clients_read() -> None:
     async def test() -> None:
         async with agent(THOUGHT, codec=ToyCodec.chatml()) as a:
-            asked = {
+            fields = {
                 "instructions": "short",
                 "metadata": {"task": "7"},
                 "temperature": 0.5,
                 "max_output_tokens": 50,
                 "tools": [*TOOLS, {"type": "web_search"}],
             }
-            response = await respond(a, "p", **asked)
-            assert {name: response[name] for name in asked} == asked
+            response = await respond(a, "p", **fields)
+            assert {name: response[name] for name in fields} == fields
             assert (response["object"], response["status"]) == ("response", "completed")
             assert response["id"].startswith("resp_")
             assert (response["error"], response["incomplete_details"]) == (None, None)
             assert (response["tool_choice"], response["parallel_tool_calls"]) == ("auto", True)
             assert response["text"] == {"format": {"type": "text"}}
-            thought, message = response["output"]
-            assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
-            assert thought["encrypted_content"] is None
+            reasoning, message = response["output"]
+            assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+            assert reasoning["encrypted_content"] is None
             assert message["content"][0]["text"] == "yes"
             usage = response["usage"]
             assert usage["input_tokens"] == len(a.engine.received_prompts[0])
             assert usage["output_tokens"] == len(ToyCodec.chatml().encode_reply(THOUGHT))
             assert usage["output_tokens_details"] == {"reasoning_tokens": 2}
             assert usage["input_tokens_details"]["cached_tokens"] == 0
-            again = await respond(a, ["p", *response["output"]][1:], **asked)
+            again = await respond(a, ["p", *response["output"]][1:], **fields)
             assert again["id"] != response["id"]
 
     run(test)
 
 
-def test_tokens_that_were_there_before_are_told_as_cached() -> None:
+def test_reused_tokens_are_reported_as_cached() -> None:
     async def test() -> None:
         async with agent("A1", "A2") as a:
             first = await respond(a, "p")
@@ -133,16 +133,16 @@ def test_tokens_that_were_there_before_are_told_as_cached() -> None:
     run(test)
 
 
-def test_a_stream_tells_each_item_in_the_order_of_the_protocol() -> None:
+def test_stream_has_the_event_order_of_the_protocol() -> None:
     async def test() -> None:
-        said = Message(
+        reply = Message(
             "assistant", "ok then", reasoning_content="hm hm", tool_calls=(ToolCall("look", '{"at": 1}'),)
         )
-        async with agent(said, codec=ToyCodec.chatml()) as a:
-            events = parse_events((await post(a, "p", stream=True, tools=TOOLS)).text)
+        async with agent(reply, codec=ToyCodec.chatml()) as a:
+            events = parse_events((await post_responses(a, "p", stream=True, tools=TOOLS)).text)
             kinds = [event["type"].removeprefix("response.") for event in events]
-            told = [kind for place, kind in enumerate(kinds) if kinds[place - 1 : place] != [kind]]
-            assert told == [
+            order = [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
+            assert order == [
                 *("created", "in_progress"),
                 *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
                 *("content_part.done", "output_item.done"),
@@ -151,7 +151,7 @@ def test_a_stream_tells_each_item_in_the_order_of_the_protocol() -> None:
                 *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
                 *("output_item.done", "completed"),
             ]
-            assert len(kinds) > len(told)
+            assert len(kinds) > len(order)
             response = events[-1]["response"]
             assert response_parts(response) == ("ok then", "hm hm", ['look {"at": 1}'])
             done = [event["item"] for event in events if event["type"].endswith("output_item.done")]
@@ -165,23 +165,28 @@ def test_a_stream_tells_each_item_in_the_order_of_the_protocol() -> None:
     run(test)
 
 
-def test_reasoning_is_told_as_a_summary_to_those_who_ask_for_one() -> None:
+def test_reasoning_is_a_summary_on_request() -> None:
     async def test() -> None:
         async with agent(THOUGHT, codec=ToyCodec.chatml()) as a:
-            events = parse_events((await post(a, "p", stream=True, reasoning={"summary": "auto"})).text)
+            events = parse_events(
+                (await post_responses(a, "p", stream=True, reasoning={"summary": "auto"})).text
+            )
             kinds = [event["type"] for event in events]
             assert "response.reasoning_summary_part.added" in kinds
             deltas = [event for event in events if event["type"] == "response.reasoning_summary_text.delta"]
             assert "".join(event["delta"] for event in deltas) == "hm"
             assert {event["summary_index"] for event in deltas} == {0}
-            thought = events[-1]["response"]["output"][0]
-            assert (thought["summary"], thought["content"]) == ([{"type": "summary_text", "text": "hm"}], [])
+            reasoning = events[-1]["response"]["output"][0]
+            assert (reasoning["summary"], reasoning["content"]) == (
+                [{"type": "summary_text", "text": "hm"}],
+                [],
+            )
 
     run(test)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_cut_by_length_is_incomplete_and_can_go_on(stream: bool) -> None:
+def test_answer_cut_by_length_is_incomplete_and_can_be_continued(stream: bool) -> None:
     async def test() -> None:
         async with agent("a long answer", "and more", codec=ToyCodec.chatml()) as a:
             response = await respond(a, "p", max_output_tokens=6, stream=stream)
@@ -197,7 +202,7 @@ def test_an_answer_cut_by_length_is_incomplete_and_can_go_on(stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_nothing_is_an_item_that_can_be_sent_back(stream: bool) -> None:
+def test_empty_answer_is_an_item_that_can_be_sent_back(stream: bool) -> None:
     async def test() -> None:
         codec = ToyCodec.chatml()
         engine = ScriptedEngine(codec, replies("yes"), max_context=len("user:p") + 2 + len("assistant:"))
@@ -214,14 +219,14 @@ def test_an_answer_of_nothing_is_an_item_that_can_be_sent_back(stream: bool) -> 
     run(test)
 
 
-def test_text_behind_a_call_is_an_item_of_its_own_and_still_the_same_answer() -> None:
+def test_text_after_a_call_is_a_separate_item_of_the_same_answer() -> None:
     async def test() -> None:
         codec = ToyCodec.chatml()
         call = codec.encode_reply(Message("assistant", "a", tool_calls=LOOK.tool_calls), stop=False)
         tail = codec.encode_reply(Message("assistant", "b"))
 
         class Talkative(ToyCodec):
-            def spell(self, message: Message, *, stop: bool = True) -> Any:
+            def encode_reply(self, message: Message, *, stop: bool = True) -> Any:
                 return (
                     np.concatenate([call, tail]) if message.content == "ab" else codec.encode_reply(message)
                 )
@@ -243,10 +248,10 @@ def test_text_behind_a_call_is_an_item_of_its_own_and_still_the_same_answer() ->
     run(test)
 
 
-def test_an_engine_that_fails_before_the_first_event_has_a_status_and_after_it_is_an_event() -> None:
+def test_engine_error_is_a_status_before_the_first_event_and_an_event_after_it() -> None:
     async def test() -> None:
         async with agent(EngineError("GPU on fire"), "ok") as a:
-            refused = await post(a, "p", stream=True)
+            refused = await post_responses(a, "p", stream=True)
             assert (refused.status_code, refused.json()["error"]["type"]) == (502, "server_error")
             engine = a.engine
             generate = engine.generate
@@ -258,7 +263,7 @@ def test_an_engine_that_fails_before_the_first_event_has_a_status_and_after_it_i
 
             engine.generate = breaks  # type: ignore[method-assign]
             engine.chunk_size = 1
-            events = parse_events((await post(a, "p", stream=True)).text)
+            events = parse_events((await post_responses(a, "p", stream=True)).text)
             assert events[-1]["type"] == "response.failed"
             failed = events[-1]["response"]
             assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
@@ -268,23 +273,23 @@ def test_an_engine_that_fails_before_the_first_event_has_a_status_and_after_it_i
     run(test)
 
 
-# -- what comes back ---------------------------------------------------------------------------------
+# -- items sent back ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", ["all", "content", "summary", "encrypted_content", "nothing", "no ids"])
-def test_reasoning_comes_back_in_whatever_a_client_keeps_of_it(kept: str) -> None:
+def test_reasoning_is_read_back_from_content_summary_or_encrypted_content(kept: str) -> None:
     async def test() -> None:
         summary = {"reasoning": {"summary": "auto"}} if kept == "summary" else {}
         async with agent(LOOK, "done", codec=ToyCodec.chatml()) as a:
             response = await respond(a, "p", tools=TOOLS, **ENCRYPTED_REASONING, **summary)
-            thought, call = response["output"]
+            reasoning, call = response["output"]
             for name, empty in (("content", None), ("summary", []), ("encrypted_content", None)):
                 if kept not in ("all", "no ids", name):
-                    thought[name] = empty
+                    reasoning[name] = empty
             if kept == "no ids":
-                del thought["id"], call["id"]
+                del reasoning["id"], call["id"]
             result = {"type": "function_call_output", "call_id": call["call_id"], "output": "saw"}
-            await respond(a, [{"role": "user", "content": "p"}, thought, call, result], tools=TOOLS)
+            await respond(a, [{"role": "user", "content": "p"}, reasoning, call, result], tools=TOOLS)
             (line,) = await a.timelines()
             assert len(line["calls"]) == 2
             used = [echo.equivalence for echo in a.session.managed.session.tree.calls[1].applied_equivalences]
@@ -294,19 +299,19 @@ def test_reasoning_comes_back_in_whatever_a_client_keeps_of_it(kept: str) -> Non
     run(test)
 
 
-def test_reasoning_that_somebody_else_sealed_is_passed_over() -> None:
+def test_encrypted_reasoning_of_another_server_is_ignored() -> None:
     async def test() -> None:
         async with agent("ok") as a:
-            for sealed in ("gAAAAABo", "branchline:!", "branchline:/w=="):
-                thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": sealed}
+            for encrypted in ("gAAAAABo", "branchline:!", "branchline:/w=="):
+                reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": encrypted}
                 text = {"role": "assistant", "content": "x"}
-                await respond(a, [{"role": "user", "content": "p"}, thought, text])
+                await respond(a, [{"role": "user", "content": "p"}, reasoning, text])
             assert len(set(a.prompts())) == 1
 
     run(test)
 
 
-def test_previous_response_id_leaves_the_instructions_behind() -> None:
+def test_previous_response_id_omits_the_instructions() -> None:
     async def test() -> None:
         async with agent("A1", "A2", "A3") as a:
             first = await respond(a, "p", instructions="one")
@@ -325,7 +330,7 @@ def test_previous_response_id_leaves_the_instructions_behind() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_of_two_equal_answers_the_id_says_which_one_goes_on(which: int) -> None:
+def test_id_selects_among_equal_answers(which: int) -> None:
     async def test() -> None:
         async with agent("same", "same", "next") as a:
             both = [await respond(a, "p") for _ in range(2)]
@@ -343,7 +348,7 @@ def test_of_two_equal_answers_the_id_says_which_one_goes_on(which: int) -> None:
     run(test)
 
 
-def test_a_restarted_gateway_still_knows_the_responses_it_gave(tmp_path: Path) -> None:
+def test_restarted_gateway_finds_earlier_responses(tmp_path: Path) -> None:
     async def test() -> None:
         async with agent("A1", journal=tmp_path / "j", id="s") as a:
             first = await respond(a, "p", instructions="one", stream=True)
@@ -356,20 +361,21 @@ def test_a_restarted_gateway_still_knows_the_responses_it_gave(tmp_path: Path) -
                 headers={"authorization": f"Bearer {key}"},
             )
             assert response_parts(response.json())[0] == "A2"
-            told = "system:one\nuser:p\nassistant:A1user:x\nassistant:"
-            assert [ToyCodec().decode(ids) for ids in engine.received_prompts] == [told]
+            expected = "system:one\nuser:p\nassistant:A1user:x\nassistant:"
+            assert [ToyCodec().decode(ids) for ids in engine.received_prompts] == [expected]
             assert len(gateway.sessions.get("s").session.tree.leaves()) == 1
 
     run(test)
 
 
-def test_an_unknown_previous_response_is_refused_by_name() -> None:
+def test_unknown_previous_response_is_refused_by_name() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             other = await a.gateway.session()
             mine = await respond(a, "p")
-            for given in ("resp_unknown", 7, {}):
-                refused = await post(a, "x", previous_response_id=given)
+            ids: list[Any] = ["resp_unknown", 7, {}]
+            for response_id in ids:
+                refused = await post_responses(a, "x", previous_response_id=response_id)
                 assert (refused.status_code, refused.json()["error"]["param"]) == (
                     400,
                     "previous_response_id",
@@ -383,7 +389,7 @@ def test_an_unknown_previous_response_is_refused_by_name() -> None:
             bare = {"prompt": "p", "max_tokens": 2}
             headers = {"authorization": f"Bearer {a.session.api_key}"}
             raw = await a.http.post(f"{a.session.base_url}/completions", json=bare, headers=headers)
-            refused = await post(a, "x", previous_response_id=raw.json()["id"])
+            refused = await post_responses(a, "x", previous_response_id=raw.json()["id"])
             assert refused.json()["error"]["param"] == "previous_response_id"
 
     run(test)
@@ -392,7 +398,7 @@ def test_an_unknown_previous_response_is_refused_by_name() -> None:
 # -- wishes ------------------------------------------------------------------------------------------
 
 
-def test_the_sessions_sampling_goes_before_the_clients() -> None:
+def test_session_sampling_overrides_the_clients() -> None:
     async def test() -> None:
         seen: list[Any] = []
 
@@ -407,10 +413,10 @@ def test_the_sessions_sampling_goes_before_the_clients() -> None:
     run(test)
 
 
-def test_a_schema_is_asked_of_the_engine_as_chat_completions_would() -> None:
+def test_text_format_becomes_the_response_format_of_chat_completions() -> None:
     async def test() -> None:
         async with agent("ok") as a:
-            wanted = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+            format = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
             seen: list[Any] = []
             generate = a.engine.generate
 
@@ -418,8 +424,8 @@ def test_a_schema_is_asked_of_the_engine_as_chat_completions_would() -> None:
                 seen.append(params.grammar)
                 return generate(ids, params, **options)
 
-            a.engine.generate = watched  # type: ignore[method-assign]
-            refused = await post(a, "p", text={"format": wanted})
+            a.engine.generate = watched  # type: ignore[assignment, method-assign]
+            refused = await post_responses(a, "p", text={"format": format})
             assert refused.status_code == 400
             assert "response_format" in refused.json()["error"]["message"]
             await respond(a, "p", text={"format": {"type": "text"}, "verbosity": "low"})
@@ -429,7 +435,7 @@ def test_a_schema_is_asked_of_the_engine_as_chat_completions_would() -> None:
     run(test)
 
 
-def test_what_is_only_for_a_vendors_servers_is_taken() -> None:
+def test_fields_for_vendor_servers_are_accepted() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             nothing = dict.fromkeys(
@@ -455,7 +461,7 @@ def test_what_is_only_for_a_vendors_servers_is_taken() -> None:
                 "safety_identifier": "s",
                 "max_tool_calls": 3,
                 "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []},
-                "include": ["message.output_text.logprobs", "never heard of"],
+                "include": ["message.output_text.logprobs", "unknown"],
             }
             response = await respond(a, "p", **everything)
             assert response["truncation"] == "auto"

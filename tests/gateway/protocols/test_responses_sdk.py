@@ -19,11 +19,11 @@ PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 
 
 @asynccontextmanager
-async def sdk(*said: Any, **options: Any) -> AsyncIterator[tuple[Agent, openai.AsyncOpenAI]]:
-    """A gateway and the SDK, told only a base URL and a key."""
+async def sdk(*replies: Any, **options: Any) -> AsyncIterator[tuple[Agent, openai.AsyncOpenAI]]:
+    """A gateway and the SDK, which knows only a base URL and a key."""
     options = {"codec": ToyCodec.chatml(), **options}
     async with (
-        agent(*said, **options) as a,
+        agent(*replies, **options) as a,
         openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key, max_retries=0) as client,
     ):
         yield a, client
@@ -46,7 +46,7 @@ async def ask(client: openai.AsyncOpenAI, way: str, **wishes: Any) -> Response:
 
 @pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
 @pytest.mark.parametrize("keeps", ["items", "ids"])
-def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None:
+def test_multi_turn_agent_is_one_timeline(way: str, keeps: str) -> None:
     async def test() -> None:
         engine, codec = engine_of("toy")
         async with sdk(engine=engine, codec=codec) as (a, client):
@@ -73,26 +73,27 @@ def test_an_agent_of_several_turns_is_one_timeline(way: str, keeps: str) -> None
                     ]
                     if not calls:
                         break
-            assert [response.output_text for response in answers] == [said.content for said in REPLIES]
+            assert [response.output_text for response in answers] == [reply.content for reply in REPLIES]
             (line,) = await a.timelines()
             assert line["calls"] == [response.id for response in answers]
             tree = a.session.managed.session.tree
             assert not [call.applied_equivalences for call in tree.calls if call.applied_equivalences]
-            for call, asked in zip(tree.calls, engine.received_prompts, strict=True):
+            for call, prompt_ids in zip(tree.calls, engine.received_prompts, strict=True):
                 node = tree.nodes[call.outputs[0]]
-                assert tree.path_ids(node)[: len(asked)].tolist() == asked.tolist()
-                assert tree.path_ids(node)[len(asked) :].tolist() == node.sampled_ids.tolist()
+                assert node.sampled_ids is not None
+                assert tree.path_ids(node)[: len(prompt_ids)].tolist() == prompt_ids.tolist()
+                assert tree.path_ids(node)[len(prompt_ids) :].tolist() == node.sampled_ids.tolist()
 
     run(test)
 
 
 @pytest.mark.parametrize("way", ["create", "create, streamed", "stream"])
-def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
+def test_responses_match_the_sdk_types(way: str) -> None:
     async def test() -> None:
-        said = Message(
+        reply = Message(
             "assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),)
         )
-        async with sdk(said) as (_, client):
+        async with sdk(reply) as (_, client):
             wishes: dict[str, Any] = {
                 "input": "p",
                 "tools": [*TOOLS, PATCH],
@@ -102,11 +103,11 @@ def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
             response = await ask(client, way, **wishes)
             # Reading is lenient; validating is not.
             Response.model_validate(response.model_dump())
-            thought, message, call = response.output
-            assert isinstance(thought, ResponseReasoningItem)
+            reasoning, message, call = response.output
+            assert isinstance(reasoning, ResponseReasoningItem)
             assert isinstance(call, ResponseCustomToolCall)
-            assert thought.content is not None
-            assert (thought.content[0].text, call.input) == ("hm", "x")
+            assert reasoning.content is not None
+            assert (reasoning.content[0].text, call.input) == ("hm", "x")
             assert message.type == "message"
             assert response.output_text == "so"
             assert response.usage is not None
@@ -115,18 +116,18 @@ def test_what_the_sdk_reads_fits_its_own_types(way: str) -> None:
     run(test)
 
 
-def test_each_event_of_a_stream_fits_the_sdks_type_for_it() -> None:
+def test_stream_events_match_the_sdk_types() -> None:
     async def test() -> None:
         both = (ToolCall("apply_patch", '{"input": "x"}'), ToolCall("look", '{"at": 1}'))
-        said = Message("assistant", "so", reasoning_content="hm", tool_calls=both)
-        async with sdk(said) as (_, client):
+        reply = Message("assistant", "so", reasoning_content="hm", tool_calls=both)
+        async with sdk(reply) as (_, client):
             for summary in (None, "auto"):
                 kinds = set()
-                stream = await client.responses.create(
+                stream: Any = await client.responses.create(  # type: ignore[call-overload]
                     model="toy",
                     input="p",
-                    tools=[*TOOLS, PATCH],  # type: ignore[list-item]
-                    reasoning={"summary": summary},  # type: ignore[typeddict-item]
+                    tools=[*TOOLS, PATCH],
+                    reasoning={"summary": summary},
                     stream=True,
                 )
                 async for event in stream:
@@ -138,7 +139,7 @@ def test_each_event_of_a_stream_fits_the_sdks_type_for_it() -> None:
     run(test)
 
 
-def test_an_answer_cut_short_is_incomplete_to_the_stream_helper_too() -> None:
+def test_stream_helper_reports_a_cut_answer_as_incomplete() -> None:
     async def test() -> None:
         async with sdk("a long answer") as (_, client):
             kinds = []
@@ -152,7 +153,7 @@ def test_an_answer_cut_short_is_incomplete_to_the_stream_helper_too() -> None:
     run(test)
 
 
-def test_errors_are_the_sdks_own() -> None:
+def test_errors_are_sdk_errors() -> None:
     async def test() -> None:
         async with sdk("ok") as (_, client):
             with pytest.raises(openai.BadRequestError) as refused:
@@ -166,7 +167,7 @@ def test_errors_are_the_sdks_own() -> None:
     run(test)
 
 
-def test_the_size_of_a_prompt_is_told_without_sampling() -> None:
+def test_input_tokens_are_counted_without_sampling() -> None:
     async def test() -> None:
         async with sdk("ok") as (a, client):
             counted = await client.responses.input_tokens.count(model="toy", input="p", instructions=SYSTEM)

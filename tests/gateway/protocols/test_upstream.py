@@ -15,7 +15,7 @@ from branchline.gateway.config import GatewayConfig
 from tests.engines.fake_servers import FakeChat
 from tests.engines.test_upstream_chat import SCRIPT, chat_event
 from tests.gateway.harness import Agent, agent, run
-from tests.gateway.protocols.protocol_bodies import events_in, post, request
+from tests.gateway.protocols.protocol_clients import events_in, post, request
 
 TEXT = (chat_event(content="fine"), chat_event("stop"))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -23,7 +23,7 @@ streamed = pytest.mark.parametrize("stream", [False, True])
 
 
 @pytest.mark.parametrize(
-    ("tool", "given"),
+    ("tool", "input"),
     [
         ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
         ({"type": "bash_20241022", "name": "bash"}, {"restart": True}),
@@ -37,18 +37,16 @@ streamed = pytest.mark.parametrize("stream", [False, True])
         ),
     ],
 )
-def test_a_tool_that_the_client_runs_is_shown_with_what_it_takes(
-    tool: dict[str, Any], given: dict[str, Any]
-) -> None:
+def test_client_tool_is_shown_with_its_schema(tool: dict[str, Any], input: dict[str, Any]) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall(tool["name"], json.dumps(given)),))
-        async with messages_client(said, "done", codec=ToyCodec.chatml()) as c:
+        reply = Message("assistant", tool_calls=(ToolCall(tool["name"], json.dumps(input)),))
+        async with messages_client(reply, "done", codec=ToyCodec.chatml()) as c:
             answer = await c.ask("p", tools=[tool])
             (block,) = answer["content"]
-            assert (block["name"], block["input"]) == (tool["name"], given)
+            assert (block["name"], block["input"]) == (tool["name"], input)
             shown = json.loads(c.prompts()[0].split("\n")[0].removeprefix("tools:"))[0][0]["function"]
             assert shown["name"] == tool["name"]
-            assert set(given) <= set(shown["parameters"]["properties"])
+            assert set(input) <= set(shown["parameters"]["properties"])
             result = {"type": "tool_result", "tool_use_id": block["id"], "content": "ok"}
             await c.ask("p", answer["content"], [result], tools=[tool])
             assert [len(calls) for calls in await c.calls()] == [2]
@@ -56,7 +54,7 @@ def test_a_tool_that_the_client_runs_is_shown_with_what_it_takes(
     run(test)
 
 
-def test_what_runs_at_anthropics_is_not_shown() -> None:
+def test_anthropic_server_tool_is_not_shown() -> None:
     assert [anthropic_tool(kind) for kind in ("web_search_20250305", "computer_20250124", "bash", "x_1")] == [
         None
     ] * 4
@@ -95,19 +93,17 @@ OUTPUTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
 @pytest.mark.parametrize("written", [WRITTEN, ODD], ids=["well", "oddly"])
 @streamed
-def test_a_call_comes_as_an_item_of_its_own_and_goes_back_as_what_was_sampled(
-    kind: str, written: Any, stream: bool
-) -> None:
+def test_vendor_call_item_is_read_back_as_sampled(kind: str, written: Any, stream: bool) -> None:
     arguments, shown = written[kind]
 
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall(kind, arguments),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall(kind, arguments),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             tools = [{"type": kind}]
             (call,) = (await respond(a, [USER], tools=tools, stream=stream))["output"]
             assert (call["type"], call["status"]) == (f"{kind}_call", "completed")
             assert call[OPENAI_TOOLS[kind].arguments_field] == shown
-            # Clients write nulls where there was nothing.
+            # Clients write null for absent fields.
             call = {**call, OPENAI_TOOLS[kind].arguments_field: {**shown, "user": None}}
             await respond(a, [USER, call, OUTPUTS[kind](call)], tools=tools)
             (line,) = await a.timelines()
@@ -121,10 +117,10 @@ def test_a_call_comes_as_an_item_of_its_own_and_goes_back_as_what_was_sampled(
 
 
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
-def test_a_call_whose_id_is_lost_is_still_known_by_what_it_says(kind: str) -> None:
+def test_vendor_call_without_its_id_is_matched_by_content(kind: str) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall(kind, WRITTEN[kind][0]),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall(kind, WRITTEN[kind][0]),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             (call,) = (await respond(a, [USER], tools=[{"type": kind}]))["output"]
             del call["id"]
             await respond(a, [USER, call, OUTPUTS[kind](call)], tools=[{"type": kind}])
@@ -133,13 +129,13 @@ def test_a_call_whose_id_is_lost_is_still_known_by_what_it_says(kind: str) -> No
     run(test)
 
 
-def test_openais_sdk_reads_such_items() -> None:
+def test_openai_sdk_reads_vendor_call_items() -> None:
     async def test() -> None:
-        said = Message(
+        reply = Message(
             "assistant", tool_calls=tuple(ToolCall(kind, WRITTEN[kind][0]) for kind in OPENAI_TOOLS)
         )
         async with (
-            agent(said, codec=ToyCodec.chatml()) as a,
+            agent(reply, codec=ToyCodec.chatml()) as a,
             openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
             sdk.responses.stream(
                 model="m",
@@ -159,11 +155,11 @@ def test_openais_sdk_reads_such_items() -> None:
     run(test)
 
 
-def test_a_shell_that_a_vendor_hosts_is_not_offered() -> None:
+def test_hosted_shell_is_not_offered() -> None:
     local, hosted = {"type": "local"}, {"type": "container_auto"}
     assert [
-        len(read_openai_tools([{"type": "shell", "environment": place}])[0])
-        for place in (None, local, hosted)
+        len(read_openai_tools([{"type": "shell", "environment": environment}])[0])
+        for environment in (None, local, hosted)
     ] == [
         1,
         1,
@@ -172,7 +168,7 @@ def test_a_shell_that_a_vendor_hosts_is_not_offered() -> None:
 
 
 @pytest.mark.parametrize("kind", OPENAI_TOOLS)
-def test_an_item_without_what_its_tool_is_called_with_is_refused_by_name(kind: str) -> None:
+def test_vendor_item_without_arguments_is_refused_by_name(kind: str) -> None:
     async def test() -> None:
         async with agent("x") as a:
             body = {"model": "m", "input": [USER, {"type": f"{kind}_call", "call_id": "c"}]}

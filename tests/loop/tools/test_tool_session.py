@@ -204,12 +204,12 @@ def test_a_tool_can_return_an_error() -> None:
     [
         ("text", "the tool returned str, expected ToolResult"),
         (ToolResult(reward=float("nan")), "reward: got nan, expected a finite number"),
-        (ToolResult(None), "content: got None, expected a string"),
-        (ToolResult(5), "content: got 5, expected a string"),
-        (ToolResult(media=b"123"), "media: got bytes, expected a tuple of Media"),
-        (ToolResult(media=("x",)), "media: got tuple, expected a tuple of Media"),
-        (ToolResult(media=None), "media: got NoneType, expected a tuple of Media"),
-        (ToolResult(extras=[1]), "extras: got list, expected an object"),
+        (ToolResult(None), "content: got None, expected a string"),  # type: ignore[arg-type]
+        (ToolResult(5), "content: got 5, expected a string"),  # type: ignore[arg-type]
+        (ToolResult(media=b"123"), "media: got bytes, expected a tuple of Media"),  # type: ignore[arg-type]
+        (ToolResult(media=("x",)), "media: got tuple, expected a tuple of Media"),  # type: ignore[arg-type]
+        (ToolResult(media=None), "media: got NoneType, expected a tuple of Media"),  # type: ignore[arg-type]
+        (ToolResult(extras=[1]), "extras: got list, expected an object"),  # type: ignore[arg-type]
         (
             ToolResult(extras={"handle": object()}),
             "extras: got a object, expected values that JSON can hold",
@@ -241,7 +241,7 @@ def test_results_become_plain_data() -> None:
 
     results = iter(
         [
-            ToolResult("a", extras={"half": "\ud800", "set": {1}, 2: np.float32(0.5)}),
+            ToolResult("a", extras={"half": "\ud800", "set": {1}, 2: np.float32(0.5)}),  # type: ignore[dict-item]
             ToolResult("b", extras=None),  # type: ignore[arg-type]
             ToolResult("c", media=[PICTURES[0]], reward=True),  # type: ignore[arg-type]
         ]

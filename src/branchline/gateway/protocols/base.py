@@ -1,17 +1,17 @@
-"""What a wire protocol is: a body in, a call's events out. Each is one file that maps and does nothing else.
+"""A wire protocol: request bodies in, events of a call out. Each protocol only translates.
 
-    read(body, caller) → Ask          the canonical request, or a refusal that names the field
-    whole(ask, done, codec) → JSON    the answer at once
-    stream(ask, call_id, codec)       the answer as it arrives: `said` …, then `end`, or `failed`
-    error(status, message, field, code)  the protocol's own envelope
+    read_request(body, context) → ParsedRequest   the canonical request, or an error that names the field
+    build_response(parsed, result, codec)         the complete response as JSON
+    stream_encoder(parsed, call_id, codec)        the response as events: deltas, then the end or an error
+    error_body(info)                              the protocol's error envelope
 
-The final event of a stream is made from `Done`, so it cannot leave before the call is safe.
+The final event of a stream is made from `CallResult`, so it cannot be sent before the call is in the journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -19,95 +19,107 @@ import msgspec
 from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import decode_json, prefix_error, replace_surrogates
+from branchline.engines.base import SamplingParams
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.sampling import JsonObject, read_bool
+from branchline.runtime.sampling import JsonObject, read_bool, read_sampling_params
 
 MAX_CHOICES = 128
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long; agents compact their history only when they see it."""
 _UNICODE_LINE_SEPARATORS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
-"""No ends of lines to an event stream, but to many a client that reads one; JSON can do without them."""
+"""Not line ends in an event stream, but many clients split on them; in JSON they can be escaped."""
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Who asks."""
+    """What a protocol knows of a request besides its body."""
 
     managed: ManagedSession
     agent: str = ""
-    retry: int = 0
+    retry_count: int = 0
     spawned_by: str = ""
     default_max_tokens: int | None = None
-    """How long an answer may be where nobody says; None: as long as there is room."""
+    """Limit of an answer if the request sets none; None: the room that the prompt leaves."""
     max_tokens_limit: int | None = None
-    """How long it may be whatever the session's own sampling says; None: as the session says."""
+    """A limit that the session's own sampling cannot raise; None: no such limit."""
+
+    def sampling_params(self, fields: JsonObject, max_tokens_name: str = "max_tokens") -> SamplingParams:
+        return read_sampling_params(
+            fields,
+            max_tokens_name,
+            default_max_tokens=self.default_max_tokens,
+            max_tokens_limit=self.max_tokens_limit,
+        )
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read."""
+    """A request in canonical form."""
 
     call_request: CallRequest
     model: str
 
-    @property
-    def stream(self) -> bool:
-        return self.call_request.stream
-
 
 @dataclass(frozen=True)
 class CompletionRequest(ParsedRequest):
-    """What OpenAI's two older protocols let a client ask of an answer."""
+    """Response options that Chat Completions and text completions share."""
 
     include_usage: bool = False
     logprobs: bool = False
     top_logprobs: bool = False
-    """With each token the likeliest ones: of which only the sampled one is known."""
+    """List alternatives per token; engines report only the sampled token, so it is the only one listed."""
     return_token_ids: bool = False
 
 
-A = TypeVar("A", bound=ParsedRequest)
+@dataclass(frozen=True)
+class ErrorInfo:
+    """An error as HTTP."""
+
+    status: int
+    message: str
+    param: str | None = None
+    """The field of the request that caused it."""
+    code: str | None = None
+    """The code by which programs recognise it."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+P = TypeVar("P", bound=ParsedRequest)
 
 
 class StreamEncoder(Protocol):
-    """A streamed answer: each call gives the bytes that leave now."""
+    """Encodes a streamed response; each method returns the bytes to send now."""
 
-    def encode_delta(self, said: AnswerDelta) -> bytes: ...
+    def encode_delta(self, delta: AnswerDelta) -> bytes: ...
     def encode_ping(self) -> bytes:
-        """What says nothing but that the answer is still on its way: clients hang up on a silent stream."""
+        """An event without content: clients disconnect from a silent stream."""
         ...
 
-    def encode_end(self, done: CallResult) -> bytes: ...
-    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes: ...
-
-
-class ErrorEnvelope(Protocol):
-    """Writes an error as a protocol has it."""
-
-    def __call__(
-        self, status: int, message: str, field_name: str | None = None, code: str | None = None
-    ) -> dict[str, Any]: ...
+    def encode_end(self, result: CallResult) -> bytes: ...
+    def encode_error(self, info: ErrorInfo) -> bytes: ...
 
 
 @dataclass(frozen=True)
-class WireProtocol(Generic[A]):
-    """One protocol, as a value."""
+class WireProtocol(Generic[P]):
+    """One protocol as a value."""
 
     name: str
     id_prefix: str
-    """What its response ids begin with."""
-    read_request: Callable[[object, RequestContext], A]
-    build_response: Callable[[A, CallResult, Codec], dict[str, Any]]
-    stream_encoder: Callable[[A, str, Codec], StreamEncoder]
-    error_body: ErrorEnvelope
+    """The prefix of its response ids."""
+    read_request: Callable[[object, RequestContext], P]
+    build_response: Callable[[P, CallResult, Codec], dict[str, Any]]
+    stream_encoder: Callable[[P, str, Codec], StreamEncoder]
+    error_body: Callable[[ErrorInfo], dict[str, Any]]
     decode_body: Callable[[bytes], object] = decode_json
-    """The body's bytes as what `read` takes."""
+    """Decodes the body's bytes for `read_request`."""
     count_response: Callable[[int], dict[str, Any]] | None = None
-    """Where it is given, nothing is sampled: what the prompt's number of tokens is answered with."""
+    """The response to a request that only counts the tokens of its prompt; None: no such endpoint."""
     in_stream_errors: frozenset[str] = frozenset()
-    """Errors, by their codes, that clients of a stream look for in it even where it has not begun."""
+    """Codes of errors that its clients expect inside the stream even if it has not started."""
     request_id_header: bytes = b"x-request-id"
-    """The header in which its clients look for the id of a call."""
+    """The response header in which its clients look for the call's id."""
 
 
 def sse_event(data: object, event: str = "") -> bytes:
@@ -116,32 +128,27 @@ def sse_event(data: object, event: str = "") -> bytes:
     >>> sse_event({"text": chr(0x2028)})
     b'data: {"text":"\\\\u2028"}\\n\\n'
     """
-    name = b"event: " + event.encode() + b"\n" if event else b""
-    return name + b"data: " + encode_single_line(data) + b"\n\n"
-
-
-def encode_single_line(data: object) -> bytes:
-    """JSON on one line, by anybody's idea of a line."""
-    written = msgspec.json.encode(data)
-    # They begin with one of two bytes, and looking for a byte is cheaper than replacing several.
-    if not written.isascii() and (0xC2 in written or 0xE2 in written):
+    encoded = msgspec.json.encode(data)
+    if not encoded.isascii():
         for character, escape in _UNICODE_LINE_SEPARATORS:
-            written = written.replace(character, escape)
-    return written
+            encoded = encoded.replace(character, escape)
+    name = b"event: " + event.encode() + b"\n" if event else b""
+    return name + b"data: " + encoded + b"\n\n"
 
 
-def read_include_usage(given: JsonObject) -> bool:
-    """Whether a stream is to end with its usage."""
-    options = given.get("stream_options") or {}
+def read_include_usage(fields: JsonObject) -> bool:
+    """Whether a stream shall end with its usage."""
+    options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
         raise MessageError("stream_options", options, "an object")
-    given = {name: value for name, value in options.items() if value is not None}
     try:
-        return read_bool(given, "include_usage")
+        return read_bool(
+            {name: value for name, value in options.items() if value is not None}, "include_usage"
+        )
     except MessageError as error:
         raise prefix_error("stream_options", error) from None
 
 
-def read_model_name(given: JsonObject) -> str:
-    """Any name is accepted; rules may look at it."""
-    return replace_surrogates(str(given.get("model") or "branchline"))
+def read_model_name(fields: JsonObject) -> str:
+    """Any name is accepted; routing rules may match it."""
+    return replace_surrogates(str(fields.get("model") or "branchline"))

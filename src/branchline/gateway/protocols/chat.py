@@ -1,15 +1,14 @@
-"""Chat Completions, wire ⇄ canonical, and nothing else.
+"""Chat Completions ⇄ canonical requests and answers.
 
 `tool_choice: none` hides the tools from the model. `required`, `auto` or a named tool show them and leave
-the choice to the model: forcing a call would sample what its template never writes. Tools of other kinds
-than functions are in `chat_tools`.
+the choice to the model: a forced call would be sampled in a context that the template never produces.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,21 +23,22 @@ from branchline.core.token_arrays import Floats, Ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,
     CompletionRequest,
+    ErrorInfo,
     RequestContext,
     WireProtocol,
-    encode_single_line,
     read_include_usage,
     read_model_name,
     sse_event,
 )
-from branchline.gateway.protocols.chat_tools import (
+from branchline.gateway.protocols.logprobs import logprob_entries
+from branchline.gateway.protocols.openai_tools import (
     ToolSet,
+    is_client_tool,
     read_chat_message,
     read_tool_set,
     restore_arguments,
+    translate_tool_choice,
 )
-from branchline.gateway.protocols.logprobs import logprob_entries
-from branchline.gateway.protocols.openai_tools import is_client_tool, translate_tool_choice
 from branchline.gateway.request_bodies import BodyReader
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
@@ -50,7 +50,6 @@ from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
     read_int,
-    read_sampling_params,
     read_strings,
 )
 
@@ -62,57 +61,53 @@ _OVERRIDDEN_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class ChatRequest(CompletionRequest):
-    """A request, read."""
+    """A Chat Completions request in canonical form."""
 
     tool_set: ToolSet = field(default_factory=ToolSet)
 
 
-def read_request(body: object, caller: RequestContext) -> ChatRequest:
-    """A request's body; the session's own sampling goes before the client's."""
-    given = merge_sampling(body, caller.managed.options)
+def read_request(body: object, context: RequestContext) -> ChatRequest:
+    """Reads a body; the session's own sampling overrides the client's."""
+    options = context.managed.options
+    fields = merge_sampling(body, options)
     assert isinstance(body, dict)
-    # The session's own limit goes before the client's, whichever of the two names the client uses.
-    is_newer = "max_completion_tokens" in given and "max_tokens" not in caller.managed.options.sampling
-    max_tokens = "max_completion_tokens" if is_newer else "max_tokens"
-    offer = read_tool_set(body, given, caller.managed.message_cache)
+    # The session's limit has precedence, whichever of the two names the client uses.
+    is_newer = "max_completion_tokens" in fields and "max_tokens" not in options.sampling
+    max_tokens_name = "max_completion_tokens" if is_newer else "max_tokens"
+    tool_set = read_tool_set(body, fields, context.managed.message_cache)
     request = Request.read(
         body,
-        agent=caller.agent,
-        messages=_read_messages(body.get("messages"), caller, offer),
-        tools=offer.tools,
-        retry_count=caller.retry,
-        spawned_by=caller.spawned_by,
-        sampling=explicit_sampling(given, max_tokens),
+        agent=context.agent,
+        messages=_read_messages(body.get("messages"), context, tool_set),
+        tools=tool_set.tools,
+        retry_count=context.retry_count,
+        spawned_by=context.spawned_by,
+        sampling=explicit_sampling(fields, max_tokens_name),
     )
     return ChatRequest(
         CallRequest(
             request,
-            read_sampling_params(
-                given,
-                max_tokens,
-                default_max_tokens=caller.default_max_tokens,
-                max_tokens_limit=caller.max_tokens_limit,
-            ),
-            stop=read_strings(given, "stop"),
-            n=read_int(given, "n", 1, 1, MAX_CHOICES),
-            single_tool_call=offer.is_legacy or not read_bool(given, "parallel_tool_calls", True),
-            stream=read_bool(given, "stream"),
+            context.sampling_params(fields, max_tokens_name),
+            n=read_int(fields, "n", 1, 1, MAX_CHOICES),
+            stream=read_bool(fields, "stream"),
+            stop=read_strings(fields, "stop"),
+            single_tool_call=tool_set.is_legacy or not read_bool(fields, "parallel_tool_calls", True),
         ),
-        read_model_name(given),
-        include_usage=read_include_usage(given),
-        logprobs=read_bool(given, "logprobs"),
-        top_logprobs=read_int(given, "top_logprobs", 0, 0, 2**31) > 0,
-        return_token_ids=read_bool(given, "return_token_ids"),
-        tool_set=offer,
+        read_model_name(fields),
+        include_usage=read_include_usage(fields),
+        logprobs=read_bool(fields, "logprobs"),
+        top_logprobs=read_int(fields, "top_logprobs", 0, 0, 2**31) > 0,
+        return_token_ids=read_bool(fields, "return_token_ids"),
+        tool_set=tool_set,
     )
 
 
-def _read_messages(given: object, caller: RequestContext, offer: ToolSet) -> tuple[Message, ...]:
-    if not isinstance(given, list) or not given:
-        return read_messages(given)
-    messages = caller.managed.message_cache.read_items(given, read_chat_message)
-    if offer.aliases:
-        messages = [restore_arguments(message, caller.managed.session.tree) for message in messages]
+def _read_messages(value: object, context: RequestContext, tool_set: ToolSet) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        return read_messages(value)
+    messages = context.managed.message_cache.read_items(value, read_chat_message)
+    if tool_set.aliases:
+        messages = [restore_arguments(message, context.managed.session.tree) for message in messages]
     return tuple(messages)
 
 
@@ -126,10 +121,10 @@ def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonO
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # In a field that was not decoded before.
         raise MessageError("body", body[:60], f"JSON ({error})") from error
-    given = {
+    forwarded = {
         name: value for name, value in fields.items() if value is not None and name not in _OVERRIDDEN_FIELDS
     }
-    options = {**session.sampling_defaults, **given, **session.sampling}
+    options = {**session.sampling_defaults, **forwarded, **session.sampling}
     if "max_completion_tokens" in options:
         # Two names of one limit: the session's own has precedence, then the newer name.
         options.pop("max_completion_tokens" if "max_tokens" in session.sampling else "max_tokens", None)
@@ -147,172 +142,145 @@ def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonO
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def build_response(ask: ChatRequest, done: CallResult, codec: Codec) -> dict[str, Any]:
-    """The whole response."""
+def build_response(parsed: ChatRequest, result: CallResult, codec: Codec) -> dict[str, Any]:
     response = {
-        "id": done.call_id,
+        "id": result.call_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": ask.model,
-        "choices": [_choice(ask, index, answer, codec) for index, answer in enumerate(done.answers)],
-        "usage": usage(done),
+        "model": parsed.model,
+        "choices": [_choice(parsed, index, answer, codec) for index, answer in enumerate(result.answers)],
+        "usage": usage(result),
     }
-    if ask.return_token_ids:
-        response["prompt_token_ids"] = done.prompt_ids.tolist()
+    if parsed.return_token_ids:
+        response["prompt_token_ids"] = result.prompt_ids.tolist()
     return response
 
 
-def _choice(ask: ChatRequest, index: int, answer: Answer, codec: Codec) -> dict[str, Any]:
-    said = answer.message
-    message: dict[str, Any] = {"role": "assistant", "content": said.content or None}
-    if not (said.tool_calls or said.refusal) and said.content == "":
-        message["content"] = ""
-    if said.refusal:
-        message["refusal"] = said.refusal
-    if said.reasoning_content:
-        message["reasoning_content"] = said.reasoning_content
-    if said.tool_calls:
-        message |= ask.tool_set.to_wire(said.tool_calls)
+def _choice(parsed: ChatRequest, index: int, answer: Answer, codec: Codec) -> dict[str, Any]:
+    message = answer.message
+    is_other = message.tool_calls or message.refusal
+    fields: dict[str, Any] = {"role": "assistant", "content": message.content or (None if is_other else "")}
+    if message.refusal:
+        fields["refusal"] = message.refusal
+    if message.reasoning_content:
+        fields["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        fields |= parsed.tool_set.to_wire(message.tool_calls)
     choice: dict[str, Any] = {
         "index": index,
-        "message": message,
-        "finish_reason": ask.tool_set.finish_reason(answer.finish_reason),
+        "message": fields,
+        "finish_reason": parsed.tool_set.finish_reason(answer.finish_reason),
+        "logprobs": _logprobs(parsed, answer.ids, answer.logprobs, codec) if parsed.logprobs else None,
     }
-    choice["logprobs"] = _logprobs(ask, answer.ids, answer.logprobs, codec) if ask.logprobs else None
-    if ask.return_token_ids:
+    if parsed.return_token_ids:
         choice["token_ids"] = answer.ids.tolist()
     return choice
 
 
-def usage(done: CallResult) -> dict[str, int]:
-    prompt, sampled = done.prompt_tokens, done.sampled_tokens
+def usage(result: CallResult) -> dict[str, int]:
+    prompt, sampled = result.prompt_tokens, result.sampled_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _logprobs(
-    ask: CompletionRequest, ids: Ids, logprobs: Floats | None, codec: Codec
+    parsed: CompletionRequest, ids: Ids, logprobs: Floats | None, codec: Codec
 ) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    return {
-        "content": logprob_entries(ids, logprobs, codec, with_top_logprobs=ask.top_logprobs),
-        "refusal": None,
-    }
+    entries = logprob_entries(ids, logprobs, codec, with_top_logprobs=parsed.top_logprobs)
+    return {"content": entries, "refusal": None}
 
 
 def model_list(names: Sequence[str]) -> dict[str, Any]:
-    """The models that there are."""
-    told = [{"id": name, "object": "model", "created": 0, "owned_by": "branchline"} for name in names]
-    return {"object": "list", "data": told}
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "branchline"} for name in names]
+    return {"object": "list", "data": models}
 
 
 def count_response(tokens: int) -> dict[str, Any]:
-    """The answer to `count_tokens`, under the name it has in a response's usage."""
+    """The response to `count_tokens`; the field is named as in a response's usage."""
     return {"prompt_tokens": tokens}
 
 
 @dataclass
 class ChatStream:
-    """The events of a streamed response; the finish leaves with `end`."""
+    """The events of a streamed response."""
 
-    request: ChatRequest
+    parsed: ChatRequest
     call_id: str
     codec: Codec
     created: int = field(default_factory=lambda: int(time.time()))
     _started_choices: set[int] = field(default_factory=set)
-    _text_chunk_templates: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    """What stands around a text in the events of a choice that has begun."""
 
-    def encode_delta(self, said: AnswerDelta) -> bytes:
-        """What one bit of an answer becomes."""
-        frame = self._text_chunk_templates.get(said.index)
-        if frame is not None and len(said.deltas) == 1 and (text := said.deltas[0].content):
-            # Mostly: a token of text, and nothing else to say of it.
-            return frame[0] + encode_single_line(text) + frame[1]
-        if frame is None and not (self.request.logprobs or self.request.return_token_ids):
-            before, _, behind = sse_event(self._chunk(said.index, {"content": ""}, None, {})).rpartition(
-                b'""'
-            )
-            self._text_chunk_templates[said.index] = before, behind
-        return b"".join([sse_event(chunk) for chunk in self._delta_chunks(said)])
+    def encode_delta(self, delta: AnswerDelta) -> bytes:
+        return b"".join([sse_event(chunk) for chunk in self._delta_chunks(delta)])
 
-    def encode_end(self, done: CallResult) -> bytes:
-        """The finish of each choice, then the usage where it was asked for."""
-        return b"".join([*(sse_event(chunk) for chunk in self._end_chunks(done)), b"data: [DONE]\n\n"])
+    def encode_end(self, result: CallResult) -> bytes:
+        """The finish reason of each choice, then the usage if it was requested."""
+        return b"".join([*(sse_event(chunk) for chunk in self._end_chunks(result)), b"data: [DONE]\n\n"])
 
     def encode_ping(self) -> bytes:
-        """A chunk with nothing in it."""
-        return sse_event(self._chunk(0, self._first_delta(0), None, {}))
+        return sse_event(self._chunk(0, self._first_delta(0)))
 
-    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
-        return sse_event({**error_body(status, message, field_name, code), "status": status})
+    def encode_error(self, info: ErrorInfo) -> bytes:
+        return sse_event({**error_body(info), "status": info.status})
 
-    def _first_delta(self, choice: int) -> dict[str, Any]:
-        """What the first chunk of a choice says."""
-        if choice in self._started_choices:
+    def _first_delta(self, index: int) -> dict[str, Any]:
+        """The delta of a choice's first chunk; {} if the choice has started."""
+        if index in self._started_choices:
             return {}
-        self._started_choices.add(choice)
+        self._started_choices.add(index)
         return {"role": "assistant", "content": ""}
 
-    def _delta_chunks(self, said: AnswerDelta) -> Iterator[dict[str, Any]]:
-        deltas: list[dict[str, Any]] = []
-        if said.index not in self._started_choices:
-            deltas.append(self._first_delta(said.index))
-        for delta in said.deltas:
-            if delta.tool_call is not None:
-                deltas.append(self.request.tool_set.to_wire([delta.tool_call], delta.index))
-            elif delta.reasoning_content:
-                deltas.append({"reasoning_content": delta.reasoning_content})
-            elif delta.content:
-                deltas.append({"content": delta.content})
+    def _delta_chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        first = self._first_delta(delta.index)
+        contents = [first] if first else []
+        for part in delta.deltas:
+            if part.tool_call is not None:
+                contents.append(self.parsed.tool_set.to_wire([part.tool_call], part.index))
+            elif part.reasoning_content:
+                contents.append({"reasoning_content": part.reasoning_content})
+            elif part.content:
+                contents.append({"content": part.content})
         extra: dict[str, Any] = {}
-        if self.request.logprobs:
-            extra["logprobs"] = _logprobs(self.request, said.ids, said.logprobs, self.codec)
-        if self.request.return_token_ids:
-            extra["token_ids"] = said.ids.tolist()
-        if not deltas and extra and len(said.ids):
-            deltas.append({})
-        for place, content in enumerate(deltas):
-            # Tokens go with the last delta they made, so that each is told once.
-            yield self._chunk(said.index, content, None, extra if place == len(deltas) - 1 else {})
+        if self.parsed.logprobs:
+            extra["logprobs"] = _logprobs(self.parsed, delta.ids, delta.logprobs, self.codec)
+        if self.parsed.return_token_ids:
+            extra["token_ids"] = delta.ids.tolist()
+        if not contents and extra and len(delta.ids):
+            contents.append({})
+        for number, content in enumerate(contents, start=1):
+            # Each token is reported once: with the last chunk that it produced.
+            yield self._chunk(delta.index, content, extra=extra if number == len(contents) else {})
 
-    def _end_chunks(self, done: CallResult) -> Iterator[dict[str, Any]]:
-        for index, answer in enumerate(done.answers):
-            extra: dict[str, Any] = {}
-            if self.request.return_token_ids and index == 0:
-                extra["prompt_token_ids"] = done.prompt_ids.tolist()
-            if answer.message.refusal:
-                yield self._chunk(
-                    index, {**self._first_delta(index), "refusal": answer.message.refusal}, None, {}
-                )
-            yield self._chunk(
-                index,
-                self._first_delta(index),
-                self.request.tool_set.finish_reason(answer.finish_reason),
-                {},
-                extra,
-            )
-        if self.request.include_usage:
-            yield {**self._chunk_fields(), "choices": [], "usage": usage(done)}
+    def _end_chunks(self, result: CallResult) -> Iterator[dict[str, Any]]:
+        for index, answer in enumerate(result.answers):
+            if refusal := answer.message.refusal:
+                yield self._chunk(index, {**self._first_delta(index), "refusal": refusal})
+            finish_reason = self.parsed.tool_set.finish_reason(answer.finish_reason)
+            chunk = self._chunk(index, self._first_delta(index), finish_reason)
+            if self.parsed.return_token_ids and index == 0:
+                chunk["prompt_token_ids"] = result.prompt_ids.tolist()
+            yield chunk
+        if self.parsed.include_usage:
+            yield {**self._chunk_fields(), "choices": [], "usage": usage(result)}
 
     def _chunk_fields(self) -> dict[str, Any]:
         return {
             "id": self.call_id,
             "object": "chat.completion.chunk",
             "created": self.created,
-            "model": self.request.model,
+            "model": self.parsed.model,
         }
 
     def _chunk(
         self,
         index: int,
         delta: Mapping[str, Any],
-        finish: str | None,
-        extra: Mapping[str, Any],
-        top: Mapping[str, Any] | None = None,
+        finish_reason: str | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "finish_reason": finish, **extra}
-        return {**self._chunk_fields(), "choices": [choice], **(top or {})}
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, **(extra or {})}
+        return {**self._chunk_fields(), "choices": [choice]}
 
 
 _ERROR_TYPES = {
@@ -327,18 +295,10 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(
-    status: int, message: str, field_name: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The envelope of this protocol's errors."""
-    return {
-        "error": {
-            "message": message,
-            "type": _ERROR_TYPES.get(status, "server_error"),
-            "param": field_name,
-            "code": code,
-        }
-    }
+def error_body(info: ErrorInfo) -> dict[str, Any]:
+    """OpenAI's error envelope."""
+    kind = _ERROR_TYPES.get(info.status, "server_error")
+    return {"error": {"message": info.message, "type": kind, "param": info.param, "code": info.code}}
 
 
 _BODY_READER = BodyReader(
@@ -367,7 +327,12 @@ _BODY_READER = BodyReader(
 )
 
 CHAT = WireProtocol(
-    "chat", "chatcmpl-", read_request, build_response, ChatStream, error_body, _BODY_READER.read
+    "chat",
+    "chatcmpl-",
+    read_request,
+    build_response,
+    ChatStream,
+    error_body,
+    _BODY_READER.read,
+    count_response,
 )
-CHAT_COUNT_TOKENS = replace(CHAT, count_response=count_response)
-"""The same request, of which only the size of its prompt is wanted."""

@@ -1,4 +1,4 @@
-"""Text completions, wire ⇄ canonical: a bare prompt, as text or as ids, that no template frames."""
+"""Text completions ⇄ canonical requests and answers: a prompt, as text or ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from branchline.core.token_arrays import Ids, as_ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,
     CompletionRequest,
+    ErrorInfo,
     RequestContext,
     WireProtocol,
     read_include_usage,
@@ -32,53 +33,48 @@ from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
     read_int,
-    read_sampling_params,
     read_strings,
 )
 
 _MAX_LOGPROBS = 20
 
 
-def read_request(body: object, caller: RequestContext) -> CompletionRequest:
-    given = merge_sampling(body, caller.managed.options)
-    for name, plain in (("echo", False), ("suffix", ""), ("best_of", given.get("n", 1))):
-        if given.get(name, plain) != plain:
-            raise MessageError(name, given[name], f"{plain!r}: nothing else is done here")
-    prompt = _read_prompt(given)
-    logprobs = given.get("logprobs", False)
-    tops = 0 if isinstance(logprobs, bool) else read_int(given, "logprobs", 0, 0, _MAX_LOGPROBS)
+def read_request(body: object, context: RequestContext) -> CompletionRequest:
+    """Reads a body; the session's own sampling overrides the client's."""
+    fields = merge_sampling(body, context.managed.options)
+    for name, supported in (("echo", False), ("suffix", ""), ("best_of", fields.get("n", 1))):
+        if fields.get(name, supported) != supported:
+            raise MessageError(name, fields[name], f"{supported!r}, the only supported value")
+    logprobs = fields.get("logprobs", False)
+    top_logprobs = 0 if isinstance(logprobs, bool) else read_int(fields, "logprobs", 0, 0, _MAX_LOGPROBS)
+    prompt = _read_prompt(fields)
     request = Request(
         (Message("user"),),
-        agent=caller.agent,
-        retry_count=caller.retry,
-        spawned_by=caller.spawned_by,
-        sampling=explicit_sampling(given, "max_tokens"),
+        agent=context.agent,
+        retry_count=context.retry_count,
+        spawned_by=context.spawned_by,
+        sampling=explicit_sampling(fields, "max_tokens"),
         is_raw_prompt=True,
     )
     return CompletionRequest(
         CallRequest(
             request,
-            read_sampling_params(
-                given,
-                "max_tokens",
-                default_max_tokens=caller.default_max_tokens,
-                max_tokens_limit=caller.max_tokens_limit,
-            ),
-            stop=read_strings(given, "stop"),
-            n=read_int(given, "n", 1, 1, MAX_CHOICES),
+            context.sampling_params(fields),
+            n=read_int(fields, "n", 1, 1, MAX_CHOICES),
+            stream=read_bool(fields, "stream"),
+            stop=read_strings(fields, "stop"),
             raw_prompt=prompt,
-            stream=read_bool(given, "stream"),
         ),
-        read_model_name(given),
-        include_usage=read_include_usage(given),
+        read_model_name(fields),
+        include_usage=read_include_usage(fields),
         logprobs=logprobs is not False,
-        top_logprobs=tops > 0,
-        return_token_ids=read_bool(given, "return_token_ids"),
+        top_logprobs=top_logprobs > 0,
+        return_token_ids=read_bool(fields, "return_token_ids"),
     )
 
 
-def _read_prompt(given: JsonObject) -> str | Ids:
-    prompt = given.get("prompt")
+def _read_prompt(fields: JsonObject) -> str | Ids:
+    prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
@@ -89,43 +85,42 @@ def _read_prompt(given: JsonObject) -> str | Ids:
         and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
     ):
         return as_ids(prompt)
-    raise MessageError("prompt", prompt, "one text that is not empty, or a list of token ids")
+    raise MessageError("prompt", prompt, "one non-empty text, or a list of token ids")
 
 
-def build_response(ask: CompletionRequest, done: CallResult, codec: Codec) -> dict[str, Any]:
-    """The whole response."""
+def build_response(parsed: CompletionRequest, result: CallResult, codec: Codec) -> dict[str, Any]:
     choices = []
-    for index, answer in enumerate(done.answers):
+    for index, answer in enumerate(result.answers):
         choice = _choice(index, answer.message.content, answer.finish_reason)
-        if ask.logprobs:
-            choice["logprobs"] = _logprobs(ask, answer, codec, TextOffsets())
-        if ask.return_token_ids:
+        if parsed.logprobs:
+            choice["logprobs"] = _logprobs(parsed, answer, codec, TextOffsets())
+        if parsed.return_token_ids:
             choice["token_ids"] = answer.ids.tolist()
-            choice["prompt_token_ids"] = done.prompt_ids.tolist()
+            choice["prompt_token_ids"] = result.prompt_ids.tolist()
         choices.append(choice)
-    return {**_response_fields(done.call_id, ask.model), "choices": choices, "usage": usage(done)}
+    return {**_response_fields(result.call_id, parsed.model), "choices": choices, "usage": usage(result)}
 
 
 def _response_fields(call_id: str, model: str) -> dict[str, Any]:
     return {"id": call_id, "object": "text_completion", "created": int(time.time()), "model": model}
 
 
-def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
 def _logprobs(
-    ask: CompletionRequest, answer: Answer | AnswerDelta, codec: Codec, offsets: TextOffsets
+    parsed: CompletionRequest, tokens: Answer | AnswerDelta, codec: Codec, offsets: TextOffsets
 ) -> dict[str, Any] | None:
-    if answer.logprobs is None:
+    if tokens.logprobs is None:
         return None
-    told = logprob_entries(answer.ids, answer.logprobs, codec, with_top_logprobs=False)
-    tops = [{entry["token"]: entry["logprob"]} for entry in told]
+    entries = logprob_entries(tokens.ids, tokens.logprobs, codec, with_top_logprobs=False)
+    top_logprobs = [{entry["token"]: entry["logprob"]} for entry in entries]
     return {
-        "tokens": [entry["token"] for entry in told],
-        "token_logprobs": [entry["logprob"] for entry in told],
-        "top_logprobs": tops if ask.top_logprobs else None,
-        "text_offset": [offsets.advance(bytes(entry["bytes"])) for entry in told],
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": top_logprobs if parsed.top_logprobs else None,
+        "text_offset": [offsets.advance(bytes(entry["bytes"])) for entry in entries],
     }
 
 
@@ -133,39 +128,39 @@ def _logprobs(
 class CompletionStream:
     """The events of a streamed response."""
 
-    request: CompletionRequest
+    parsed: CompletionRequest
     call_id: str
     codec: Codec
     _chunk_fields: dict[str, Any] = field(init=False)
     _offsets: defaultdict[int, TextOffsets] = field(default_factory=lambda: defaultdict(TextOffsets))
 
     def __post_init__(self) -> None:
-        self._chunk_fields = _response_fields(self.call_id, self.request.model)
+        self._chunk_fields = _response_fields(self.call_id, self.parsed.model)
 
-    def encode_delta(self, said: AnswerDelta) -> bytes:
-        choice = _choice(said.index, "".join(delta.content for delta in said.deltas), None)
-        if self.request.logprobs:
-            choice["logprobs"] = _logprobs(self.request, said, self.codec, self._offsets[said.index])
-        if self.request.return_token_ids:
-            choice["token_ids"] = said.ids.tolist()
+    def encode_delta(self, delta: AnswerDelta) -> bytes:
+        choice = _choice(delta.index, "".join(part.content for part in delta.deltas), None)
+        if self.parsed.logprobs:
+            choice["logprobs"] = _logprobs(self.parsed, delta, self.codec, self._offsets[delta.index])
+        if self.parsed.return_token_ids:
+            choice["token_ids"] = delta.ids.tolist()
         return sse_event({**self._chunk_fields, "choices": [choice]})
 
-    def encode_end(self, done: CallResult) -> bytes:
+    def encode_end(self, result: CallResult) -> bytes:
         events = []
-        for index, answer in enumerate(done.answers):
+        for index, answer in enumerate(result.answers):
             choice = _choice(index, "", answer.finish_reason)
-            if self.request.return_token_ids:
-                choice["prompt_token_ids"] = done.prompt_ids.tolist()
+            if self.parsed.return_token_ids:
+                choice["prompt_token_ids"] = result.prompt_ids.tolist()
             events.append(sse_event({**self._chunk_fields, "choices": [choice]}))
-        if self.request.include_usage:
-            events.append(sse_event({**self._chunk_fields, "choices": [], "usage": usage(done)}))
+        if self.parsed.include_usage:
+            events.append(sse_event({**self._chunk_fields, "choices": [], "usage": usage(result)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
 
     def encode_ping(self) -> bytes:
         return sse_event({**self._chunk_fields, "choices": [_choice(0, "", None)]})
 
-    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
-        return sse_event({**error_body(status, message, field_name, code), "status": status})
+    def encode_error(self, info: ErrorInfo) -> bytes:
+        return sse_event({**error_body(info), "status": info.status})
 
 
 COMPLETIONS = WireProtocol("completions", "cmpl-", read_request, build_response, CompletionStream, error_body)

@@ -1,8 +1,7 @@
-"""Logprobs as OpenAI's protocols tell them: of every token its text, its bytes and how likely it was.
+"""Logprobs in OpenAI's protocols: for every token its text, its bytes and its log-probability.
 
-A token need not be whole characters; its bytes are what it spells, and those of all tokens together are the
-text. Engines tell how likely the sampled token was and nothing of any other, so where alternatives are asked
-for it is the only one that is listed.
+A token need not end at a character boundary; the bytes of all tokens together are the text. Engines report
+the logprob of the sampled token only, so it is the only entry in a list of alternatives.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ LogprobEntry = dict[str, Any]
 def logprob_entries(
     ids: Ids, logprobs: Floats, codec: Codec, *, with_top_logprobs: bool
 ) -> list[LogprobEntry]:
-    """One for each token; `tops`: with the likeliest, as far as they are known."""
-    told: list[LogprobEntry] = []
+    """One entry per token; `with_top_logprobs` adds the alternatives, as far as they are known."""
+    entries: list[LogprobEntry] = []
     for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True):
-        spelled = codec.token_bytes(token)
-        entry = {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
-        told.append({**entry, "top_logprobs": [entry] if with_top_logprobs else []})
-    return told
+        data = codec.token_bytes(token)
+        entry = {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        entries.append({**entry, "top_logprobs": [entry] if with_top_logprobs else []})
+    return entries
 
 
 class TextOffsets:
-    """Where in a text each of its tokens begins, counted in characters.
+    """Computes where in a text each of its tokens begins, in characters.
 
     >>> offsets = TextOffsets()
-    >>> [offsets.advance(spelled) for spelled in (b"a\\xc3", b"\\xa9", b"b")]
+    >>> [offsets.advance(data) for data in (b"a\\xc3", b"\\xa9", b"b")]
     [0, 1, 2]
     """
 
@@ -41,18 +40,18 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
-    def advance(self, spelled: bytes) -> int:
-        """The place of the next token; one that goes on with a character stands where that does."""
-        place = self._length
-        self._length += len(self._decoder.decode(spelled))
-        return place
+    def advance(self, data: bytes) -> int:
+        """The offset of the next token, whose bytes these are."""
+        offset = self._length
+        self._length += len(self._decoder.decode(data))
+        return offset
 
 
 class LogprobAligner:
-    """The tokens of an answer, handed out with the texts that were said with them.
+    """Assigns the tokens of an answer to the texts that they produced; each token is assigned once.
 
-    Reasoning, marks of a template and tool calls lie between: a text is looked for by its bytes, behind the
-    text before it, where a token begins. Each token is handed out once.
+    Reasoning, template markers and tool calls lie between the texts. So a text is searched by its bytes,
+    after the text before it, at the start of a token.
     """
 
     def __init__(self, codec: Codec, *, with_top_logprobs: bool) -> None:
@@ -62,12 +61,12 @@ class LogprobAligner:
         self._starts: list[int] = []
         self._bytes = bytearray()
         self._text_end = 0
-        """The end of the text before, in bytes."""
+        """The end of the previous text, in bytes."""
         self._next_token = 0
-        """The first token that was not handed out."""
+        """The first token that was not assigned."""
 
     def add_tokens(self, ids: Ids, logprobs: Floats | None) -> None:
-        """More tokens, as they are sampled; without logprobs there is nothing to tell of them."""
+        """Adds sampled tokens; tokens without logprobs are ignored."""
         if logprobs is None:
             return
         for entry in logprob_entries(ids, logprobs, self._codec, with_top_logprobs=self._with_top_logprobs):
@@ -76,28 +75,28 @@ class LogprobAligner:
             self._bytes += bytes(entry["bytes"])
 
     def entries_for_text(self, text: str) -> list[LogprobEntry]:
-        """The tokens of a text that was said now; none where it is not what they spell."""
-        spelled = text.encode()
-        start = next(self._candidate_offsets(spelled), -1)
+        """The entries of the next text; [] if the tokens do not contain it."""
+        data = text.encode()
+        start = next(self._candidate_offsets(data), -1)
         if start < 0:
             return []
-        self._text_end = start + len(spelled)
-        told: list[LogprobEntry] = []
+        self._text_end = start + len(data)
+        entries: list[LogprobEntry] = []
         while self._next_token < len(self._starts) and self._starts[self._next_token] < self._text_end:
             if self._token_end(self._next_token) > start:
-                told.append(self._entries[self._next_token])
+                entries.append(self._entries[self._next_token])
             self._next_token += 1
-        return told
+        return entries
 
     def _token_end(self, token: int) -> int:
         return self._starts[token + 1] if token + 1 < len(self._starts) else len(self._bytes)
 
-    def _candidate_offsets(self, spelled: bytes) -> Iterator[int]:
-        """Where it stands: right behind the text before, else where a token begins, else anywhere."""
-        if self._bytes.startswith(spelled, self._text_end):
+    def _candidate_offsets(self, data: bytes) -> Iterator[int]:
+        """Offsets of the text, best first: right after the previous text, at a token's start, anywhere."""
+        if self._bytes.startswith(data, self._text_end):
             yield self._text_end
         for start in self._starts[self._next_token :]:
-            if self._bytes.startswith(spelled, start):
+            if self._bytes.startswith(data, start):
                 yield start
-        if (found := self._bytes.find(spelled, self._text_end)) >= 0:
+        if (found := self._bytes.find(data, self._text_end)) >= 0:
             yield found

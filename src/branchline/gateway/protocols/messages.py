@@ -1,16 +1,16 @@
-"""Anthropic's Messages, wire ⇄ canonical, and nothing else; blocks are in `messages_blocks`.
+"""Anthropic's Messages ⇄ canonical requests and answers; content blocks are in `messages_blocks`.
 
-Whatever asks for something we do not have (cache_control, betas, thinking budgets, context management,
-output configuration, service tiers, containers, tools that run on Anthropic's servers) is passed over.
-`tool_choice` none hides the tools; any other shows them and leaves the choice to the model, as in Chat
-Completions. An assistant's message at the end is context, and the answer a new message behind it. Who goes
-on from a message by its id (`thread`) is told that it is not here, and sends the whole conversation.
+Fields for features that do not exist here (cache_control, betas, thinking budgets, context management,
+output configuration, service tiers, containers, tools that run on Anthropic's servers) are ignored.
+`tool_choice: none` hides the tools; any other value shows them and leaves the choice to the model, as in Chat
+Completions. An assistant message at the end is context, and the answer is a new message after it. A request
+that continues a thread by a message's id gets an error that makes clients send the whole conversation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.chat.base import Codec
@@ -20,6 +20,7 @@ from branchline.core.json_fields import prefix_error, read_text_field
 from branchline.core.message import ToolCall
 from branchline.core.tools import read_tools
 from branchline.gateway.protocols.base import (
+    ErrorInfo,
     ParsedRequest,
     RequestContext,
     WireProtocol,
@@ -43,7 +44,6 @@ from branchline.runtime.sampling import (
     explicit_sampling,
     merge_sampling,
     read_bool,
-    read_sampling_params,
     read_strings,
 )
 
@@ -51,81 +51,77 @@ _TOOL_CHOICE_TYPES = ("auto", "any", "tool", "none")
 _THREAD_FIELD = "thread.previous_message_id"
 
 
-def read_request(body: object, caller: RequestContext) -> ParsedRequest:
-    """A request's body; the session's own sampling goes before the client's."""
-    given = merge_sampling(body, caller.managed.options)
-    _reject_thread(given.get("thread"))
-    choice, single_call = _read_tool_choice(given)
+def read_request(body: object, context: RequestContext) -> ParsedRequest:
+    """Reads a body; the session's own sampling overrides the client's."""
+    options = context.managed.options
+    fields = merge_sampling(body, options)
+    _reject_thread(fields.get("thread"))
+    tool_choice, single_tool_call = _read_tool_choice(fields)
     request = Request.read(
-        {**given, "tools": None if choice == "none" else _read_tools(given.get("tools"))},
-        agent=caller.agent,
-        messages=(*read_system(given.get("system")), *read_conversation(given.get("messages"))),
+        {**fields, "tools": None if tool_choice == "none" else _read_tools(fields.get("tools"))},
+        agent=context.agent,
+        messages=(*read_system(fields.get("system")), *read_conversation(fields.get("messages"))),
+        retry_count=context.retry_count,
+        spawned_by=context.spawned_by,
+        sampling=explicit_sampling(fields, "max_tokens"),
     )
-    request = replace(
+    # A session's sampling has `stop` in every protocol.
+    has_stop = "stop" in options.sampling or "stop_sequences" not in fields
+    call_request = CallRequest(
         request,
-        retry_count=caller.retry,
-        spawned_by=caller.spawned_by,
-        sampling=explicit_sampling(given, "max_tokens"),
+        context.sampling_params(fields),
+        stream=read_bool(fields, "stream"),
+        stop=read_strings(fields, "stop" if has_stop else "stop_sequences"),
+        single_tool_call=single_tool_call,
+        tool_choice=tool_choice,
     )
-    # A session says `stop`, whatever the protocol.
-    says_stop = "stop" in caller.managed.options.sampling or "stop_sequences" not in given
-    asked = CallRequest(
-        request,
-        read_sampling_params(
-            given,
-            "max_tokens",
-            default_max_tokens=caller.default_max_tokens,
-            max_tokens_limit=caller.max_tokens_limit,
-        ),
-        stop=read_strings(given, "stop" if says_stop else "stop_sequences"),
-        single_tool_call=single_call,
-        tool_choice=choice,
-        stream=read_bool(given, "stream"),
-    )
-    return ParsedRequest(asked, read_model_name(given))
+    return ParsedRequest(call_request, read_model_name(fields))
 
 
 def _reject_thread(thread: object) -> None:
-    """Passed over, it would leave the model with the end of a conversation. A thread that begins is whole."""
+    """Refuses a continued thread: ignoring it would show the model only the end of the conversation."""
     if isinstance(thread, dict) and thread.get("type") == "continue":
         raise MessageError(
             _THREAD_FIELD, thread.get("previous_message_id"), "nothing: send the whole conversation"
         )
 
 
-def _read_tool_choice(given: JsonObject) -> tuple[object, bool]:
-    """Which tool to call, as Chat Completions say it, and whether one call is enough."""
-    choice = given.get("tool_choice", {"type": "auto"})
+def _read_tool_choice(fields: JsonObject) -> tuple[object, bool]:
+    """The `tool_choice` of Chat Completions, and whether an answer may have only one tool call."""
+    choice = fields.get("tool_choice", {"type": "auto"})
     if not isinstance(choice, dict):
         raise MessageError("tool_choice", choice, "an object with a type")
     if choice.get("type") not in _TOOL_CHOICE_TYPES:
         raise MessageError("tool_choice.type", choice.get("type"), "one of " + ", ".join(_TOOL_CHOICE_TYPES))
-    alone = {name: value for name, value in choice.items() if value is not None}
+    choice_fields = {name: value for name, value in choice.items() if value is not None}
     try:
-        single_call = read_bool(alone, "disable_parallel_tool_use")
+        single_call = read_bool(choice_fields, "disable_parallel_tool_use")
         if choice["type"] == "tool":
-            return {"type": "function", "function": {"name": read_text_field(alone, "name")}}, single_call
+            name = read_text_field(choice_fields, "name")
+            return {"type": "function", "function": {"name": name}}, single_call
     except MessageError as error:
         raise prefix_error("tool_choice", error) from None
     return {"auto": None, "any": "required", "none": "none"}[choice["type"]], single_call
 
 
 def _read_tools(raw: object) -> list[dict[str, Any]] | None:
-    """Tools in the shape of Chat Completions. Anthropic's own have a type and no schema: those that a client
-    runs are shown, those that run at Anthropic's are passed over."""
+    """Tools as Chat Completions functions.
+
+    Anthropic's own tools have a type and no schema: those that the client runs get their schema here, those
+    that run on Anthropic's servers are left out.
+    """
     if raw is None:
         return None
     tools = []
     for index, tool in enumerate(read_tools(raw)):
         kind = tool.get("type")
-        is_own = kind not in (None, "custom") and "input_schema" not in tool
-        vendor = anthropic_tool(str(kind)) if is_own else None
+        is_vendor = kind not in (None, "custom") and "input_schema" not in tool
+        vendor = anthropic_tool(str(kind)) if is_vendor else None
         try:
             if vendor is not None:
-                tools.append(
-                    vendor.to_function(read_text_field(tool, "name") or str(kind).rpartition("_")[0])
-                )
-            elif is_own:
+                name = read_text_field(tool, "name") or str(kind).rpartition("_")[0]
+                tools.append(vendor.to_function(name))
+            elif is_vendor:
                 warn_unsupported_tool(str(kind))
             else:
                 tools.append(_read_tool(tool))
@@ -155,25 +151,24 @@ _STOP_REASONS = {
 }
 
 
-def build_response(ask: ParsedRequest, done: CallResult, _codec: Codec) -> dict[str, Any]:
-    """The whole response."""
-    answer = done.answers[0]
-    message = _message_fields(ask, done.call_id, write_blocks(answer.message, done.call_id), usage(done))
-    return {**message, **_stop_fields(answer)}
+def build_response(parsed: ParsedRequest, result: CallResult, _codec: Codec) -> dict[str, Any]:
+    answer = result.answers[0]
+    blocks = write_blocks(answer.message, result.call_id)
+    return {**_message_fields(parsed, result.call_id, blocks, usage(result)), **_stop_fields(answer)}
 
 
 def _message_fields(
-    ask: ParsedRequest, call_id: str, content: list[Block], spent: dict[str, int]
+    parsed: ParsedRequest, call_id: str, content: list[Block], usage: dict[str, int]
 ) -> dict[str, Any]:
     return {
         "id": call_id,
         "type": "message",
         "role": "assistant",
-        "model": ask.model,
+        "model": parsed.model,
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": spent,
+        "usage": usage,
     }
 
 
@@ -185,10 +180,10 @@ def _stop_fields(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASONS.get(answer.finish_reason, "end_turn"), "stop_sequence": None}
 
 
-def usage(done: CallResult) -> dict[str, int]:
-    """What was reused is told apart: the three input counts add up to the prompt."""
-    reused = done.reused_tokens
-    return _usage_fields(done.prompt_tokens - reused, reused, done.sampled_tokens)
+def usage(result: CallResult) -> dict[str, int]:
+    """Reused tokens count as cache reads: the three input counts add up to the prompt."""
+    reused = result.reused_tokens
+    return _usage_fields(result.prompt_tokens - reused, reused, result.sampled_tokens)
 
 
 def _usage_fields(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str, int]:
@@ -201,74 +196,70 @@ def _usage_fields(fresh: int = 0, reused: int = 0, sampled: int = 0) -> dict[str
 
 
 def model_list(names: Sequence[str]) -> dict[str, Any]:
-    """The models that there are."""
-    told = [
+    models = [
         {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         for name in names
     ]
-    return {"data": told, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def count_response(tokens: int) -> dict[str, Any]:
-    """The answer to `count_tokens`."""
+    """The response to `count_tokens`."""
     return {"input_tokens": tokens}
 
 
 @dataclass
 class MessagesStream:
-    """The events of a streamed response: blocks one behind the other, of which one at most is open.
+    """The events of a streamed response: blocks in sequence, at most one of them open.
 
-    The prompt's size is known only at the end, so `message_start` counts nothing and `message_delta` all.
+    The size of the prompt is known only at the end: `message_start` has zeros, `message_delta` the counts.
     """
 
-    request: ParsedRequest
+    parsed: ParsedRequest
     call_id: str
     codec: Codec
     _has_started: bool = False
     _index: int = 0
-    """The block that is open, or the next one."""
+    """The index of the open block, or of the next one."""
     _open_block: str = ""
     """`thinking` or `text` while such a block is open."""
     _thinking_parts: list[str] = field(default_factory=list)
 
-    def encode_delta(self, said: AnswerDelta) -> bytes:
+    def encode_delta(self, delta: AnswerDelta) -> bytes:
         events = self._start_message()
-        for delta in said.deltas:
-            if delta.tool_call is not None:
-                events += self._tool_use_events(delta.tool_call)
-            elif delta.reasoning_content:
-                self._thinking_parts.append(delta.reasoning_content)
-                events += self._text_events("thinking", delta.reasoning_content)
-            elif delta.content:
-                events += self._text_events("text", delta.content)
+        for part in delta.deltas:
+            if part.tool_call is not None:
+                events += self._tool_use_events(part.tool_call)
+            elif part.reasoning_content:
+                self._thinking_parts.append(part.reasoning_content)
+                events += self._text_events("thinking", part.reasoning_content)
+            elif part.content:
+                events += self._text_events("text", part.content)
         return b"".join(events)
 
-    def encode_end(self, done: CallResult) -> bytes:
+    def encode_end(self, result: CallResult) -> bytes:
         events = self._start_message()
-        if refusal := done.answers[0].message.refusal:
+        if refusal := result.answers[0].message.refusal:
             events += self._text_events("text", refusal)
         events += self._close_block()
-        events.append(_event("message_delta", delta=_stop_fields(done.answers[0]), usage=usage(done)))
+        events.append(_event("message_delta", delta=_stop_fields(result.answers[0]), usage=usage(result)))
         return b"".join([*events, _event("message_stop")])
 
     def encode_ping(self) -> bytes:
         return b"".join([*self._start_message(), _event("ping")])
 
-    def encode_error(self, status: int, message: str, field_name: str | None, code: str | None) -> bytes:
-        return sse_event(
-            {**error_body(status, message, field_name, code), "request_id": self.call_id}, "error"
-        )
+    def encode_error(self, info: ErrorInfo) -> bytes:
+        return sse_event({**error_body(info), "request_id": self.call_id}, "error")
 
     def _start_message(self) -> list[bytes]:
         if self._has_started:
             return []
         self._has_started = True
-        return [
-            _event("message_start", message=_message_fields(self.request, self.call_id, [], _usage_fields()))
-        ]
+        message = _message_fields(self.parsed, self.call_id, [], _usage_fields())
+        return [_event("message_start", message=message)]
 
     def _text_events(self, kind: str, text: str) -> list[bytes]:
-        """More of what is being said, in a block of its kind. A block's kind is also its field's name."""
+        """A delta in a block of this kind, which is also its field's name; opens the block if needed."""
         events: list[bytes] = []
         if self._open_block != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
@@ -317,17 +308,15 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(
-    status: int, message: str, field_name: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The envelope of this protocol's errors; its words name the field, for it has no other place."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    problem: dict[str, Any] = {"type": kind, "message": message}
-    # A thread is sent again, whole, by clients that are told this.
-    code = "thread_not_found" if field_name == _THREAD_FIELD else code
+def error_body(info: ErrorInfo) -> dict[str, Any]:
+    """Anthropic's error envelope; it has no place for the field, which is in the message."""
+    kind = _ERROR_TYPES.get(info.status, "invalid_request_error" if info.status < 500 else "api_error")
+    error: dict[str, Any] = {"type": kind, "message": info.message}
+    # With this code, clients of a thread send the whole conversation.
+    code = "thread_not_found" if info.param == _THREAD_FIELD else info.code
     if code is not None:
-        problem["details"] = {"error_code": code}
-    return {"type": "error", "error": problem, "request_id": None}
+        error["details"] = {"error_code": code}
+    return {"type": "error", "error": error, "request_id": None}
 
 
 MESSAGES = WireProtocol(
@@ -337,7 +326,6 @@ MESSAGES = WireProtocol(
     build_response,
     MessagesStream,
     error_body,
+    count_response=count_response,
     request_id_header=b"request-id",
 )
-MESSAGES_COUNT_TOKENS = replace(MESSAGES, count_response=count_response)
-"""The same request, of which only the size of its prompt is wanted."""

@@ -1,10 +1,10 @@
-"""Content blocks of Anthropic's Messages, block ⇄ canonical.
+"""Content blocks of Anthropic's Messages ⇄ canonical messages.
 
-A turn becomes the very messages that Chat Completions would give for it: each tool result a message of its
-own, before what else the user says; thinking the reasoning, tool use the calls of an assistant. A block of
-any other type (tools that ran on somebody else's server, types not yet invented) gives the text it carries,
-or nothing, and is never refused. What we write comes back as what we meant: arguments that are no object
-are wrapped and unwrapped, and a thought we signed names the response it was sent in.
+A turn becomes the same messages that Chat Completions would give: each tool result is a message of its own,
+before the rest of the user's turn; thinking becomes the reasoning and tool use the tool calls of an assistant
+message. A block of any other type (tools that ran on other servers, future types) gives the text in it, or
+nothing, and is never refused. What is written here is read back as the same message: arguments that are not
+an object are wrapped and unwrapped, and a signature of thinking names the response that it belongs to.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ Block = dict[str, Any]
 ContentPart = str | Media
 
 ROLES: tuple[Role, ...] = ("user", "assistant", "system")
-"""`system` inside the conversation is what Claude Code says between turns; it stays where it stands."""
+"""`system` inside the conversation is sent by Claude Code between turns; it keeps its position."""
 BILLING_PREFIX = "x-anthropic-billing-header:"
-"""How a line of Claude Code's system prompt begins that is for a bill, not for a model, and may change with
-every call."""
+"""The start of lines in Claude Code's system prompt that are for billing and may change with every call."""
 RAW_ARGUMENTS_KEY = "__raw_arguments__"
-"""The one key of an input whose arguments were no JSON object."""
+"""The only key of an input that wraps arguments which are not a JSON object."""
 
 _SIGNATURE_PREFIX = "branchline."
 
@@ -40,9 +39,9 @@ _SIGNATURE_PREFIX = "branchline."
 
 
 def read_system(raw: object) -> list[Message]:
-    """The system prompt, if there is one, without the lines that are for a bill."""
-    said = [] if raw is None else _read_content(raw, "system", _read_block)
-    parts = [_strip_billing_lines(part) if isinstance(part, str) else part for part in said]
+    """The system message, [] if there is none, without the lines for billing."""
+    content = [] if raw is None else _read_content(raw, "system", _read_block)
+    parts = [_strip_billing_lines(part) if isinstance(part, str) else part for part in content]
     parts = [part for part in parts if part]
     return [_message("system", parts)] if parts else []
 
@@ -54,7 +53,7 @@ def _strip_billing_lines(text: str) -> str:
 
 
 def read_conversation(raw: object) -> list[Message]:
-    """The conversation.
+    """The messages of the conversation.
 
     >>> result = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
     >>> [message.role for message in read_conversation([{"role": "user", "content": [result, "and now?"]}])]
@@ -83,27 +82,32 @@ def _read_turn(raw: object) -> list[Message]:
 
 
 def _read_assistant(content: object) -> Message:
-    thoughts: list[str] = []
-    sent_in: list[str] = []
+    thinking: list[str] = []
+    response_ids: list[str] = []
     calls: list[ToolCall] = []
 
     def read(block: Block) -> list[ContentPart]:
         if block["type"] == "tool_use":
             calls.append(_read_tool_use(block))
         elif block["type"] == "thinking":
-            thoughts.append(read_text_field(block, "thinking"))
-            sent_in.append(signed_response_id(read_text_field(block, "signature"), thoughts[-1]))
+            thinking.append(read_text_field(block, "thinking"))
+            response_ids.append(signed_response_id(read_text_field(block, "signature"), thinking[-1]))
         else:
             return _read_block(block)
         return []
 
     parts = _read_content(content, "content", read)
-    response_id = next(filter(None, sent_in), "")
-    return _message("assistant", parts, reasoning="".join(thoughts), calls=tuple(calls), id=response_id)
+    return _message(
+        "assistant",
+        parts,
+        reasoning_content="".join(thinking),
+        tool_calls=tuple(calls),
+        id=next(filter(None, response_ids), ""),
+    )
 
 
 def _read_user_or_system(role: Role, content: object) -> list[Message]:
-    """Tool results first, wherever they stood: templates want them right behind their calls."""
+    """Tool results come first: templates expect them right after their calls."""
     results: list[Message] = []
 
     def read(block: Block) -> list[ContentPart]:
@@ -129,17 +133,17 @@ def _message(role: Role, parts: Sequence[ContentPart], **more: Any) -> Message:
 def _read_content(
     content: object, name: str, read: Callable[[Block], list[ContentPart]]
 ) -> list[ContentPart]:
-    """What a text or a list of blocks says and shows."""
+    """The parts in a text or a list of blocks."""
     if isinstance(content, str):
         return [replace_surrogates(content)] if content else []
     if not isinstance(content, list):
         raise MessageError(name, content, "a string or a list of content blocks")
     parts: list[ContentPart] = []
-    for place, block in enumerate(content):
+    for index, block in enumerate(content):
         try:
             parts += read(_as_block(block))
         except MessageError as error:
-            raise prefix_error(f"{name}[{place}]", error) from None
+            raise prefix_error(f"{name}[{index}]", error) from None
     return parts
 
 
@@ -174,13 +178,13 @@ def _read_source(block: Block) -> Block:
 
 
 def _read_document(block: Block) -> list[ContentPart]:
-    """A document's text under its title and context; one that is no text stays a file."""
+    """A document's text after its title and context; a document that is not text stays a file."""
     source = _read_source(block)
     if source.get("type") == "text":
         body: list[ContentPart] = [read_text_field(source, "data")]
     elif source.get("type") == "content":
         try:
-            # Texts and images: a document holds no document, so this goes no deeper.
+            # Texts and images only: documents are not nested.
             body = _read_content(source.get("content"), "content", _read_leaf_block)
         except MessageError as error:
             raise prefix_error("source", error) from None
@@ -195,7 +199,7 @@ def _read_leaf_block(block: Block) -> list[ContentPart]:
 
 
 def _fallback_text(block: Block) -> list[ContentPart]:
-    """The text in a block whose type has no place in a canonical message."""
+    """The texts in a block of a type that canonical messages do not have."""
     content = block.get("content")
     inner = [block, *content] if isinstance(content, list) else [block, {"text": content}]
     texts = [item.get("text") for item in inner if isinstance(item, dict)]
@@ -206,31 +210,31 @@ def _fallback_text(block: Block) -> list[ContentPart]:
 
 
 def _read_tool_use(block: Block) -> ToolCall:
-    name, given = block.get("name"), block.get("input")
+    name, value = block.get("name"), block.get("input")
     if not isinstance(name, str) or not name:
         raise MessageError("name", name, "a non-empty string")
-    if given is not None and not isinstance(given, dict):
-        raise MessageError("input", given, "an object")
-    arguments = given.get(RAW_ARGUMENTS_KEY) if given and len(given) == 1 else None
+    if value is not None and not isinstance(value, dict):
+        raise MessageError("input", value, "an object")
+    arguments = value.get(RAW_ARGUMENTS_KEY) if value and len(value) == 1 else None
     if not isinstance(arguments, str):
         try:
-            arguments = json.dumps(given or {}, separators=(",", ":"), ensure_ascii=False)
+            arguments = json.dumps(value or {}, separators=(",", ":"), ensure_ascii=False)
         except RecursionError:
-            raise MessageError("input", "an object", "one that is not nested so deep") from None
+            raise MessageError("input", "an object", "an object that is nested less deeply") from None
     return ToolCall(replace_surrogates(name), replace_surrogates(arguments), read_text_field(block, "id"))
 
 
 def _read_tool_result(block: Block) -> Message:
     content = block.get("content")
     parts = [] if content is None else _read_content(content, "content", _read_block)
-    # Canonical results know no failure: its words say it, and where it has none, one must.
+    # Canonical results have no error flag, so an error without content gets a text.
     if not parts and block.get("is_error") is True:
         parts = ["error"]
-    return _message("tool", parts, answers=read_text_field(block, "tool_use_id"))
+    return _message("tool", parts, tool_call_id=read_text_field(block, "tool_use_id"))
 
 
 def input_json(call: ToolCall) -> str:
-    """A call's arguments as the JSON object that the protocol asks for, letter by letter where they are one.
+    """A call's arguments as a JSON object, which the protocol requires; unchanged if they are one.
 
     >>> input_json(ToolCall("look", '{"at": 1}')), input_json(ToolCall("look", "north"))
     ('{"at": 1}', '{"__raw_arguments__":"north"}')
@@ -250,26 +254,27 @@ def input_json(call: ToolCall) -> str:
 
 
 def tool_use_block(call: ToolCall, arguments: str = "{}") -> Block:
-    """A tool use; a streamed one begins with no input."""
+    """A tool use block; a streamed one starts with an empty input."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": msgspec.Raw(arguments.encode())}
 
 
-# -- thoughts ----------------------------------------------------------------------------------------
+# -- thinking ----------------------------------------------------------------------------------------
 
 
-def sign_thinking(call_id: str, thought: str) -> str:
-    """A signature that says which response a thought was sent in, and that it is still the same thought."""
-    return f"{_SIGNATURE_PREFIX}{call_id}.{xxhash.xxh3_64_hexdigest(f'{call_id}.{thought}'.encode())}"
+def sign_thinking(call_id: str, thinking: str) -> str:
+    """A signature that names the response of a thinking block and detects changes of its text."""
+    return f"{_SIGNATURE_PREFIX}{call_id}.{xxhash.xxh3_64_hexdigest(f'{call_id}.{thinking}'.encode())}"
 
 
-def signed_response_id(signature: str, thought: str) -> str:
-    """The response that a thought comes from; none where the signature or the thought is not ours.
+def signed_response_id(signature: str, thinking: str) -> str:
+    """The response that a thinking block belongs to; "" if the signature is not ours or the text changed.
 
-    >>> signed_response_id(sign_thinking("msg_1", "hm"), "hm"), signed_response_id(sign_thinking("msg_1", "hm"), "aha")
+    >>> signature = sign_thinking("msg_1", "hm")
+    >>> signed_response_id(signature, "hm"), signed_response_id(signature, "aha")
     ('msg_1', '')
     """
     call_id = signature.rpartition(".")[0].removeprefix(_SIGNATURE_PREFIX)
-    return call_id if signature == sign_thinking(call_id, thought) else ""
+    return call_id if signature == sign_thinking(call_id, thinking) else ""
 
 
 def write_blocks(message: Message, call_id: str) -> list[Block]:
@@ -278,7 +283,7 @@ def write_blocks(message: Message, call_id: str) -> list[Block]:
     if message.reasoning_content:
         signature = sign_thinking(call_id, message.reasoning_content)
         blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": signature})
-    if said := message.content + message.refusal:
-        # A refusal has no block of its own: the reason to stop says that it is one.
-        blocks.append({"type": "text", "text": said})
+    if text := message.content + message.refusal:
+        # A refusal has no block type of its own: the stop reason marks it.
+        blocks.append({"type": "text", "text": text})
     return blocks + [tool_use_block(call, input_json(call)) for call in message.tool_calls]

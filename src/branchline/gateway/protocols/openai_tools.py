@@ -1,41 +1,53 @@
-"""Tools of OpenAI's protocols as Chat Completions writes functions, and what the client calls them.
+"""Tools of OpenAI's protocols as Chat Completions functions, and tool calls back in the client's terms.
 
-A freeform tool takes any text. The model is offered it as a function with one argument, `input`, and a tool
-of a namespace under both names; an `Alias` remembers what the client calls it. A function that is written as
-Chat Completions has them is shown as it was written. Vendors' own tools are in `vendor_tools`.
+The model sees functions only. A freeform (`custom`) tool becomes a function with one argument, `input`; a
+tool in a namespace gets a name that includes the namespace. A `ToolAlias` keeps the client's own name and
+kind. The deprecated `functions` are tools under another field; a client that uses them gets one call per
+answer, as `function_call`. What a client sends back is turned into the arguments that the model wrote.
+Vendors' own tools are in `vendor_tools`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
+from branchline.core.arguments import freeform_arguments, freeform_input
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import replace_surrogates
+from branchline.core.message import Message, ToolCall
+from branchline.core.reader import read_message
+from branchline.core.tools import ToolList
+from branchline.core.tools import read_tools as read_objects
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, VendorTool, warn_unsupported_tool
+from branchline.runtime.message_cache import MessageCache
 from branchline.runtime.sampling import JsonObject
+from branchline.tree.tree import Tree
 
+_CUSTOM = "custom"
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-_CLIENT_KINDS = ("function", "custom", "namespace")
+_CLIENT_KINDS = ("function", _CUSTOM, "namespace")
 _ALLOWED_TOOLS = "allowed_tools"
 _DEFAULT_NAMESPACE = "functions"
-"""The namespace of what has none."""
+"""The namespace of tools that have none."""
 
 
 @dataclass(frozen=True)
 class ToolAlias:
-    """What the client calls a tool that the model is offered under another name or in another shape."""
+    """The client's name and kind of a tool that the model sees as another function."""
 
     name: str
     namespace: str = ""
     is_freeform: bool = False
     vendor: VendorTool | None = None
-    """One of a vendor's own, called with an item of its own."""
+    """The vendor's tool that this is, if it is one; its calls have an item type of their own."""
 
 
 def model_tool_name(namespace: str, name: str) -> str:
-    """The name a model knows a tool by.
+    """The name under which the model sees a tool.
 
     >>> model_tool_name("mcp__files", "read"), model_tool_name("functions", "look")
     ('mcp__files__read', 'look')
@@ -43,37 +55,46 @@ def model_tool_name(namespace: str, name: str) -> str:
     return name if namespace in ("", _DEFAULT_NAMESPACE) else f"{namespace.rstrip('_')}__{name}"
 
 
+# -- tools of a request ------------------------------------------------------------------------------
+
+
 def read_openai_tools(
-    raw: object, where: str = "tools", namespace: str = ""
+    raw: object, path: str = "tools", namespace: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, ToolAlias]]:
-    """Tools as Chat Completions writes them, and what the client calls them where that differs."""
+    """Tools as Chat Completions functions, and aliases of those that the client knows otherwise.
+
+    A function that is already in that form stays exactly as written.
+    """
     if raw is None:
         return [], {}
     if not isinstance(raw, list):
-        raise MessageError(where, raw, "a list of tools (objects) or null")
+        raise MessageError(path, raw, "a list of tools (objects) or null")
     tools: list[dict[str, Any]] = []
     aliases: dict[str, ToolAlias] = {}
     for index, tool in enumerate(raw):
-        place = f"{where}[{index}]"
+        tool_path = f"{path}[{index}]"
         if not isinstance(tool, dict):
-            raise MessageError(place, tool, "a tool (an object)")
+            raise MessageError(tool_path, tool, "a tool (an object)")
         kind = _kind(tool)
         if kind == "namespace":
-            inner, known = read_openai_tools(tool.get("tools"), f"{place}.tools", _read_name(tool, place))
-            tools += inner
-            aliases |= known
+            inner_tools, inner_aliases = read_openai_tools(
+                tool.get("tools"), f"{tool_path}.tools", _read_name(tool, tool_path)
+            )
+            tools += inner_tools
+            aliases |= inner_aliases
         elif kind == "function" and isinstance(tool.get(kind), dict) and not namespace:
-            _read_name(tool[kind], f"{place}.{kind}")
+            _read_name(tool[kind], f"{tool_path}.{kind}")
             tools.append(tool)
-        elif kind in ("function", "custom"):
-            # Chat Completions has what a tool is in a field of its own.
+        elif kind in ("function", _CUSTOM):
+            # Chat Completions nests the definition in a field named like its kind; Responses does not.
             body = tool[kind] if isinstance(tool.get(kind), dict) else tool
-            name = _read_name(body, place)
-            offered = model_tool_name(namespace, name)
-            shape = _freeform_schema(body) if kind == "custom" else _function_schema(body, place)
-            tools.append({"type": "function", "function": {**shape, "name": offered}})
-            if kind == "custom" or offered != name:
-                aliases[offered] = ToolAlias(name, namespace if offered != name else "", kind == "custom")
+            name = _read_name(body, tool_path)
+            model_name = model_tool_name(namespace, name)
+            schema = _freeform_schema(body) if kind == _CUSTOM else _function_schema(body, tool_path)
+            tools.append({"type": "function", "function": {**schema, "name": model_name}})
+            if kind == _CUSTOM or model_name != name:
+                alias_namespace = namespace if model_name != name else ""
+                aliases[model_name] = ToolAlias(name, alias_namespace, kind == _CUSTOM)
         elif is_client_tool(tool):
             tools.append(OPENAI_TOOLS[kind].to_function(kind))
             aliases[kind] = ToolAlias(kind, vendor=OPENAI_TOOLS[kind])
@@ -83,16 +104,17 @@ def read_openai_tools(
 
 
 def is_client_tool(tool: JsonObject) -> bool:
-    """Whether a tool is one that this client would run, so that a model here may call it."""
+    """Whether the client runs this tool itself, so that any model may call it."""
     environment = tool.get("environment") or {"type": "local"}
     is_local = isinstance(environment, dict) and environment.get("type") == "local"
     return _kind(tool) in (*_CLIENT_KINDS, *OPENAI_TOOLS) and is_local
 
 
 def translate_tool_choice(choice: object, tools: Sequence[JsonObject]) -> object:
-    """A `tool_choice` in the shape that its tools are offered in; what is none of these stays as it is.
+    """A `tool_choice` in terms of the functions that the model sees; other values stay as they are.
 
-    >>> translate_tool_choice({"type": "custom", "custom": {"name": "patch"}}, [{"function": {"name": "patch"}}])
+    >>> tools = [{"type": "function", "function": {"name": "patch"}}]
+    >>> translate_tool_choice({"type": "custom", "custom": {"name": "patch"}}, tools)
     {'type': 'function', 'function': {'name': 'patch'}}
     """
     names = [tool["function"]["name"] for tool in tools]
@@ -101,58 +123,142 @@ def translate_tool_choice(choice: object, tools: Sequence[JsonObject]) -> object
     allowed = choice.get(_ALLOWED_TOOLS)
     if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
         return choice
-    return {
-        **choice,
-        _ALLOWED_TOOLS: {**allowed, "tools": [_translate_choice(tool, names) for tool in allowed["tools"]]},
-    }
+    translated = [_translate_choice(tool, names) for tool in allowed["tools"]]
+    return {**choice, _ALLOWED_TOOLS: {**allowed, "tools": translated}}
 
 
-def _translate_choice(chosen: object, names: Sequence[str]) -> object:
-    kind = chosen.get("type") if isinstance(chosen, dict) else None
-    if not isinstance(chosen, dict) or not isinstance(kind, str):
-        return chosen
-    body = chosen[kind] if isinstance(chosen.get(kind), dict) else chosen
+def _translate_choice(choice: object, names: Sequence[str]) -> object:
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(kind, str):
+        return choice
+    body = choice[kind] if isinstance(choice.get(kind), dict) else choice
     name, namespace = body.get("name"), body.get("namespace") or ""
     if kind in OPENAI_TOOLS:
         name = kind
     elif kind in _CLIENT_KINDS and isinstance(name, str) and isinstance(namespace, str):
         name = model_tool_name(namespace, replace_surrogates(name))
     else:
-        return chosen
-    return {"type": "function", "function": {"name": name}} if name in names else chosen
+        return choice
+    return {"type": "function", "function": {"name": name}} if name in names else choice
 
 
 def _kind(tool: JsonObject) -> Any:
     return "function" if tool.get("type") is None else tool["type"]
 
 
-def _read_name(tool: JsonObject, place: str) -> str:
+def _read_name(tool: JsonObject, path: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise MessageError(f"{place}.name", name, "a non-empty string")
+        raise MessageError(f"{path}.name", name, "a non-empty string")
     return replace_surrogates(name)
 
 
-def _function_schema(tool: JsonObject, place: str) -> dict[str, Any]:
-    # The second is Anthropic's name for it.
-    named = "parameters" if tool.get("parameters") is not None else "input_schema"
-    parameters = tool.get(named)
+def _function_schema(tool: JsonObject, path: str) -> dict[str, Any]:
+    # `input_schema` is Anthropic's name of the field.
+    name = "parameters" if tool.get("parameters") is not None else "input_schema"
+    parameters = tool.get(name)
     if parameters is not None and not isinstance(parameters, dict):
-        raise MessageError(f"{place}.{named}", parameters, "a JSON schema (an object) or null")
-    shape = {key: value for key, value in tool.items() if key in _FUNCTION_FIELDS and value is not None}
-    return shape if parameters is None else {**shape, "parameters": parameters}
+        raise MessageError(f"{path}.{name}", parameters, "a JSON schema (an object) or null")
+    schema = {key: value for key, value in tool.items() if key in _FUNCTION_FIELDS and value is not None}
+    return schema if parameters is None else {**schema, "parameters": parameters}
 
 
 def _freeform_schema(tool: JsonObject) -> dict[str, Any]:
-    """A function that takes one text; where a grammar says what text, the model is shown it."""
-    given = tool.get("format")
+    """A function with one text argument; if the tool has a grammar, the argument's description shows it."""
+    format = tool.get("format")
     text: dict[str, Any] = {"type": "string"}
-    if isinstance(given, dict) and given.get("type") == "grammar":
-        # Responses has it right here, Chat Completions one deeper.
-        grammar = given["grammar"] if isinstance(given.get("grammar"), dict) else given
+    if isinstance(format, dict) and format.get("type") == "grammar":
+        # Responses has the grammar's fields here, Chat Completions one level deeper.
+        grammar = format["grammar"] if isinstance(format.get("grammar"), dict) else format
         text["description"] = f"Text of this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
-    shape: dict[str, Any] = {"name": tool["name"]}
+    schema: dict[str, Any] = {"name": tool["name"]}
     if tool.get("description") is not None:
-        shape["description"] = tool["description"]
-    shape["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-    return shape
+        schema["description"] = tool["description"]
+    schema["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    return schema
+
+
+# -- Chat Completions --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """The tools of a Chat Completions request, as the model sees them, and how calls are sent back."""
+
+    tools: ToolList = field(default_factory=ToolList)
+    aliases: Mapping[str, ToolAlias] = field(default_factory=dict)
+    is_legacy: bool = False
+    """The client uses `functions` and does not know `tool_calls`."""
+
+    def to_wire(self, calls: Sequence[ToolCall], first: int | None = None) -> dict[str, Any]:
+        """Calls as fields of a message; in a stream they are numbered from `first` on."""
+        if self.is_legacy:
+            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+        wire_calls = []
+        for number, call in enumerate(calls, first or 0):
+            wire_call = {"id": call.id, **self._call_body(call)}
+            wire_calls.append(wire_call if first is None else {"index": number, **wire_call})
+        return {"tool_calls": wire_calls}
+
+    def _call_body(self, call: ToolCall) -> dict[str, Any]:
+        alias = self.aliases.get(call.name, ToolAlias(call.name))
+        if alias.is_freeform:
+            return {"type": _CUSTOM, _CUSTOM: {"name": alias.name, "input": freeform_input(call.arguments)}}
+        return {"type": "function", "function": {"name": alias.name, "arguments": call.arguments}}
+
+    def finish_reason(self, finish_reason: str) -> str:
+        return "function_call" if self.is_legacy and finish_reason == "tool_calls" else finish_reason
+
+
+def read_tool_set(body: JsonObject, fields: JsonObject, cache: MessageCache) -> ToolSet:
+    """The tools of a body; `fields` are its fields merged with the session's sampling."""
+    if body.get("tools") is None and body.get("functions") is not None:
+        functions = read_objects(body["functions"], "functions")
+        tools = [{"type": "function", "function": function} for function in functions]
+        tool_set = ToolSet(ToolList(read_openai_tools(tools, "functions")[0]), is_legacy=True)
+        choice_name = "function_call"
+    else:
+        tool_set, choice_name = cache.read_field(body.get("tools"), _parse_tool_set), "tool_choice"
+    choice = fields.get(choice_name, "auto")
+    if choice not in ("auto", "none", "required") and not isinstance(choice, dict):
+        raise MessageError(choice_name, choice, "none, auto, required or a tool's name in an object")
+    return ToolSet(is_legacy=tool_set.is_legacy) if choice == "none" else tool_set
+
+
+def _parse_tool_set(raw: object) -> ToolSet:
+    tools, aliases = read_openai_tools(list(read_objects(raw)))
+    return ToolSet(ToolList(tools), aliases)
+
+
+def read_chat_message(raw: object, index: int) -> Message:
+    """A message; the input of a custom tool becomes the argument of the function that the model sees."""
+    message = read_message(raw, "messages", index)
+    if not _has_custom_call(message):
+        return message
+    calls = [
+        replace(call, arguments=freeform_arguments(call.arguments)) if call.kind == _CUSTOM else call
+        for call in message.tool_calls
+    ]
+    return replace(message, tool_calls=tuple(calls))
+
+
+def restore_arguments(message: Message, tree: Tree) -> Message:
+    """The message with the arguments of its custom tool calls as the model wrote them.
+
+    The model may have written other arguments than `input`; the client saw only the input made from them.
+    """
+    if not _has_custom_call(message):
+        return message
+    calls = [_restore_call_arguments(call, tree) for call in message.tool_calls]
+    return replace(message, tool_calls=tuple(calls))
+
+
+def _restore_call_arguments(call: ToolCall, tree: Tree) -> ToolCall:
+    sampled = tree.find_sampled_tool_call(call.id) if call.kind == _CUSTOM else None
+    if sampled is None or freeform_input(sampled.arguments) != freeform_input(call.arguments):
+        return call
+    return replace(call, arguments=sampled.arguments)
+
+
+def _has_custom_call(message: Message) -> bool:
+    return any(call.kind == _CUSTOM for call in message.tool_calls)

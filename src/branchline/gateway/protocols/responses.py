@@ -1,14 +1,13 @@
-"""Responses, wire ⇄ canonical, and nothing else: the request here; items, tools and answers beside it.
+"""Responses ⇄ canonical requests and answers; items are in `responses_input` and `responses_output`.
 
-`previous_response_id` is answered from the session's tree: the conversation up to that response and in it
-goes before the input, its instructions left out, as the protocol has it. Whatever is only for a vendor's own
-servers (`store`, `truncation`, `service_tier`) is taken and repeated. Tools are shown and hidden as in Chat
+`previous_response_id` is resolved in the session's tree: the conversation up to and including that response
+precedes the input, without its instructions, as the protocol defines. Fields for a vendor's own servers
+(`store`, `truncation`, `service_tier`) are accepted and repeated. Tools are shown and hidden as in Chat
 Completions.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,14 +17,16 @@ from branchline.core.echo import Equivalence
 from branchline.core.errors import MessageError
 from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
-from branchline.gateway.http_errors import CONTEXT_LENGTH_EXCEEDED
-from branchline.gateway.protocols.base import RequestContext, WireProtocol, read_model_name
+from branchline.gateway.protocols.base import (
+    CONTEXT_LENGTH_EXCEEDED,
+    RequestContext,
+    WireProtocol,
+    read_model_name,
+)
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.protocols.openai_tools import read_openai_tools, translate_tool_choice
-from branchline.gateway.protocols.responses_history import RESPONSE_ID_PREFIX, ResponseHistory
-from branchline.gateway.protocols.responses_items import ItemReader
-from branchline.gateway.protocols.responses_output import ResponsesRequest, build_response
-from branchline.gateway.protocols.responses_stream import ResponsesStream
+from branchline.gateway.protocols.responses_input import RESPONSE_ID_PREFIX, ItemReader, ResponseHistory
+from branchline.gateway.protocols.responses_output import ResponsesRequest, ResponsesStream, build_response
 from branchline.runtime.call_record import CallRequest
 from branchline.runtime.sampling import (
     JsonObject,
@@ -33,7 +34,6 @@ from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
     read_int,
-    read_sampling_params,
     read_strings,
 )
 
@@ -57,106 +57,105 @@ _ECHOED_DEFAULTS: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of a request that its response repeats, and what stands there where it did not say."""
+"""Fields of a request that its response repeats, and their values if the request has none."""
 _UNSUPPORTED = {
     "conversation": "nothing: send the whole input, or previous_response_id",
-    "prompt": "nothing: send instructions and input, prompts are not kept here",
+    "prompt": "nothing: send instructions and input, prompts are not stored here",
 }
 
 
-def read_request(body: object, caller: RequestContext) -> ResponsesRequest:
-    """A request's body; the session's own sampling goes before the client's."""
+def read_request(body: object, context: RequestContext) -> ResponsesRequest:
+    """Reads a body; the session's own sampling overrides the client's."""
     if not isinstance(body, dict):
         raise MessageError("body", body, "a JSON object")
-    own = {name: value for name, value in body.items() if value is not None}
-    _reject_unsupported(own)
-    given = merge_sampling({**own, **_chat_sampling_fields(own)}, caller.managed.options)
-    past = ResponseHistory(caller.managed.session.tree)
-    reader = ItemReader(past)
-    messages = _read_messages(own, past, reader)
-    tools, aliases = read_openai_tools(own.get("tools"))
+    client_fields = {name: value for name, value in body.items() if value is not None}
+    _reject_unsupported(client_fields)
+    fields = merge_sampling(
+        {**client_fields, **_chat_sampling_fields(client_fields)}, context.managed.options
+    )
+    history = ResponseHistory(context.managed.session.tree)
+    reader = ItemReader(history)
+    messages = _read_messages(client_fields, history, reader)
+    tools, aliases = read_openai_tools(client_fields.get("tools"))
+    tool_choice = _read_tool_choice(fields)
     request = Request(
         messages,
-        () if _read_tool_choice(given) == "none" else (*tools, *reader.tools),
-        chat_template_kwargs=_read_object(own, "chat_template_kwargs"),
-        agent=caller.agent,
-        retry_count=caller.retry,
-        spawned_by=caller.spawned_by,
-        sampling=explicit_sampling(given, "max_tokens"),
-        equivalences=(Equivalence.EMPTY_TOOLS,) if own.get("tools") == [] else (),
-        has_instructions=bool(own.get("instructions")),
+        () if tool_choice == "none" else (*tools, *reader.tools),
+        chat_template_kwargs=_read_object(client_fields, "chat_template_kwargs"),
+        agent=context.agent,
+        retry_count=context.retry_count,
+        spawned_by=context.spawned_by,
+        sampling=explicit_sampling(fields, "max_tokens"),
+        equivalences=(Equivalence.EMPTY_TOOLS,) if client_fields.get("tools") == [] else (),
+        has_instructions=bool(client_fields.get("instructions")),
     )
-    include = own.get("include") or []
+    include = client_fields.get("include") or []
     if not isinstance(include, list):
         raise MessageError("include", include, "a list of strings")
-    _read_object(own, "metadata")
+    _read_object(client_fields, "metadata")
     return ResponsesRequest(
         CallRequest(
             request,
-            read_sampling_params(
-                given,
-                "max_tokens",
-                default_max_tokens=caller.default_max_tokens,
-                max_tokens_limit=caller.max_tokens_limit,
-            ),
-            stop=read_strings(given, "stop"),
-            single_tool_call=not read_bool(given, "parallel_tool_calls", True),
-            tool_choice=translate_tool_choice(_read_tool_choice(given), request.tools),
-            stream=read_bool(given, "stream"),
+            context.sampling_params(fields),
+            stream=read_bool(fields, "stream"),
+            stop=read_strings(fields, "stop"),
+            single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
+            tool_choice=translate_tool_choice(tool_choice, request.tools),
         ),
-        read_model_name(given),
+        read_model_name(fields),
         aliases={**aliases, **reader.aliases},
-        reasoning_as_summary=_read_object(own, "reasoning").get("summary") not in (None, "none"),
+        reasoning_as_summary=_read_object(client_fields, "reasoning").get("summary") not in (None, "none"),
         include_encrypted_reasoning="reasoning.encrypted_content" in include,
         logprobs="message.output_text.logprobs" in include,
-        top_logprobs=read_int(own, "top_logprobs", 0, 0, 2**31) > 0,
+        top_logprobs=read_int(client_fields, "top_logprobs", 0, 0, 2**31) > 0,
         echoed_fields={
-            name: _encode_raw(own.get(name, plain), name) for name, plain in _ECHOED_DEFAULTS.items()
+            name: _encode_raw(client_fields.get(name, default), name)
+            for name, default in _ECHOED_DEFAULTS.items()
         },
     )
 
 
-def _reject_unsupported(own: JsonObject) -> None:
-    if read_bool(own, "background"):
-        raise MessageError("background", True, "false: an answer is told to the one who waits for it")
+def _reject_unsupported(fields: JsonObject) -> None:
+    if read_bool(fields, "background"):
+        raise MessageError("background", True, "false: responses are not stored for later")
     for name, expected in _UNSUPPORTED.items():
-        if name in own:
-            raise MessageError(name, own[name], expected)
+        if name in fields:
+            raise MessageError(name, fields[name], expected)
 
 
-def _chat_sampling_fields(own: JsonObject) -> dict[str, Any]:
-    """Sampling fields by the names they have everywhere else."""
+def _chat_sampling_fields(fields: JsonObject) -> dict[str, Any]:
+    """The sampling fields that have other names here, under the names of Chat Completions."""
     renamed: dict[str, Any] = {}
-    if "max_output_tokens" in own:
-        renamed["max_tokens"] = read_int(own, "max_output_tokens", 0, 1, 2**31)
-    wanted = _read_object(_read_object(own, "text"), "format", "text.format")
-    if wanted.get("type") == "json_schema":
-        schema = {name: value for name, value in wanted.items() if name != "type"}
+    if "max_output_tokens" in fields:
+        renamed["max_tokens"] = read_int(fields, "max_output_tokens", 0, 1, 2**31)
+    format = _read_object(_read_object(fields, "text"), "format", "text.format")
+    if format.get("type") == "json_schema":
+        schema = {name: value for name, value in format.items() if name != "type"}
         renamed["response_format"] = {"type": "json_schema", "json_schema": schema}
-    elif wanted:
-        renamed["response_format"] = wanted
+    elif format:
+        renamed["response_format"] = format
     return renamed
 
 
-def _read_messages(own: JsonObject, past: ResponseHistory, reader: ItemReader) -> tuple[Message, ...]:
-    """Instructions, then what `previous_response_id` stands for, then the input."""
+def _read_messages(fields: JsonObject, history: ResponseHistory, reader: ItemReader) -> tuple[Message, ...]:
+    """Instructions, then the conversation of `previous_response_id`, then the input."""
     messages: list[Message] = []
-    instructions = own.get("instructions", "")
+    instructions = fields.get("instructions", "")
     if not isinstance(instructions, str):
         raise MessageError("instructions", instructions, "a string or null")
     if instructions:
         messages.append(Message("system", replace_surrogates(instructions)))
-    if "previous_response_id" in own:
-        messages += past.messages_through(own["previous_response_id"])
-    messages += reader.read(own.get("input"))
+    if "previous_response_id" in fields:
+        messages += history.messages_through(fields["previous_response_id"])
+    messages += reader.read(fields.get("input"))
     if not messages:
-        raise MessageError("input", own["input"], "a string or a list with at least one message")
+        raise MessageError("input", fields["input"], "a string or a list with at least one message")
     return tuple(messages)
 
 
-def _read_tool_choice(given: JsonObject) -> object:
-    """Which tool to call, as Chat Completions say it."""
-    choice = given.get("tool_choice", "auto")
+def _read_tool_choice(fields: JsonObject) -> object:
+    """The `tool_choice` of Chat Completions; None for `auto`."""
+    choice = fields.get("tool_choice", "auto")
     if not isinstance(choice, dict) and choice not in ("auto", "none", "required"):
         raise MessageError("tool_choice", choice, "none, auto, required or an object")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -165,17 +164,17 @@ def _read_tool_choice(given: JsonObject) -> object:
     return None if choice == "auto" else choice
 
 
-def _read_object(given: JsonObject, name: str, field_name: str = "") -> dict[str, Any]:
-    value = given.get(name)
+def _read_object(fields: JsonObject, name: str, path: str = "") -> dict[str, Any]:
+    value = fields.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise MessageError(field_name or name, value, "an object or null")
+        raise MessageError(path or name, value, "an object or null")
     return value
 
 
 def _encode_raw(value: object, name: str) -> msgspec.Raw:
-    """A value as it will be repeated, written once for all the events that repeat it."""
+    """A value that responses repeat, encoded once for all events that contain it."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except RecursionError:
@@ -183,6 +182,7 @@ def _encode_raw(value: object, name: str) -> msgspec.Raw:
 
 
 def count_response(tokens: int) -> dict[str, Any]:
+    """The response to `input_tokens`."""
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
@@ -193,7 +193,6 @@ RESPONSES = WireProtocol(
     build_response,
     ResponsesStream,
     error_body,
+    count_response=count_response,
     in_stream_errors=frozenset({CONTEXT_LENGTH_EXCEEDED}),
 )
-RESPONSES_COUNT_TOKENS = replace(RESPONSES, count_response=count_response)
-"""The same request, of which only the size of its prompt is wanted."""

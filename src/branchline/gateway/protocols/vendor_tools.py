@@ -1,8 +1,8 @@
-"""Vendors' own tools that the client runs itself, shown to a model as functions.
+"""Vendors' own tools that the client runs itself, shown to the model as functions.
 
-A vendor's model knows what they take; any other has to be told, and is: these are their documented inputs.
-Tools that run on a vendor's own servers (web search, a hosted shell) nobody here could run, so they are not
-offered. What is left out is said once in the log, by its type.
+A vendor's model knows the inputs of these tools; other models get their documented schemas here. Tools that
+run on a vendor's servers (web search, a hosted shell) cannot be run here and are not offered to the model; a
+warning names each such type once.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ def _no_arguments(_arguments: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VendorTool:
-    """One of them. The Responses protocol has an item of its own for calls of each."""
+    """A tool, and the item type that the Responses protocol has for calls of it."""
 
     description: str
     properties: Mapping[str, Any]
     required: tuple[str, ...]
     item_type: str = ""
-    """The type of that item."""
     id_prefix: str = ""
-    """What the ids of such items begin with."""
+    """The prefix of such items' ids."""
     arguments_field: str = ""
-    """The field in which it has what the tool is called with."""
+    """The item's field with the arguments."""
     default_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What stands there always, or where nothing else is said."""
+    """Values in that field if the model wrote none."""
     fallback_arguments: Callable[[str], dict[str, Any]] = _no_arguments
-    """What arguments become that are not what it takes: something that whoever runs it can say no to."""
+    """Makes valid arguments from a text that does not fit the schema; the client can then refuse them."""
 
     def to_function(self, name: str) -> dict[str, Any]:
-        """The tool as Chat Completions writes it."""
-        properties, required = dict(self.properties), list(self.required)
-        schema = {"type": "object", "properties": properties, "required": required}
-        shape = {"name": name, "description": self.description, "parameters": schema}
-        return {"type": "function", "function": shape}
+        """The tool as a Chat Completions function."""
+        schema = {
+            "type": "object",
+            "properties": dict(self.properties),
+            "required": list(self.required),
+        }
+        function = {"name": name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
 
     def to_item(self, arguments: str) -> dict[str, Any]:
-        """The arguments a model wrote, as an item has them."""
+        """The arguments that a model wrote, as the value of an item's field."""
         try:
             value = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, RecursionError):
@@ -63,22 +65,22 @@ class VendorTool:
         return {**self.default_arguments, **(value if fits else self.fallback_arguments(arguments))}
 
     def _is_valid(self, value: Mapping[str, Any], name: str) -> bool:
-        said = value.get(name)
-        texts = said if self.properties[name]["type"] == "array" else [said]
+        argument = value.get(name)
+        texts = argument if self.properties[name]["type"] == "array" else [argument]
         return isinstance(texts, list) and all(isinstance(text, str) for text in texts)
 
     def from_item(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that such an item stands for."""
+        """The arguments in the value of an item's field."""
         return {
-            name: said
-            for name, said in drop_empty(value).items()
+            name: argument
+            for name, argument in drop_empty(value).items()
             if name != "type" or "type" in self.properties
         }
 
 
 def drop_empty(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What clients really said: they write null, and empty objects, where there is nothing."""
-    return {name: said for name, said in value.items() if said is not None and said != {}}
+    """The fields that are set: clients write null and empty objects for absent ones."""
+    return {name: field_value for name, field_value in value.items() if field_value not in (None, {})}
 
 
 OPENAI_TOOLS: dict[str, VendorTool] = {
@@ -125,17 +127,20 @@ OPENAI_TOOLS: dict[str, VendorTool] = {
         fallback_arguments=lambda text: {"type": "update_file", "path": "", "diff": text},
     ),
 }
-"""By the type of the tool."""
+"""OpenAI's tools by their type."""
 TOOLS_BY_ITEM_TYPE = {tool.item_type: (name, tool) for name, tool in OPENAI_TOOLS.items()}
 
 _EDIT_PROPERTIES: dict[str, Any] = {
     "path": {**_STRING, "description": "The file or folder."},
     "view_range": _RANGE,
-    "file_text": {**_STRING, "description": "For create: what the file is to hold."},
-    "old_str": {**_STRING, "description": "For str_replace: what is there now, exactly."},
-    "new_str": {**_STRING, "description": "For str_replace: what is to be there."},
-    "insert_line": {**_INTEGER, "description": "For insert: the line behind which, 0 for the beginning."},
-    "insert_text": {**_STRING, "description": "For insert: what to put there."},
+    "file_text": {**_STRING, "description": "For create: the content of the file."},
+    "old_str": {**_STRING, "description": "For str_replace: the exact text to replace."},
+    "new_str": {**_STRING, "description": "For str_replace: the new text."},
+    "insert_line": {
+        **_INTEGER,
+        "description": "For insert: insert after this line, 0 for the beginning.",
+    },
+    "insert_text": {**_STRING, "description": "For insert: the text to insert."},
 }
 
 
@@ -172,7 +177,7 @@ _DATED_TYPE = re.compile(r"(.+)_[0-9]{8}")
 
 
 def anthropic_tool(kind: str) -> VendorTool | None:
-    """The tool of a dated type of Anthropic's.
+    """Anthropic's tool of a dated type; None if the client cannot run it.
 
     >>> anthropic_tool("bash_20250124").required, anthropic_tool("web_search_20250305")
     ((), None)
@@ -183,7 +188,7 @@ def anthropic_tool(kind: str) -> VendorTool | None:
 
 @lru_cache(maxsize=256)
 def warn_unsupported_tool(kind: str) -> None:
-    """Says, once, that a type of tools is not offered to the model."""
+    """Warns, once per type, that tools of this type are not offered to the model."""
     log.warning(
         "tools of type %s are not offered: they run on their vendor's servers, or are not known", kind
     )

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
+from branchline.core.arguments import freeform_input
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.protocols.openai_tools import freeform_input
 from branchline.gateway.protocols.vendor_tools import warn_unsupported_tool
 from tests.chat.families import load_codec
 from tests.gateway.harness import Agent, agent, run
@@ -51,12 +51,12 @@ async def answer(a: Agent, *messages: Any, stream: bool = False, **body: Any) ->
 @pytest.mark.parametrize(
     "arguments", ['{"input": "*** Begin\\n+ä"}', '{"patch": "x"}', '{"input": "{\\"a\\": 1}"}', "no JSON"]
 )
-def test_a_custom_tool_is_a_function_to_the_model_and_custom_to_the_client(
+def test_custom_tool_is_a_function_for_the_model_and_custom_for_the_client(
     arguments: str, stream: bool
 ) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("patch", arguments), ToolCall("look", "{}")))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall("patch", arguments), ToolCall("look", "{}")))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             tools = [PATCH, LOOK]
             message, finish = await answer(a, "p", tools=tools, stream=stream)
             custom, function = message["tool_calls"]
@@ -80,10 +80,10 @@ def test_a_custom_tool_is_a_function_to_the_model_and_custom_to_the_client(
     run(test)
 
 
-def test_a_custom_call_is_known_again_where_no_tools_are_offered_any_more() -> None:
+def test_custom_call_is_recognised_without_tools() -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             message, _ = await answer(a, "p", tools=[PATCH])
             result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
             await a.ask_text("p", message, result)
@@ -93,11 +93,11 @@ def test_a_custom_call_is_known_again_where_no_tools_are_offered_any_more() -> N
     run(test)
 
 
-def test_openais_sdk_gets_a_custom_call() -> None:
+def test_openai_sdk_reads_a_custom_call() -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
+        reply = Message("assistant", tool_calls=(ToolCall("patch", '{"input": "x"}'),))
         async with (
-            agent(said, codec=ToyCodec.chatml()) as a,
+            agent(reply, codec=ToyCodec.chatml()) as a,
             openai.AsyncOpenAI(base_url=a.session.base_url, api_key=a.session.api_key) as sdk,
         ):
             completion = await sdk.chat.completions.create(
@@ -114,15 +114,15 @@ def test_openais_sdk_gets_a_custom_call() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3_2", "mistral_nemo", "deepseek_v3"])
-def test_15_tools_of_any_type_are_taken_whatever_the_template(family: str) -> None:
+def test_15_tools_of_any_type_are_accepted_by_every_template(family: str) -> None:
     async def test() -> None:
         codec: Any = load_codec(family)
 
-        class Voice:
-            spell = staticmethod(codec.spell)
+        class ReplyCodec:
+            encode_reply = staticmethod(codec.encode_reply)
             decode = staticmethod(codec.decode)
 
-        engine = ScriptedEngine(Voice(), replies("ok"))  # type: ignore[arg-type]
+        engine = ScriptedEngine(ReplyCodec(), replies("ok"))  # type: ignore[arg-type]
         async with agent(engine=engine, codec=codec) as a:
             for tool in (
                 {"type": "web_search"},
@@ -137,7 +137,7 @@ def test_15_tools_of_any_type_are_taken_whatever_the_template(family: str) -> No
     run(test)
 
 
-def test_a_function_is_shown_as_it_was_written() -> None:
+def test_function_is_shown_as_written() -> None:
     async def test() -> None:
         odd = {"function": {"parameters": {}, "name": "look", "x-hint": 1}, "type": "function", "extra": True}
         async with agent("ok", codec=ToyCodec.chatml()) as a:
@@ -148,7 +148,7 @@ def test_a_function_is_shown_as_it_was_written() -> None:
     run(test)
 
 
-def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_tool_type_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         warn_unsupported_tool.cache_clear()
         async with agent("ok") as a:
@@ -170,10 +170,10 @@ def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 @streamed
-def test_functions_are_tools_and_a_call_of_one_comes_and_goes_as_it_did_of_old(stream: bool) -> None:
+def test_legacy_functions_are_tools_and_calls_use_function_call(stream: bool) -> None:
     async def test() -> None:
-        said = Message("assistant", tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", "{}")))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", tool_calls=(ToolCall("look", '{"at": 1}'), ToolCall("look", "{}")))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             functions = [{"name": "look", "parameters": {"type": "object"}}]
             message, finish = await answer(a, "p", functions=functions, function_call="auto", stream=stream)
             assert finish == "function_call"
@@ -188,7 +188,7 @@ def test_functions_are_tools_and_a_call_of_one_comes_and_goes_as_it_did_of_old(s
     run(test)
 
 
-def test_functions_that_are_not_to_be_called_are_not_shown() -> None:
+def test_legacy_functions_are_hidden_by_function_call_none() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             await a.ask_text("q", functions=[{"name": "look"}], function_call="none")
@@ -207,7 +207,7 @@ def test_functions_that_are_not_to_be_called_are_not_shown() -> None:
 # -- stream_options ----------------------------------------------------------------------------------
 
 
-def test_usage_may_be_left_open_and_what_is_wrong_is_named() -> None:
+def test_null_stream_options_are_accepted_and_invalid_ones_named() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             for options in (None, {}, {"include_usage": None}, {"include_obfuscation": False}):

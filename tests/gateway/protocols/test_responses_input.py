@@ -1,27 +1,36 @@
-"""Items and tools of the Responses protocol: what becomes one message, what is passed over or refused."""
+"""Items, tools and response ids of the Responses protocol."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.gateway.protocols.openai_tools import ToolAlias, freeform_input, read_openai_tools
-from branchline.gateway.protocols.responses_history import ResponseHistory
-from branchline.gateway.protocols.responses_items import ItemReader, decode_reasoning, encode_reasoning
+from branchline.core.arguments import freeform_input
+from branchline.core.call import Call
+from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
+from branchline.gateway.protocols.responses_input import (
+    ItemReader,
+    ResponseHistory,
+    decode_reasoning,
+    encode_reasoning,
+    item_id,
+)
 from branchline.tree.tree import Tree
-from tests.gateway.harness import agent, run
+from tests.gateway.harness import Agent, agent, run
 from tests.gateway.protocols.protocol_clients import (
     QUESTIONS,
     SYSTEM,
     TOOLS,
     engine_of,
     parse_events,
-    post,
+    post_responses,
+    request,
     respond,
     response_parts,
 )
@@ -59,7 +68,7 @@ def call_item(name: str, **more: Any) -> dict[str, Any]:
 # -- what becomes one message ------------------------------------------------------------------------
 
 
-def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_included() -> None:
+def test_agent_message_is_a_user_message_with_its_encrypted_part() -> None:
     task = {
         "type": "agent_message",
         "author": "/main",
@@ -69,8 +78,8 @@ def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_includ
             {"type": "encrypted_content", "encrypted_content": "count the files"},
         ],
     }
-    (told,) = read(task)
-    assert (told.role, told.content) == ("user", "Payload:\ncount the files")
+    (message,) = read(task)
+    assert (message.role, message.content) == ("user", "Payload:\ncount the files")
     assert [message.role for message in read(message_item("hm"), task, call_item("look"))] == [
         "assistant",
         "user",
@@ -78,7 +87,7 @@ def test_what_one_agent_tells_another_is_said_by_the_user_its_sealed_part_includ
     ]
 
 
-def test_the_items_of_one_answer_become_one_message() -> None:
+def test_items_of_one_answer_become_one_message() -> None:
     (message,) = read(
         reasoning_item("hm"), message_item("a"), call_item("f"), call_item("g"), message_item("b")
     )
@@ -102,26 +111,26 @@ def test_items_of_two_answers_become_two_messages(items: list[Any]) -> None:
     assert [message.role for message in read(*items)].count("assistant") == 2
 
 
-def test_ids_of_ours_hold_an_answer_together_whatever_it_looks_like() -> None:
+def test_response_ids_group_the_items_of_an_answer() -> None:
     (message,) = read(
         message_item("a", id="msg_aa_0"), reasoning_item("hm", id="rs_aa_0"), message_item("b", id="msg_aa_1")
     )
     assert (message.content, message.reasoning_content, message.id) == ("ab", "hm", "resp_aa")
 
 
-def test_items_that_only_a_vendor_could_act_on_are_passed_over() -> None:
+def test_items_of_vendor_servers_are_ignored() -> None:
     odd = [
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "code_interpreter_call", "code": "1", "container_id": "c"},
         {"type": "compaction", "encrypted_content": "x"},
-        {"type": "never heard of"},
+        {"type": "unknown"},
     ]
     assert read(USER, reasoning_item("hm"), *odd, message_item("a"), *odd) == read(
         USER, reasoning_item("hm"), message_item("a")
     )
 
 
-def test_a_result_is_a_text_or_parts() -> None:
+def test_tool_result_is_a_text_or_parts() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}
     text = {"type": "input_text", "text": "seen"}
     plain, parts, mixed = read(
@@ -134,14 +143,14 @@ def test_a_result_is_a_text_or_parts() -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_what_is_sealed_can_be_read_again(text: str) -> None:
+def test_encoded_reasoning_is_decoded(text: str) -> None:
     assert decode_reasoning(encode_reasoning(text)) == text
 
 
 # -- tools -------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_what_chat_completions_calls_a_function() -> None:
+def test_function_becomes_a_chat_completions_function() -> None:
     schema = {"type": "object"}
     tool = {"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": None}
     chat = {"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}
@@ -149,8 +158,8 @@ def test_a_function_is_what_chat_completions_calls_a_function() -> None:
         assert read_openai_tools([given_tool]) == ([chat], {})
 
 
-def test_tools_nobody_here_can_run_are_not_offered() -> None:
-    odd = [
+def test_vendor_server_tools_are_not_offered() -> None:
+    odd: list[dict[str, Any]] = [
         {"type": kind}
         for kind in ("web_search", "code_interpreter", "mcp", "image_generation", "tool_search", 7)
     ]
@@ -158,7 +167,7 @@ def test_tools_nobody_here_can_run_are_not_offered() -> None:
     assert read_openai_tools(odd) == ([], {})
 
 
-def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
+def test_namespaced_tool_is_offered_under_both_names() -> None:
     inner = [{"type": "function", "name": "read"}, {**PATCH, "name": "edit"}]
     tools, aliases = read_openai_tools(
         [
@@ -173,7 +182,7 @@ def test_a_tool_of_a_namespace_is_offered_under_both_names() -> None:
     }
 
 
-def test_a_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
+def test_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
     ((tool,), aliases) = read_openai_tools([PATCH])
     function = tool["function"]
     assert (function["name"], function["description"]) == ("apply_patch", "Edits files.")
@@ -187,12 +196,10 @@ def test_a_freeform_tool_is_offered_as_a_function_of_one_text() -> None:
     "arguments",
     ['{"input": "*** Begin\\n+ä"}', '{"patch": "x"}', '{"input": "{\\"a\\": 1}"}', "no JSON", "[1]"],
 )
-def test_a_freeform_call_comes_and_goes_as_a_text_whatever_the_model_wrote(
-    arguments: str, stream: bool
-) -> None:
+def test_freeform_call_is_a_text_for_any_arguments_of_the_model(arguments: str, stream: bool) -> None:
     async def test() -> None:
-        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", arguments),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("apply_patch", arguments),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             response = await respond(a, [USER], tools=[PATCH], stream=stream)
             (item,) = response["output"]
             assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
@@ -206,10 +213,10 @@ def test_a_freeform_call_comes_and_goes_as_a_text_whatever_the_model_wrote(
     run(test)
 
 
-def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
+def test_freeform_call_without_its_id_is_matched_by_input() -> None:
     async def test() -> None:
-        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             (item,) = (await respond(a, [USER], tools=[PATCH]))["output"]
             del item["id"]
             result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
@@ -219,23 +226,23 @@ def test_a_freeform_call_whose_id_is_lost_is_still_known_by_its_input() -> None:
     run(test)
 
 
-def test_a_freeform_call_is_streamed_as_its_input() -> None:
+def test_freeform_call_is_streamed_as_its_input() -> None:
     async def test() -> None:
-        said = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
-        async with agent(said, codec=ToyCodec.chatml()) as a:
-            events = parse_events((await post(a, "p", tools=[PATCH], stream=True)).text)
-            told = [event for event in events if "custom_tool_call_input" in event["type"]]
-            assert [event["type"].rpartition(".")[2] for event in told] == ["delta", "done"]
-            assert (told[0]["delta"], told[1]["input"]) == ("x\ny", "x\ny")
+        reply = Message("assistant", "", tool_calls=(ToolCall("apply_patch", '{"input": "x\\ny"}'),))
+        async with agent(reply, codec=ToyCodec.chatml()) as a:
+            events = parse_events((await post_responses(a, "p", tools=[PATCH], stream=True)).text)
+            call_events = [event for event in events if "custom_tool_call_input" in event["type"]]
+            assert [event["type"].rpartition(".")[2] for event in call_events] == ["delta", "done"]
+            assert (call_events[0]["delta"], call_events[1]["input"]) == ("x\ny", "x\ny")
 
     run(test)
 
 
-def test_a_call_in_a_namespace_comes_back_in_it() -> None:
+def test_call_of_a_namespaced_tool_has_the_namespace() -> None:
     async def test() -> None:
         tools = [{"type": "namespace", "name": "mcp__files", "tools": [{"type": "function", "name": "read"}]}]
-        said = Message("assistant", "", tool_calls=(ToolCall("mcp__files__read", "{}"),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "", tool_calls=(ToolCall("mcp__files__read", "{}"),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             (item,) = (await respond(a, [USER], tools=tools))["output"]
             assert (item["name"], item["namespace"]) == ("read", "mcp__files")
             result = {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
@@ -246,7 +253,7 @@ def test_a_call_in_a_namespace_comes_back_in_it() -> None:
     run(test)
 
 
-def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
+def test_additional_tools_item_adds_tools_that_none_hides() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             await respond(a, [USER], tools=TOOLS)
@@ -259,7 +266,7 @@ def test_tools_may_come_as_an_item_and_are_hidden_on_request() -> None:
     run(test)
 
 
-def test_one_call_at_a_time_where_no_more_are_wanted() -> None:
+def test_parallel_tool_calls_false_gives_one_call() -> None:
     async def test() -> None:
         both = Message("assistant", "", tool_calls=(ToolCall("look", "{}"), ToolCall("look", '{"at": 2}')))
         async with agent(both, codec=ToyCodec.chatml()) as a:
@@ -270,10 +277,10 @@ def test_one_call_at_a_time_where_no_more_are_wanted() -> None:
     run(test)
 
 
-def test_items_can_be_sent_back_by_id_alone() -> None:
+def test_item_reference_stands_for_the_item() -> None:
     async def test() -> None:
-        said = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),))
-        async with agent(said, "done", codec=ToyCodec.chatml()) as a:
+        reply = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),))
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
             output = (await respond(a, [USER], tools=TOOLS))["output"]
             references = [{"type": "item_reference", "id": item["id"]} for item in output]
             result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "ok"}
@@ -351,7 +358,7 @@ def test_wrong_input_is_400_with_the_field_named(body: Any, field: str) -> None:
     run(test)
 
 
-def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
+def test_text_model_refuses_images_in_any_item() -> None:
     async def test() -> None:
         engine, codec = engine_of("qwen3")
         image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
@@ -362,7 +369,7 @@ def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
                 [{"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}],
                 [user, call, {"type": "function_call_output", "call_id": "c", "output": [image]}],
             ):
-                refused = await post(a, items, instructions=SYSTEM, stream=True)
+                refused = await post_responses(a, items, instructions=SYSTEM, stream=True)
                 assert refused.status_code == 400
                 assert "image" in refused.json()["error"]["message"]
             assert not engine.received_prompts
@@ -370,7 +377,7 @@ def test_a_text_model_refuses_images_clearly_wherever_they_stand() -> None:
     run(test)
 
 
-def test_however_deep_a_body_is_nested_it_is_taken_or_refused() -> None:
+def test_deeply_nested_body_is_accepted_or_refused() -> None:
     async def test() -> None:
         async with agent("ok") as a:
             url, headers = (
@@ -403,7 +410,7 @@ json_scraps: st.SearchStrategy[Any] = st.recursive(
 
 
 def valid_items(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Items of a kind as they should be, some fields left out or null."""
+    """Valid items of a kind, with some fields omitted or null."""
     known = {name: value for name, value in fields.items() if name in ("role", "name", "output")}
     rest = {name: value | st.none() for name, value in fields.items() if name not in known}
     return st.fixed_dictionaries({"type": st.just(kind), **known}, optional={"id": ids, **rest})
@@ -452,7 +459,7 @@ bodies = st.fixed_dictionaries(
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.lists(bodies, min_size=20, max_size=20))
-def test_whatever_is_sent_it_is_answered_or_refused_by_name(sent: list[Any]) -> None:
+def test_any_input_is_answered_or_refused_by_name(sent: list[Any]) -> None:
     async def test() -> None:
         async with agent("ok", codec=ToyCodec.chatml()) as a:
             for body in sent:
@@ -470,3 +477,86 @@ def test_whatever_is_sent_it_is_answered_or_refused_by_name(sent: list[Any]) -> 
                     assert response.json()["status"] == "completed"
 
     run(test)
+
+
+# -- response ids ------------------------------------------------------------------------------------
+
+SYSTEM_MESSAGE = {"role": "system", "content": "S"}
+
+
+# -- instructions ------------------------------------------------------------------------------------
+
+
+def test_instructions_are_omitted_although_another_call_had_them_as_a_message() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A3") as a:
+            await a.ask_text(SYSTEM_MESSAGE, USER)
+            mine = await respond(a, "q", instructions="S")
+            await respond(a, "x", instructions="S", previous_response_id=mine["id"])
+            assert a.prompts()[-1] == "system:S\nuser:q\nassistant:A2user:x\nassistant:"
+            await respond(a, "x", previous_response_id=mine["id"])
+            assert a.prompts()[-1] == "user:q\nassistant:A2user:x\nassistant:"
+
+    run(test)
+
+
+def test_message_stays_although_another_call_had_it_as_instructions() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A3") as a:
+            await respond(a, "p", instructions="S")
+            mine = await respond(a, [SYSTEM_MESSAGE, USER])
+            await respond(a, "x", previous_response_id=mine["id"])
+            assert a.prompts()[-1] == "system:S\nuser:p\nassistant:A2user:x\nassistant:"
+
+    run(test)
+
+
+def test_call_without_the_instructions_field_had_none() -> None:
+    call = Call(0, "resp_1", "", 1, (2,), 3, has_instructions=True)
+    fields = msgspec.to_builtins(call)
+    assert msgspec.convert(fields, Call).has_instructions
+    assert not msgspec.convert(fields[:-1], Call).has_instructions
+
+
+# -- items -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "turn-1", "turn_1", "a.b-c", "resp_x", "abc123"])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_items_of_a_named_call_are_recognised(name: str, by_id: bool) -> None:
+    async def test() -> None:
+        reply = Message("assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("look", "{}"),) * 2)
+        async with agent(reply, "done", codec=ToyCodec.chatml()) as a:
+            first = await _named(a, name, [USER])
+            output = first["output"]
+            assert first["id"] == name or not name
+            items = [{"type": "item_reference", "id": item["id"]} for item in output] if by_id else output
+            results = [
+                {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+                for item in output[-2:]
+            ]
+            await respond(a, [USER, *items, *results], tools=TOOLS)
+            (line,) = await a.timelines()
+            assert len(line["calls"]) == 2
+            assert not a.session.managed.session.tree.calls[1].applied_equivalences
+
+    run(test)
+
+
+async def _named(a: Agent, name: str, items: Any) -> dict[str, Any]:
+    sent = request(a, "responses", "", input=items, tools=TOOLS)
+    if name:
+        sent.headers["x-branchline-call"] = name
+    response = await a.http.send(sent)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+@pytest.mark.parametrize("id", ["msg_68af", "call_1_2", "fc_call_1", "msg_", "msg_x_y", "odd_aa_0"])
+def test_foreign_ids_are_not_recognised(id: str) -> None:
+    assert ResponseHistory(Tree()).parse_item_id(id) == ("", "", 0)
+
+
+def test_generated_ids_of_another_session_group_the_items_of_an_answer() -> None:
+    assert ResponseHistory(Tree()).parse_item_id(item_id("fc", "resp_ab12", 3)) == ("fc", "resp_ab12", 3)
