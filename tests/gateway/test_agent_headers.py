@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from branchline.gateway.agent_headers import AgentIdentity, identify_agent
+from branchline.gateway.model_api import identify_agent
 from tests.gateway.harness import agent, run
 
 
 @pytest.mark.parametrize(
     ("headers", "identity"),
     [
-        ({}, AgentIdentity()),
-        ({"x-branchline-agent": "critic"}, AgentIdentity("critic")),
+        ({}, ("", "")),
+        ({"x-branchline-agent": "critic"}, ("critic", "")),
         (
             {"x-branchline-agent": "critic", "x-branchline-parent-agent": "main"},
-            AgentIdentity("critic", "main"),
+            ("critic", "main"),
         ),
-        ({"x-claude-code-agent-id": "a1"}, AgentIdentity("a1")),
-        ({"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}, AgentIdentity("a2", "a1")),
+        ({"x-claude-code-agent-id": "a1"}, ("a1", "")),
+        ({"x-claude-code-agent-id": "a2", "x-claude-code-parent-agent-id": "a1"}, ("a2", "a1")),
         # The main conversation has no name, so that a restarted client is the same agent.
-        ({"session-id": "s1", "thread-id": "s1"}, AgentIdentity()),
+        ({"session-id": "s1", "thread-id": "s1"}, ("", "")),
         (
             {"session-id": "s1", "thread-id": "t2", "x-codex-parent-thread-id": "s1"},
-            AgentIdentity("t2", "s1"),
+            ("t2", "s1"),
         ),
-        ({"thread-id": "t2"}, AgentIdentity()),
-        ({"x-session-id": "s1"}, AgentIdentity()),
-        ({"x-session-id": "s2", "x-parent-session-id": "s1"}, AgentIdentity("s2", "s1")),
+        ({"thread-id": "t2"}, ("", "")),
+        ({"x-session-id": "s1"}, ("", "")),
+        ({"x-session-id": "s2", "x-parent-session-id": "s1"}, ("s2", "s1")),
         # Branchline's own headers have precedence.
-        ({"x-branchline-agent": "critic", "x-claude-code-agent-id": "a1"}, AgentIdentity("critic")),
+        ({"x-branchline-agent": "critic", "x-claude-code-agent-id": "a1"}, ("critic", "")),
     ],
 )
-def test_headers_name_an_agent_and_its_parent(headers: dict[str, str], identity: AgentIdentity) -> None:
+def test_headers_name_an_agent_and_its_parent(headers: dict[str, str], identity: tuple[str, str]) -> None:
     assert identify_agent(headers) == identity
 
 

@@ -65,10 +65,6 @@ class Route:
     engine: Engine | UpstreamChat
     train: bool = True
 
-    @property
-    def is_upstream(self) -> bool:
-        return isinstance(self.engine, UpstreamChat)
-
     def run_call(
         self,
         managed: ManagedSession,
