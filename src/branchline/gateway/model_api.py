@@ -37,7 +37,7 @@ from branchline.gateway.protocols.chat import CHAT
 from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import MESSAGES
 from branchline.gateway.protocols.responses import RESPONSES
-from branchline.runtime.call_lifecycle import prepare_call
+from branchline.runtime.call_lifecycle import prepare_call, run_call
 from branchline.runtime.call_record import (
     CallEvent,
     CallFailure,
@@ -50,6 +50,7 @@ from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HE
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
+from branchline.runtime.upstream import run_upstream_call
 
 log = logging.getLogger("branchline.gateway")
 
@@ -219,13 +220,15 @@ class ModelApi:
                 resume_call_id=http.headers.get(RESUME_HEADER, ""),
             )
             call_request = replace(call_request, request=request)
-            if protocol is CHAT and isinstance(engine_route.engine, UpstreamChat):
-                # Only an upstream of the same protocol knows the fields that are not read here.
-                options = chat.upstream_options(body, managed.options, request.tools)
-                call_request = replace(call_request, upstream_options=options)
-            events = engine_route.run_call(
-                managed, call_request, record, self._config.max_prompt_tokens, self._config.stream_flush_s
-            )
+            if isinstance(engine_route.engine, UpstreamChat):
+                if protocol is CHAT:
+                    # Only an upstream of the same protocol knows the fields that are not read here.
+                    options = chat.upstream_options(body, managed.options, request.tools)
+                    call_request = replace(call_request, upstream_options=options)
+                events = run_upstream_call(managed, engine_route.engine, call_request, record)
+            else:
+                limit, flush_s = self._config.max_prompt_tokens, self._config.stream_flush_s
+                events = run_call(managed, engine_route.engine, call_request, record, limit, flush_s)
             call = _ModelCall(protocol, http, managed, parsed, record, events)
             self.in_flight += 1
             try:

@@ -92,7 +92,7 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
             read_sampling_params(
                 fields, max_tokens_name, context.default_max_tokens, context.max_tokens_limit
             ),
-            n=read_int(fields, "n", 1, 1, MAX_CHOICES),
+            n=read_int(fields, "n", 1, 1, MAX_CHOICES) if "n" in fields else 1,
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop") if "stop" in fields else (),
             single_tool_call=tool_set.is_legacy or not read_bool(fields, "parallel_tool_calls", True),
@@ -100,7 +100,7 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
         context.model,
         include_usage="stream_options" in fields and read_include_usage(fields),
         logprobs=read_bool(fields, "logprobs"),
-        top_logprobs=read_int(fields, "top_logprobs", 0, 0, 2**31) > 0,
+        top_logprobs="top_logprobs" in fields and read_int(fields, "top_logprobs", 0, 0, 2**31) > 0,
         return_token_ids=read_bool(fields, "return_token_ids"),
         tool_set=tool_set,
     )
