@@ -132,6 +132,19 @@ def test_an_ascii_stdout_gets_escaped_characters(tmp_path: Path) -> None:
     assert r"\u4e16\u754c" in done.stdout
 
 
+def test_a_large_log_shows_a_progress_bar_on_a_terminal(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(call_log, "_PROGRESS_BAR_BYTES", 1)
+    assert main(["merge", str(log), "--json"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["merge", str(log), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["calls"] == 1
+    assert "reading calls.jsonl" in printed.err
+
+
 def test_help_imports_neither_tokenizers_nor_jinja() -> None:
     code = (
         "import sys; from branchline.cli.main import main\n"

@@ -6,11 +6,15 @@ A log is read completely before a command prints anything, so a bad line leaves 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import get_args
+
+from rich.console import Console
+from rich.progress import Progress
 
 from branchline.chat.base import reply_to_text
 from branchline.chat.generic.codec import GenericCodec
@@ -26,6 +30,8 @@ from branchline.timelines.log import LoggedCall, LogReader, group_by_session, wi
 from branchline.timelines.merge import MergeResult, merge
 
 _DEFAULTS = MergePolicy()
+_PROGRESS_BAR_BYTES = 5_000_000
+"""Size of a log whose reading takes long enough for a progress bar."""
 
 LOG_FORMAT_HELP = """\
 one line of CALLS.jsonl (wrapped here):
@@ -140,7 +146,8 @@ def load_call_log(options: argparse.Namespace) -> CallLogFile:
         skip_bad=options.skip_bad,
         check_ids=tokenizer.invalid_id_error if tokenizer is not None else None,
     )
-    calls = list(reader if tokenizer is None else _encode_missing_ids(reader, tokenizer))
+    encoded = reader if tokenizer is None else _encode_missing_ids(reader, tokenizer)
+    calls = list(_show_progress(encoded, options.calls))
     reader.errors.sort(key=lambda error: error.line)
     if not calls:
         errors = reader.errors
@@ -150,6 +157,20 @@ def load_call_log(options: argparse.Namespace) -> CallLogFile:
         LoggedSession(name, group, merge(group, policy)) for name, group in group_by_session(calls).items()
     ]
     return CallLogFile(options.calls, sessions, reader.errors, tokenizer)
+
+
+def _show_progress(calls: Iterable[LoggedCall], path: Path) -> Iterator[LoggedCall]:
+    """Yields the calls, with a progress bar on stderr if that is a terminal and the log is large."""
+    if not (sys.stderr.isatty() and path.is_file() and path.stat().st_size > _PROGRESS_BAR_BYTES):
+        yield from calls
+        return
+    with path.open("rb") as file:
+        lines = sum(1 for _ in file)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"reading {path.name}", total=lines)
+        for call in calls:
+            bar.update(task, completed=call.line)
+            yield call
 
 
 def _encode_missing_ids(reader: LogReader, tokenizer: TokenizerDir) -> Iterator[LoggedCall]:
