@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.chat.parsing.base import OutputParser
-from branchline.chat.parsing.registry import create_text_parser
+from branchline.chat.parsing.output_parser import OutputFormat, OutputParser
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Chunk, FinishReason
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta, StopStringMatcher
@@ -104,7 +103,7 @@ def test_a_single_tool_call_ends_the_answer_and_keeps_its_stop_id(message: Messa
 
 def _hermes() -> OutputParser:
     """A real format with byte tokens, so that cuts fall inside characters and markers."""
-    text = create_text_parser("hermes", reasoning_format="think")
+    text = OutputFormat("hermes", "think").create_parser()
     return OutputParser(text, lambda token: bytes([token]), frozenset({STOP_ID}))
 
 

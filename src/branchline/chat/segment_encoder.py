@@ -18,7 +18,7 @@ from branchline.chat.parsing.base import REPLACEMENT
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
-from branchline.core.token_arrays import NO_IDS, Ids
+from branchline.core.token_arrays import NO_IDS, Ids, as_ids
 
 _CACHE_BYTES = 64 * 1024 * 1024
 _SAFETY_PROBES = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
@@ -32,15 +32,16 @@ class SegmentEncoder:
         self._added_ids = dict(tokenizer.added_tokens)
         # Longest first: a token must not match where it is only the prefix of a longer one.
         names = sorted(self._added_ids, key=len, reverse=True)
-        self._added_pattern = re.compile("|".join(map(re.escape, names))) if names else re.compile(r"(?!)")
+        self._added_pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        self._added_arrays = {name: as_ids([token]) for name, token in self._added_ids.items()}
         # Some vocabularies add runs of whitespace; those are text, not control tokens.
         control = [token for name, token in self._added_ids.items() if name.replace("\u2581", " ").strip()]
-        self._is_control = np.zeros(max([tokenizer.vocab_size, *(token + 1 for token in control)]), np.bool_)
-        self._is_control[control] = True
+        self.is_control = np.zeros(max([tokenizer.vocab_size, *(token + 1 for token in control)]), np.bool_)
+        """Whether each id is an added token that is more than whitespace."""
+        self.is_control[control] = True
         self._cache: ByteLimitedCache[tuple[str, Ids]] = ByteLimitedCache(
             _CACHE_BYTES, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
         )
-        self._byte_length_table = np.full(tokenizer.vocab_size, -1, np.int32)
         self.encoded_tokens = 0
         """Tokens that the tokenizer encoded; the others came from the cache."""
         self.encodes_by_segment = True
@@ -50,24 +51,25 @@ class SegmentEncoder:
 
     def encode(self, text: str) -> Ids:
         """Returns the ids of a text, exactly as the tokenizer does."""
-        if not text:
-            return NO_IDS
-        if not self.encodes_by_segment:
-            return self._encode_segment(text)
+        segments = self._added_pattern.split(text) if self.encodes_by_segment else [text]
         parts: list[Ids] = []
-        position = 0
-        for start, end, token in self.find_added_tokens(text):
-            if start > position:
-                parts.append(self._encode_segment(text[position:start]))
-            parts.append(np.array([token], np.int32))
-            position = end
-        if position < len(text):
-            parts.append(self._encode_segment(text[position:]))
+        for segment in filter(None, segments):
+            ids = self._added_arrays.get(segment) if self.encodes_by_segment else None
+            if ids is None:
+                cached = self._cache.get(segment)
+                if cached is None:
+                    cached = (segment, self._tokenizer.encode(segment))
+                    self._cache.put(segment, cached)
+                    self.encoded_tokens += len(cached[1])
+                ids = cached[1]
+            parts.append(ids)
+        if not parts:
+            return NO_IDS
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def normalize(self, text: str) -> str:
         """Returns the text in the Unicode form in which the tokenizer encodes it."""
-        if not self._tokenizer.normalizes_nfc or text.isascii():
+        if text.isascii() or not self._tokenizer.normalizes_nfc:
             return text
         return unicodedata.normalize("NFC", text)
 
@@ -76,9 +78,12 @@ class SegmentEncoder:
 
         Returns the parts and the offsets at which the text is really split.
         """
-        if not offsets:
-            return [ids], []
-        ends = self._token_ends(text, ids)
+        # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
+        lengths = map(len, map(self._tokenizer.token_bytes, ids.tolist()))
+        ends = np.cumsum(np.fromiter(lengths, np.int64, len(ids)))
+        if not text.isascii():
+            characters = _characters_before(text)
+            ends = characters[np.minimum(ends, len(characters) - 1)]
         cuts: list[int] = []
         actual: list[int] = []
         for offset in offsets:
@@ -89,36 +94,6 @@ class SegmentEncoder:
             cuts.append(cut + crosses)
             actual.append(int(ends[cut]) if crosses else offset)
         return np.split(ids, cuts), actual
-
-    def _token_ends(self, text: str, ids: Ids) -> NDArray[np.int64]:
-        """Returns the offset in the text at which each token ends, computed from the bytes of the tokens."""
-        byte_ends = np.cumsum(self._byte_lengths(ids), dtype=np.int64)
-        if text.isascii():
-            return byte_ends
-        data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-        # A character counts from its first byte on; bytes 10xxxxxx continue one.
-        characters = np.zeros(len(data) + 2, np.int64)
-        np.cumsum((data & 0xC0) != 0x80, out=characters[1:-1])
-        characters[-1] = len(text) + 1
-        return characters[np.minimum(byte_ends, len(data) + 1)]
-
-    def _byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
-        """Returns the number of bytes of each token, from a table that is filled on demand."""
-        lengths = self._byte_length_table[ids]
-        if (lengths < 0).any():
-            for token in np.unique(ids[lengths < 0]).tolist():
-                self._byte_length_table[token] = len(self._tokenizer.token_bytes(token))
-            lengths = self._byte_length_table[ids]
-        return lengths
-
-    def _encode_segment(self, text: str) -> Ids:
-        cached = self._cache.get(text)
-        if cached is not None:
-            return cached[1]
-        ids = self._tokenizer.encode(text)
-        self.encoded_tokens += len(ids)
-        self._cache.put(text, (text, ids))
-        return ids
 
     def _verify_segments(self) -> bool:
         """Whether the concatenated segments equal the whole encode, tested with this tokenizer."""
@@ -141,14 +116,10 @@ class SegmentEncoder:
         for match in self._added_pattern.finditer(text, start, len(text) if end is None else end):
             yield match.start(), match.end(), self._added_ids[match[0]]
 
-    def is_control_token(self, token: int) -> bool:
-        """Whether an added token is more than whitespace."""
-        return bool(self._is_control[token])
-
     def control_tokens_in(self, ids: Ids) -> list[int]:
         """Returns the control tokens among ids."""
-        known = ids[(ids >= 0) & (ids < len(self._is_control))]
-        tokens: list[int] = known[self._is_control[known]].tolist()
+        known = ids[(ids >= 0) & (ids < len(self.is_control))]
+        tokens: list[int] = known[self.is_control[known]].tolist()
         return tokens
 
     # -- ids to text ---------------------------------------------------------------------------------
@@ -162,14 +133,17 @@ class SegmentEncoder:
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes of ids; an unknown id is U+FFFD."""
-        tokens, token_bytes = ids.tolist(), self._tokenizer.token_bytes
         try:
-            return b"".join(map(token_bytes, tokens))
+            return b"".join(map(self._tokenizer.token_bytes, ids.tolist()))
         except CodecError:
-            return b"".join([self._token_bytes_or_replacement(token) for token in tokens])
+            return b"".join([self._tokenizer.token_bytes_or(token, REPLACEMENT) for token in ids.tolist()])
 
-    def _token_bytes_or_replacement(self, token: int) -> bytes:
-        try:
-            return self._tokenizer.token_bytes(token)
-        except CodecError:
-            return REPLACEMENT
+
+def _characters_before(text: str) -> NDArray[np.int64]:
+    """Returns how many characters of a text start before each of its bytes; the last entry is one more."""
+    data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+    characters = np.zeros(len(data) + 2, np.int64)
+    # Bytes 10xxxxxx continue a character.
+    np.cumsum((data & 0xC0) != 0x80, out=characters[1:-1])
+    characters[-1] = len(text) + 1
+    return characters

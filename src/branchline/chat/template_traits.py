@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from branchline.core.message import Media, Message, ToolCall
+from branchline.core.message import Message, Notation, ToolCall
 
 TemplateMessage = dict[str, Any]
 FieldMarker = Callable[[int, str], str]
@@ -128,10 +128,15 @@ class TemplateTraits:
         template_ids: list[str] = []
         client_ids: list[str] = []
         for index, message in enumerate(messages):
-            raw = self._message_to_dict(index, message, markers.get(index) if markers else None)
+            mark = markers.get(index) if markers else None
+            raw = self._message_to_dict(message, mark)
             if message.tool_calls:
-                template_ids = [call["id"] for call in raw["tool_calls"]]
                 client_ids = [call.id for call in message.tool_calls]
+                template_ids = [self._call_id(call_id, index, n) for n, call_id in enumerate(client_ids)]
+                raw["tool_calls"] = [
+                    {"id": call_id, "type": "function", "function": self._function_to_dict(call, n, mark)}
+                    for n, (call, call_id) in enumerate(zip(message.tool_calls, template_ids, strict=True))
+                ]
             elif message.role == "tool" and template_ids:
                 # Templates pair results with calls by position, and some print the id.
                 known = message.tool_call_id in client_ids
@@ -143,29 +148,39 @@ class TemplateTraits:
             written.append(raw)
         return written if self.role_rules is UNRESTRICTED_ROLES else self.role_rules.apply(written)
 
-    def _message_to_dict(self, index: int, message: Message, mark: FieldMarker | None) -> TemplateMessage:
+    def _message_to_dict(self, message: Message, mark: FieldMarker | None) -> TemplateMessage:
+        """Returns a message without its tool calls."""
         raw: TemplateMessage = {"role": self.role_aliases.get(message.role, message.role)}
-        raw["content"] = _content_value(message, mark)
-        if message.reasoning_content:
-            reasoning = message.reasoning_content
+        content, reasoning = message.content, message.reasoning_content
+        if self.requires_null_content and message.tool_calls and not content:
+            raw["content"] = None
+        elif message.parts and message.media:
+            raw["content"] = [
+                {"type": "text", "text": part}
+                if isinstance(part, str)
+                else {"type": part.kind, part.kind: part.url or part.digest}
+                for part in message.parts
+            ]
+        elif mark is not None and (content or not (reasoning or message.tool_calls)):
+            # An empty field is marked only if no other field can show where the message is.
+            raw["content"] = mark(0, content)
+        else:
+            raw["content"] = content
+        if reasoning:
             raw[self.reasoning_field] = mark(1, reasoning) if mark else reasoning
         if message.name:
             raw["name"] = message.name
-        if message.tool_calls:
-            if self.requires_null_content and not message.content:
-                raw["content"] = None
-            raw["tool_calls"] = [
-                {
-                    "id": self._call_id(call.id, index, place),
-                    "type": "function",
-                    "function": self._function_to_dict(call, place, mark),
-                }
-                for place, call in enumerate(message.tool_calls)
-            ]
         return raw
 
     def _function_to_dict(self, call: ToolCall, place: int, mark: FieldMarker | None) -> dict[str, Any]:
-        value = self._format_arguments(call.arguments)
+        """Returns the name and the arguments of a call, in the form in which the template accepts them."""
+        text = call.arguments
+        value: Any = text
+        if self.arguments_format == "object":
+            with suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+                value = msgspec.json.decode(text.strip() or "{}")
+            if not isinstance(value, dict) and self.malformed_arguments_format != "value":
+                value = text if self.malformed_arguments_format == "text" else {_PLACEHOLDER_KEY: text}
         if mark is None:
             return {"name": call.name, "arguments": value}
         start, end = mark(2 + place, "\0").split("\0")
@@ -178,17 +193,6 @@ class TemplateTraits:
         keys = [(start * (n == 0)) + key + (end * (n == last)) for n, key in enumerate(value)]
         return {"name": call.name, "arguments": dict(zip(keys, value.values(), strict=True))}
 
-    def _format_arguments(self, text: str) -> Any:
-        """Returns arguments in the form in which the template accepts them."""
-        if self.arguments_format == "text":
-            return text
-        value: Any = text
-        with suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            value = msgspec.json.decode(text.strip() or "{}")
-        if isinstance(value, dict) or self.malformed_arguments_format == "value":
-            return value
-        return text if self.malformed_arguments_format == "text" else {_PLACEHOLDER_KEY: text}
-
     def _call_id(self, call_id: str, index: int, place: int) -> str:
         if not self.call_id_length or (len(call_id) == self.call_id_length and call_id.isalnum()):
             return call_id or f"call_{index}_{place}"
@@ -197,23 +201,6 @@ class TemplateTraits:
             number, digit = divmod(number, len(_ID_ALPHABET))
             digits = _ID_ALPHABET[digit] + digits
         return digits.rjust(self.call_id_length, "0")
-
-
-def _content_value(message: Message, mark: FieldMarker | None) -> Any:
-    if message.media:
-        return [
-            {"type": "text", "text": part} if isinstance(part, str) else _media_part(part)
-            for part in message.parts
-        ]
-    if mark is None:
-        return message.content
-    # An empty field is marked only if no other field can show where the message is.
-    is_marked = message.content or not (message.reasoning_content or message.tool_calls)
-    return mark(0, message.content) if is_marked else ""
-
-
-def _media_part(media: Media) -> dict[str, Any]:
-    return {"type": media.kind, media.kind: media.url or media.digest}
 
 
 def _join_contents(first: Any, second: Any) -> Any:
@@ -240,7 +227,8 @@ def has_malformed_arguments(message: Message) -> bool:
     Templates show such arguments in ways of their own, so the rendered text is not compared with the sample.
     """
     return any(
-        not (call.is_json and call.canonical_arguments.startswith(b"{")) for call in message.tool_calls
+        call.notation not in (Notation.JSON, Notation.EMPTY) or not call.canonical_arguments.startswith(b"{")
+        for call in message.tool_calls
     )
 
 

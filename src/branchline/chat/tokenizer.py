@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from branchline.core.errors import CodecError
-from branchline.core.json_fields import replace_surrogates
-from branchline.core.token_arrays import Ids, as_ids
+from branchline.core.reader import replace_surrogates
+from branchline.core.token_arrays import Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,14 +46,33 @@ class _TokenizerFile(msgspec.Struct):
     decoder: Any = None
 
 
-class _TokenBytesCache(dict[int, bytes]):
+class _TokenBytes(dict[int, bytes]):
     """The bytes of each token, computed once. A hit is a plain dict lookup, without a Python call."""
 
-    def __init__(self, compute: Callable[[int], bytes]) -> None:
-        self._compute = compute
+    def __init__(
+        self, owner: TokenizerDir, tokenizer: Tokenizer, added: dict[int, _AddedToken], is_byte_level: bool
+    ) -> None:
+        self._owner = owner
+        self._tokenizer = tokenizer
+        self._added = added
+        self._is_byte_level = is_byte_level
 
     def __missing__(self, token: int) -> bytes:
-        data = self[token] = self._compute(token)
+        if not (0 <= token < self._owner.vocab_size and self._owner.known_ids[token]):
+            raise CodecError(f"id {token} {self._owner.expected_ids}")
+        added = self._added.get(token)
+        piece = added.content if added is not None else self._tokenizer.id_to_token(token) or ""
+        byte = _BYTE_FALLBACK.fullmatch(piece)
+        if added is not None and (self._is_byte_level or added.special):
+            data = piece.encode()
+        elif self._is_byte_level:
+            # A few vocabularies contain characters other than the 256 that represent bytes.
+            data = b"".join(_BYTE_LEVEL_DECODER.get(char) or char.encode() for char in piece)
+        elif added is None and byte:
+            data = bytes.fromhex(byte[1])
+        else:
+            data = piece.replace(_SENTENCEPIECE_SPACE, " ").encode()
+        self[token] = data
         return data
 
 
@@ -65,15 +84,25 @@ class TokenizerDir:
     ) -> None:
         self.path = path
         self._tokenizer = tokenizer
-        self._is_byte_level = _contains_step([file.decoder, file.pre_tokenizer], "ByteLevel")
         self.normalizes_nfc = _contains_step(file.normalizer, "NFC")
         """Whether text is composed (Unicode NFC) before it is encoded."""
-        self._added = {token.id: token for token in file.added_tokens}
+        is_byte_level = _contains_step([file.decoder, file.pre_tokenizer], "ByteLevel")
+        added = {token.id: token for token in file.added_tokens}
+        self.added_tokens = {token.content: token.id for token in added.values()}
+        """Text and id of the tokens that are matched in a text before the tokenizer's model runs."""
+        self.splits_at_added_tokens = not any(
+            token.lstrip or token.rstrip or token.single_word or not token.content for token in added.values()
+        )
+        """Whether every added token splits a text, whatever surrounds it."""
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
-        self._known_ids = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
-        self._known_ids[ids] = True
-        self._token_bytes_cache = _TokenBytesCache(self._compute_token_bytes)
-        self.token_bytes: Callable[[int], bytes] = self._token_bytes_cache.__getitem__
+        self.vocab_size = int(ids.max(initial=-1)) + 1
+        """The highest id plus one."""
+        self.known_ids = np.zeros(self.vocab_size, np.bool_)
+        self.known_ids[ids] = True
+        self.expected_ids = f"does not decode, expected an id of {path}, 0 to {self.vocab_size - 1}"
+        self.token_bytes: Callable[[int], bytes] = _TokenBytes(
+            self, tokenizer, added, is_byte_level
+        ).__getitem__
         """Returns the exact bytes of one token. Raises CodecError for an unknown id."""
         self._template_sources = _read_template_sources(path, config)
         self.special_tokens: Mapping[str, str] = _read_special_tokens(config)
@@ -104,65 +133,35 @@ class TokenizerDir:
         tokenizer.no_padding()
         return cls(path, tokenizer, file, _read_config(path / "tokenizer_config.json"))
 
-    @property
-    def vocab_size(self) -> int:
-        """The highest id plus one."""
-        return len(self._known_ids)
-
     def encode(self, text: str) -> Ids:
         """Returns the ids of a text, without adding any; an added token (`<|im_end|>`) in it is one id."""
-        (encoding,) = self._tokenizer.encode_batch_fast([replace_surrogates(text)], add_special_tokens=False)
-        return as_ids(encoding.ids)
+        text = text if text.isascii() else replace_surrogates(text)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        ids.flags.writeable = False
+        return ids
 
     def decode(self, ids: Ids) -> str:
         """Returns readable text: special tokens are included, an unknown id is `<id>`."""
-        parts = [
-            self.token_bytes(token) if self._is_known(token) else b"<%d>" % token for token in ids.tolist()
-        ]
-        return b"".join(parts).decode("utf-8", "replace")
+        try:
+            data = b"".join(map(self.token_bytes, ids.tolist()))
+        except CodecError:
+            data = b"".join([self.token_bytes_or(token, b"<%d>" % token) for token in ids.tolist()])
+        return data.decode("utf-8", "replace")
+
+    def token_bytes_or(self, token: int, default: bytes) -> bytes:
+        """Returns the exact bytes of one token, or `default` for an unknown id."""
+        try:
+            return self.token_bytes(token)
+        except CodecError:
+            return default
 
     def invalid_id_error(self, ids: Ids) -> str | None:
         """Returns None if every id is known, else an error text about the first unknown one."""
         known = (ids >= 0) & (ids < self.vocab_size)
-        known[known] = self._known_ids[ids[known]]
+        known[known] = self.known_ids[ids[known]]
         index = int(known.argmin()) if len(known) else 0
-        return None if known.all() else f"id {int(ids[index])} at index {index} {self._expected_ids}"
-
-    @property
-    def _expected_ids(self) -> str:
-        return f"does not decode, expected an id of {self.path}, 0 to {self.vocab_size - 1}"
-
-    def _is_known(self, token: int) -> bool:
-        return 0 <= token < self.vocab_size and bool(self._known_ids[token])
-
-    def _compute_token_bytes(self, token: int) -> bytes:
-        if not self._is_known(token):
-            raise CodecError(f"id {token} {self._expected_ids}")
-        added = self._added.get(token)
-        if added is not None:
-            is_literal = self._is_byte_level or added.special
-            return (
-                added.content if is_literal else added.content.replace(_SENTENCEPIECE_SPACE, " ")
-            ).encode()
-        piece = self._tokenizer.id_to_token(token) or ""
-        if self._is_byte_level:
-            # A few vocabularies contain characters other than the 256 that represent bytes.
-            return b"".join(_BYTE_LEVEL_DECODER.get(char) or char.encode() for char in piece)
-        byte = _BYTE_FALLBACK.fullmatch(piece)
-        return bytes.fromhex(byte[1]) if byte else piece.replace(_SENTENCEPIECE_SPACE, " ").encode()
-
-    @property
-    def added_tokens(self) -> dict[str, int]:
-        """Text and id of the tokens that are matched in a text before the tokenizer's model runs."""
-        return {token.content: token.id for token in self._added.values()}
-
-    @property
-    def splits_at_added_tokens(self) -> bool:
-        """Whether every added token splits a text, whatever surrounds it."""
-        return not any(
-            token.lstrip or token.rstrip or token.single_word or not token.content
-            for token in self._added.values()
-        )
+        return None if known.all() else f"id {int(ids[index])} at index {index} {self.expected_ids}"
 
     @property
     def has_template(self) -> bool:

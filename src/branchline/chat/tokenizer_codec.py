@@ -7,7 +7,7 @@ decides whether two spellings are one reply; the sampled ids are then reused in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Self
 
@@ -20,11 +20,9 @@ from branchline.chat.base import (
     Tools,
     reply_to_text,
 )
-from branchline.chat.parsing.base import OutputParser, parse_reply_bytes
-from branchline.chat.parsing.registry import OutputFormat
+from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, parse_reply_bytes
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
-from branchline.core.errors import CodecError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 
@@ -45,13 +43,12 @@ class ReplyReader:
     def have_same_meaning(
         self, rendered: bytes, sampled: bytes, *, cut: bool, ignore_arguments: bool
     ) -> bool:
-        """Whether two spellings parse to one reply, apart from whitespace and the style of arguments."""
-        if rendered == sampled:
-            return True
+        """Whether two different spellings parse to one reply, apart from whitespace and the style of
+        arguments."""
         for inside in (False, True):
             one, other = (
                 parse_reply_bytes(
-                    self.output_format.create_parser(self.tools, starts_in_reasoning=inside),
+                    replace(self.output_format, starts_in_reasoning=inside).create_parser(self.tools),
                     reply,
                     cut=cut,
                     ignore_arguments=ignore_arguments,
@@ -74,10 +71,6 @@ class TokenizerCodec:
 
     def with_clock(self, now: datetime) -> Self:
         return self
-
-    def output_format(self, tools: Tools, chat_template_kwargs: ChatTemplateKwargs) -> OutputFormat:
-        """Returns how the outputs of a prompt with these tools and template arguments are parsed."""
-        raise NotImplementedError
 
     def extend(
         self,
@@ -102,8 +95,7 @@ class TokenizerCodec:
     def parser(
         self, tools: Tools = (), chat_template_kwargs: ChatTemplateKwargs | None = None
     ) -> OutputParser:
-        text_parser = self.output_format(tools, chat_template_kwargs or {}).create_parser(tools)
-        return OutputParser(text_parser, self.tokenizer.token_bytes, self.stop_ids)
+        raise NotImplementedError
 
     def parse(
         self,
@@ -128,7 +120,4 @@ class TokenizerCodec:
         return self.tokenizer.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        try:
-            return self.tokenizer.token_bytes(token)
-        except CodecError:
-            return b"<%d>" % token
+        return self.tokenizer.token_bytes_or(token, b"<%d>" % token)

@@ -73,7 +73,7 @@ def audit_codec(codec: GenericCodec) -> TemplateAudit:
         except TemplateError as error:
             sentence = "Not checked: the template refuses the conversation of this check."
             findings.append(note(check_name, sentence, {"refusal": template_error_message(error)}))
-    output_format = codec.output_format(p.TOOLS, {})
+    output_format = codec.profile(tools=True).reader.output_format
     parsers = {
         "tool_calls": output_format.tool_format,
         "reasoning": output_format.reasoning_format,
@@ -90,7 +90,7 @@ def _stop_token_texts(codec: GenericCodec) -> dict[int, str]:
 
 
 def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
-    output_format = probe.codec.output_format(p.TOOLS, {})
+    output_format = probe.codec.profile(tools=True).reader.output_format
     yield _check_reply(probe, "parses_text", "text", p.ASSISTANT, "plain")
     if probe.traits.shows_tool_calls:
         parser = output_format.tool_format

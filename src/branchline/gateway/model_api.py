@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
-from branchline.core.json_fields import replace_surrogates
+from branchline.core.reader import replace_surrogates
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import AccessControl
 from branchline.gateway.asgi import (

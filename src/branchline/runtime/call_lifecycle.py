@@ -34,9 +34,8 @@ from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
-from branchline.tree.delta import Delivered
 from branchline.tree.session import Session
-from branchline.tree.tree import Turn
+from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 

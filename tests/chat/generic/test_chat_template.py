@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from branchline import Message, ToolCall
@@ -181,13 +182,13 @@ def test_whitespace_that_only_python_trims_is_a_new_shape() -> None:
 
 def test_a_shape_is_compared_once_however_long_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[int] = []
-    render_jinja = ChatTemplate._render_jinja
+    render_jinja = jinja2.Template.render
 
-    def counting(self: ChatTemplate, context: dict[str, Any]) -> str:
+    def counting(self: jinja2.Template, context: dict[str, Any]) -> str:
         rendered.append(len(context["messages"]))
         return render_jinja(self, context)
 
-    monkeypatch.setattr(ChatTemplate, "_render_jinja", counting)
+    monkeypatch.setattr(jinja2.Template, "render", counting)
     template = ChatTemplate(PLAIN)
     messages = [raw("system")]
     for number in range(20):

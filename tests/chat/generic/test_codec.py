@@ -308,7 +308,7 @@ def test_messages_that_contain_the_nonce_change_nothing(history: str, has_nonce:
     tokenizer = load_codec("qwen3").tokenizer
     codec = GenericCodec(tokenizer)
     driver = SessionDriver(codec, history=history)
-    nonce = codec.prompt_cache.markers.nonce
+    nonce = codec.markers.nonce
 
     def text(number: int, content: str) -> str:
         return f"{content} {nonce}{number}x0a_ {nonce}1x0b_ end" if has_nonce[number] else content

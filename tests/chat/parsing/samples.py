@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from branchline.chat.parsing.base import OutputParser, ParsedOutput, TextParser
-from branchline.chat.parsing.registry import create_text_parser
+from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, ParsedOutput
 from branchline.core.message import ToolCall
 
 Writer = Callable[[str, Sequence[ToolCall]], str]
@@ -162,8 +161,9 @@ def call(name: str, arguments: str = "{}", number: int = 0, *, format: str = "")
     return ToolCall(name, arguments, id=sampled)
 
 
-def byte_parser(parser: TextParser, stop_ids: Sequence[int] = ()) -> OutputParser:
+def byte_parser(output_format: OutputFormat, stop_ids: Sequence[int] = ()) -> OutputParser:
     """Returns a parser for which a byte is a token; ids from 256 on are stop ids."""
+    parser = output_format.create_parser(TOOLS)
     return OutputParser(parser, lambda t: bytes([t]) if t < 256 else b"<stop %d>" % t, stop_ids)
 
 
@@ -175,7 +175,4 @@ def parse_text(
     reasoning: str = "none",
     starts_in_reasoning: bool = False,
 ) -> ParsedOutput:
-    parser = create_text_parser(
-        name, reasoning_format=reasoning, starts_in_reasoning=starts_in_reasoning, tools=TOOLS
-    )
-    return byte_parser(parser).parse(output.encode(), finish)
+    return byte_parser(OutputFormat(name, reasoning, starts_in_reasoning)).parse(output.encode(), finish)

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.chat.parsing.base import REPLACEMENT, MessageDelta, OutputParser, ParsedOutput, ParseProblem
+from branchline.chat.parsing.base import REPLACEMENT, MessageDelta, ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object
-from branchline.chat.parsing.reasoning import REASONING_MARKERS
-from branchline.chat.parsing.registry import create_text_parser
+from branchline.chat.parsing.output_parser import REASONING_MARKERS, OutputFormat, OutputParser, ParsedOutput
 from branchline.core.message import Message
-from tests.chat.parsing.samples import FORMATS, TAGGED, TOOLS, WRITERS, byte_parser, call
+from tests.chat.parsing.samples import FORMATS, TAGGED, WRITERS, byte_parser, call
 
 MARKERS = {
     "plain": [],
@@ -109,8 +108,7 @@ def join_deltas(deltas: Sequence[MessageDelta]) -> Message:
 def parse_chunks(
     chunks: Sequence[Sequence[int]], finish_reason: str, name: str, reasoning: str, inside: bool
 ) -> ParsedOutput:
-    parser = create_text_parser(name, reasoning_format=reasoning, starts_in_reasoning=inside, tools=TOOLS)
-    output = byte_parser(parser, [STOP])
+    output = byte_parser(OutputFormat(name, reasoning, inside), [STOP])
     deltas = [delta for chunk in chunks for delta in output.feed(chunk)]
     deltas += output.finish(finish_reason)
     assert join_deltas(deltas) == output.message
@@ -226,9 +224,7 @@ UNKNOWN = len(TOKEN_BYTES) + 7
 )
 def test_single_tokens_parse_like_the_whole(ids: list[int], cuts: list[int], finish: str, name: str) -> None:
     def parsed(chunks: Sequence[Sequence[int]]) -> ParsedOutput:
-        output = OutputParser(
-            create_text_parser(name, reasoning_format="think"), TOKEN_BYTES.__getitem__, STOPS
-        )
+        output = OutputParser(OutputFormat(name, "think").create_parser(), TOKEN_BYTES.__getitem__, STOPS)
         deltas = [delta for chunk in chunks for delta in output.feed(chunk)]
         deltas += output.finish(finish)
         assert join_deltas(deltas) == output.message
@@ -254,8 +250,8 @@ def test_single_tokens_parse_like_the_whole(ids: list[int], cuts: list[int], fin
 @given(text=st.text(st.characters(), max_size=30), split=st.integers(0, 30))
 def test_a_text_parser_accepts_any_text(name: str, text: str, split: int) -> None:
     first, second = (
-        create_text_parser(name, reasoning_format="think"),
-        create_text_parser(name, reasoning_format="think"),
+        OutputFormat(name, "think").create_parser(),
+        OutputFormat(name, "think").create_parser(),
     )
     whole = join_deltas([*first.feed(text), *first.finish(True)])
     assert (

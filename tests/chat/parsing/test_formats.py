@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.chat.parsing.base import ParseProblem
-from branchline.chat.parsing.registry import create_text_parser
+from branchline.chat.parsing.output_parser import OutputFormat
 from branchline.core.errors import CodecError
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import WITH_CALLS, WRITER_IDS, WRITERS, Writer, call, parse_text
@@ -206,9 +206,9 @@ def test_an_unknown_header_is_text(output: str, finish: str, problem: ParseProbl
 
 def test_the_error_for_an_unknown_format_lists_the_formats() -> None:
     with pytest.raises(CodecError, match=r"'hermez', expected one of plain, hermes, .*minimax"):
-        create_text_parser("hermez")
+        OutputFormat("hermez")
     with pytest.raises(CodecError, match="'thonk', expected one of none, think"):
-        create_text_parser("hermes", reasoning_format="thonk")
+        OutputFormat("hermes", "thonk")
 
 
 names = st.from_regex(r"[a-z][a-z0-9_.-]{0,8}", fullmatch=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from branchline.chat.parsing.base import ParseProblem
-from branchline.chat.parsing.registry import create_text_parser
+from branchline.chat.parsing.output_parser import OutputFormat
 from tests.chat.parsing import samples
 from tests.chat.parsing.samples import call, parse_text
 
@@ -52,7 +52,7 @@ def test_bare_values_are_typed_by_the_schema(name: str, schema_key: str, sampled
 
 @pytest.mark.parametrize("tools", [[{}], [{"name": 3}], [{"name": "f", "parameters": [1]}], ["junk"], [None]])
 def test_invalid_tools_are_ignored(tools: Any) -> None:
-    assert create_text_parser("glm", tools=tools).feed("<tool_call>f</tool_call>")[0].tool_call == call("f")
+    assert OutputFormat("glm").create_parser(tools).feed("<tool_call>f</tool_call>")[0].tool_call == call("f")
 
 
 def test_arguments_with_a_duplicate_key_are_kept_as_text() -> None:

@@ -117,7 +117,7 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
                 reasoning_content=message.reasoning_content,
                 tool_calls=tuple(calls),
             )
-        inside = self._codec.output_format((), {}).starts_in_reasoning
+        inside = self._codec.output_format({}).starts_in_reasoning
         plain = Message("assistant", message.content, tool_calls=message.tool_calls) if inside else message
         text, end = self._render_reply(plain)
         if inside:

@@ -82,7 +82,7 @@ def reasoning_variants(codec: RenderersCodec) -> list[str]:
         return [""]
     return (
         ["</think>", "hm\n</think>\n\n"]
-        if codec.output_format((), {}).starts_in_reasoning
+        if codec.output_format({}).starts_in_reasoning
         else ["", "<think>\nhm\n</think>\n\n"]
     )
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import ChatTemplateKwargs, Tools
+from branchline.core.call import CachedJsonDict
 from branchline.core.errors import CodecError, TemplateError
-from branchline.core.tools import CachedJsonDict
 
 if TYPE_CHECKING:
     import jinja2
@@ -26,6 +27,8 @@ _MAX_EXACT_INT = 2**53
 _PYTHON_WHITESPACE = "\x1c\x1d\x1e\x1f"
 """Characters that jinja2 trims as whitespace and minijinja does not."""
 _EXCERPT_CHARS = 60
+_TEMPLATE_FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template raises if it uses a value that the conversation does not have."""
 
 
 class ChatTemplate:
@@ -47,7 +50,7 @@ class ChatTemplate:
         """Shapes that both engines rendered to the same text."""
         self.fallback_reason = ""
         """Why minijinja is not used, if it was tried."""
-        self._minijinja: Callable[[dict[str, Any]], str] | None = None
+        self._minijinja: Callable[..., str] | None = None
         if use_minijinja:
             try:
                 self._minijinja = _compile_minijinja(source)
@@ -73,6 +76,8 @@ class ChatTemplate:
         With `verify` both engines render, even if the shape of the conversation was verified before. Raises
         TemplateError if the template refuses the conversation.
         """
+        import jinja2
+
         kwargs = chat_template_kwargs or {}
         context: dict[str, Any] = {
             **self._special_tokens,
@@ -84,50 +89,33 @@ class ChatTemplate:
             "strftime_now": (now or datetime.now()).strftime,
             "raise_exception": _raise_exception,
         }
-        if self._minijinja is None:
-            return self._render_jinja(context)
-        shape = _shape(messages, tools or (), kwargs, add_generation_prompt)
-        if shape in self._verified_shapes and not verify:
+        minijinja, fast, problem = self._minijinja, None, ""
+        shape: Hashable = None
+        if minijinja is not None:
+            tools_json = tuple([to_json(tool) for tool in tools or ()])
+            shape = _shape(messages, tools_json, kwargs, add_generation_prompt)
             try:
-                return self._minijinja(context)
-            except Exception:
-                # Either the template refuses the conversation or minijinja fails; jinja2 decides.
-                return self._render_both(context)
-        text = self._render_both(context)
-        if len(self._verified_shapes) >= _MAX_SHAPES:
-            self._verified_shapes.clear()
-        self._verified_shapes.add(shape)
-        return text
-
-    def _render_jinja(self, context: dict[str, Any]) -> str:
-        import jinja2
-
-        try:
-            return self._jinja.render(context)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template refused the conversation: {error}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise TemplateError(f"the chat template failed on the conversation: {error}") from error
-
-    def _render_both(self, context: dict[str, Any]) -> str:
-        """Returns the text of jinja2; disables minijinja if it renders another text or fails."""
-        fast: str | None = None
-        problem = ""
-        if self._minijinja is not None:
-            try:
-                fast = self._minijinja(context)
+                fast = minijinja(**context)
             except Exception as error:
-                problem = str(error).splitlines()[0]
+                # Either the template refuses the conversation or minijinja fails; jinja2 decides.
+                problem = f"minijinja fails: {str(error).partition(chr(10))[0]}"
+            if fast is not None and shape in self._verified_shapes and not verify:
+                return fast
         try:
-            exact = self._render_jinja(context)
-        except TemplateError:
+            exact = self._jinja.render(context)
+        except (jinja2.TemplateError, *_TEMPLATE_FAILURES) as error:
             if fast is not None:
                 self._disable_minijinja("minijinja renders a conversation that jinja2 refuses")
-            raise
+            verb = "refused" if isinstance(error, jinja2.TemplateError) else "failed on"
+            raise TemplateError(f"the chat template {verb} the conversation: {error}") from error
+        if fast is not None and fast != exact:
+            problem = _describe_difference(exact, fast)
         if problem:
-            self._disable_minijinja(f"minijinja fails: {problem}")
-        elif fast is not None and fast != exact:
-            self._disable_minijinja(_describe_difference(exact, fast))
+            self._disable_minijinja(problem)
+        elif minijinja is not None:
+            if len(self._verified_shapes) >= _MAX_SHAPES:
+                self._verified_shapes.clear()
+            self._verified_shapes.add(shape)
         return exact
 
     def _disable_minijinja(self, reason: str) -> None:
@@ -137,15 +125,16 @@ class ChatTemplate:
 
 def _shape(
     messages: Sequence[Mapping[str, Any]],
-    tools: Tools,
+    tools_json: tuple[str, ...],
     chat_template_kwargs: ChatTemplateKwargs,
     add_generation_prompt: bool,
 ) -> Hashable:
     """Returns a signature of what a template may branch on. It stays the same while a conversation grows in
-    the same pattern: messages count by their kind and by the kind of their predecessor, not by position."""
+    the same pattern: messages count by their kind and by the kind of their predecessor, not by position, and
+    values in arguments by their type and depth, up to three."""
     kinds: list[Hashable] = ["start"]
     texts: list[str] = []
-    value_types: set[Hashable] = set()
+    values: list[tuple[int, Any]] = []
     for message in messages:
         content, calls = message["content"], message.get("tool_calls") or ()
         content_kind: Hashable = bool(content)
@@ -153,36 +142,33 @@ def _shape(
             content_kind = None if content is None else tuple(part["type"] for part in content)
         kinds.append((message["role"], content_kind, tuple(message), min(len(calls), 2)))
         texts += [value for value in message.values() if isinstance(value, str)]
-        for call in calls:
-            _collect_types(call["function"]["arguments"], value_types, texts)
+        values += [(0, call["function"]["arguments"]) for call in calls]
     kinds.append("end")
+    value_types: set[Hashable] = set()
+    while values:
+        depth, value = values.pop()
+        value_types.add((depth, type(value)))
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, (int, float)) and not -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
+            value_types.add((depth, "large"))
+        elif isinstance(value, float) and "e" in repr(value):
+            value_types.add((depth, "exponent"))
+        elif isinstance(value, (dict, list)) and depth < 3:
+            texts += value if isinstance(value, dict) else ()
+            inner = value.values() if isinstance(value, dict) else value
+            values += [(depth + 1, item) for item in inner]
     text = "".join(texts)
-    tool_list = tuple(hash(to_json(tool)) for tool in tools)
     kwargs = frozenset((key, repr(value)) for key, value in chat_template_kwargs.items())
     return (
         frozenset(pairwise(kinds)),
         frozenset(value_types),
         text.isascii(),
         any(char in text for char in _PYTHON_WHITESPACE),
-        tool_list,
+        tuple(map(hash, tools_json)),
         kwargs,
         add_generation_prompt,
     )
-
-
-def _collect_types(value: Any, types: set[Hashable], texts: list[str], depth: int = 0) -> None:
-    """Adds the types in a value by their depth, up to three, and the texts in it."""
-    types.add((depth, type(value)))
-    if isinstance(value, str):
-        texts.append(value)
-    elif isinstance(value, (int, float)) and not -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
-        types.add((depth, "large"))
-    elif isinstance(value, float) and "e" in repr(value):
-        types.add((depth, "exponent"))
-    elif isinstance(value, (dict, list)) and depth < 3:
-        texts += value if isinstance(value, dict) else ()
-        for inner in value.values() if isinstance(value, dict) else value:
-            _collect_types(inner, types, texts, depth + 1)
 
 
 def _describe_difference(exact: str, fast: str) -> str:
@@ -251,7 +237,7 @@ def _generation_extension() -> Any:
     return Generation
 
 
-def _compile_minijinja(source: str) -> Callable[[dict[str, Any]], str] | None:
+def _compile_minijinja(source: str) -> Callable[..., str] | None:
     try:
         import minijinja
     except ImportError:
@@ -264,8 +250,4 @@ def _compile_minijinja(source: str) -> Callable[[dict[str, Any]], str] | None:
         environment.undeclared_variables_in_template("chat")
     except minijinja.TemplateError as error:
         raise CodecError(f"minijinja does not compile it: {str(error).splitlines()[0]}") from error
-
-    def render(context: dict[str, Any]) -> str:
-        return environment.render_template("chat", **context)
-
-    return render
+    return partial(environment.render_template, "chat")

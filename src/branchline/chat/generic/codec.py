@@ -23,7 +23,8 @@ from branchline.chat.base import (
     Tools,
 )
 from branchline.chat.generic.chat_template import ChatTemplate
-from branchline.chat.generic.prompt_builder import PromptBuilder, PromptCache, TemplateProfile
+from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
+from branchline.chat.generic.prompt_builder import PromptBuilder, TemplateProfile, create_prompt_cache
 from branchline.chat.generic.template_probe import (
     ASSISTANT,
     TOOLS,
@@ -31,14 +32,14 @@ from branchline.chat.generic.template_probe import (
     TemplateProbe,
     probe_template_traits,
 )
-from branchline.chat.parsing.registry import NO_REASONING, OutputFormat, detect_output_format
+from branchline.chat.parsing.detection import detect_output_format
+from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import reject_media
-from branchline.core.arguments import canonical_json
 from branchline.core.errors import CodecError
-from branchline.core.message import Message
+from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
 
 
@@ -65,7 +66,9 @@ class GenericCodec(TokenizerCodec):
         super().__init__(tokenizer)
         self.now = now or datetime.now()
         """The time that template clocks show; one time for a whole session."""
-        self.prompt_cache = PromptCache()
+        self.name = f"generic:{tokenizer.path.name}"
+        self.markers = FieldMarkers()
+        self.prompt_cache = create_prompt_cache()
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
@@ -83,10 +86,6 @@ class GenericCodec(TokenizerCodec):
     def open(cls, path: str | Path, **options: Any) -> GenericCodec:
         """Opens the codec of a tokenizer directory."""
         return cls(TokenizerDir.open(path), **options)
-
-    @property
-    def name(self) -> str:
-        return f"generic:{self.tokenizer.path.name}"
 
     def with_clock(self, now: datetime) -> GenericCodec:
         """Returns the same codec with another time; both share all caches."""
@@ -113,10 +112,6 @@ class GenericCodec(TokenizerCodec):
         profile = self.profile(tools=tools, chat_template_kwargs=chat_template_kwargs)
         return TemplateProbe(profile.template, profile.traits, profile.chat_template_kwargs, self.now)
 
-    def output_format(self, tools: Tools, chat_template_kwargs: ChatTemplateKwargs) -> OutputFormat:
-        profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
-        return profile.reader.output_format
-
     def _compile(self, source: str) -> ChatTemplate:
         try:
             return ChatTemplate(source, self.tokenizer.special_tokens)
@@ -128,12 +123,16 @@ class GenericCodec(TokenizerCodec):
         if kwargs:
             traits = probe_template_traits(template, kwargs, self.now)
         traits = self._with_generation_prompt(template, traits, kwargs)
+        output_format = self._detect_output_format(template, traits)
+        reader = ReplyReader(self.segment_encoder, self.stop_ids, output_format)
+        prefixes = (traits.generation_prompt, traits.history_reply_prefix)
         return TemplateProfile(
             template,
             traits,
             kwargs,
-            ReplyReader(self.segment_encoder, self.stop_ids, self._detect_output_format(template, traits)),
+            reader,
             self._find_terminators(template),
+            SpanFinder(reader, self.markers, prefixes),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
         )
@@ -176,6 +175,15 @@ class GenericCodec(TokenizerCodec):
             return replace(detected, reasoning_format=NO_REASONING, starts_in_reasoning=False)
         return detected
 
+    # -- ids to messages -----------------------------------------------------------------------------
+
+    def parser(
+        self, tools: Tools = (), chat_template_kwargs: ChatTemplateKwargs | None = None
+    ) -> OutputParser:
+        profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
+        text_parser = profile.reader.output_format.create_parser(tools)
+        return OutputParser(text_parser, self.tokenizer.token_bytes, self.stop_ids)
+
     # -- messages to ids -----------------------------------------------------------------------------
 
     def extend(
@@ -187,9 +195,10 @@ class GenericCodec(TokenizerCodec):
         chat_template_kwargs: ChatTemplateKwargs | None = None,
         history: HistoryPolicy = "template",
     ) -> Extension:
-        reject_media([entry.message for entry in new], self.name, first_index=len(path))
+        if any(entry.message.parts for entry in new):
+            reject_media([entry.message for entry in new], self.name, first_index=len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
-        builder = PromptBuilder(profile, self.prompt_cache, [*path, *new], len(path), tools, self.now)
+        builder = PromptBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:
             return builder.build_verbatim()
         return builder.build_from_template()

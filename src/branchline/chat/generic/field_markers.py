@@ -63,13 +63,9 @@ class FieldMarkers:
         )
 
     def field_marker(self, index: int) -> Callable[[int, str], str]:
-        """Returns a function that marks a field of the message at an index."""
-        return lambda number, text: (
-            f"{self._marker_text(index, number, 'a')}{text}{self._marker_text(index, number, 'b')}"
-        )
-
-    def _marker_text(self, index: int, number: int, side: str) -> str:
-        return f"{self.nonce}{index}x{number}{side}_"
+        """Returns a function that marks a field of the message at an index, given its number and its text."""
+        start = f"{self.nonce}{index}x{{0}}"
+        return f"{start}a_{{1}}{start}b_".format
 
     def strip(self, text: str) -> str:
         """Returns the text without markers."""
@@ -81,25 +77,21 @@ class FieldMarkers:
 
     def find_last_end(self, text: str, index: int, message: Message, start: int) -> int:
         """Returns the offset after the last marker of a message, or -1 if a marker is missing."""
+        fields = [FIRST_CALL + number for number in range(len(message.tool_calls))]
+        if message.reasoning_content:
+            fields.append(REASONING)
+        if message.content or not fields:
+            fields.append(CONTENT)
         last = -1
-        for number in _marked_fields(message):
+        for number in fields:
             # Each marker is searched separately: a template that sorts keys may swap the two.
             for side in "ab":
-                marker = self._marker_text(index, number, side)
+                marker = f"{self.nonce}{index}x{number}{side}_"
                 offset = text.find(marker, start)
                 if offset < 0:
                     return -1
                 last = max(last, offset + len(marker))
         return last
-
-
-def _marked_fields(message: Message) -> list[int]:
-    fields = [FIRST_CALL + number for number in range(len(message.tool_calls))]
-    if message.reasoning_content:
-        fields.append(REASONING)
-    if message.content or not fields:
-        fields.append(CONTENT)
-    return fields
 
 
 class SpanFinder:
@@ -108,9 +100,13 @@ class SpanFinder:
     def __init__(self, reader: ReplyReader, markers: FieldMarkers, reply_prefixes: Sequence[str]) -> None:
         self._reader = reader
         self._encoder = reader.segment_encoder
-        self._markers = markers
+        self.markers = markers
         self._reply_prefixes = reply_prefixes
         """The generation prompt, and the text that history shows in its place."""
+
+    def with_new_markers(self) -> SpanFinder:
+        """Returns a finder with another nonce."""
+        return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes)
 
     # -- one sampled message -------------------------------------------------------------------------
 
@@ -118,23 +114,24 @@ class SpanFinder:
         self, text: str, index: int, message: Message, sampled: Ids, start: int
     ) -> TextSpan | RewriteReason:
         """Returns the span of a sampled message whose prefix ends at `start`, or why there is none."""
-        last = self._markers.find_last_end(text, index, message, start)
+        last = self.markers.find_last_end(text, index, message, start)
         if last < 0:
             return RewriteReason.DROPPED
-        stop = self.find_next_stop(text, last)
-        if stop is None:
+        stop_ids, is_control = self._reader.stop_ids, self._encoder.is_control
+        shown: list[int] = []
+        for added in self._encoder.find_added_tokens(text, start):
+            stop_start, stop_end, token = added
+            if stop_start >= last and token in stop_ids:
+                break
+            if is_control[token]:
+                shown.append(token)
+        else:
             return RewriteReason.NO_TERMINATOR
-        stop_start, stop_end, stop_id = stop
-        stopped = self._reader.ends_with_stop(sampled)
-        if stopped and int(sampled[-1]) != stop_id:
+        stopped = len(sampled) > 0 and int(sampled[-1]) in stop_ids
+        if stopped and int(sampled[-1]) != token:
             return RewriteReason.FOREIGN_STOP
         body = sampled[:-1] if stopped else sampled
         expected = self._encoder.control_tokens_in(body)
-        shown = [
-            token
-            for _, _, token in self._encoder.find_added_tokens(text, start, stop_start)
-            if self._encoder.is_control_token(token)
-        ]
         malformed = has_malformed_arguments(message)
         if malformed:
             # What replaces malformed arguments has control tokens of its own; the reply starts the same.
@@ -143,13 +140,13 @@ class SpanFinder:
             same_tokens = expected == (shown if stopped else shown[: len(expected)])
         if not same_tokens:
             return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
-        if (stopped or message.content) and not self._reader.have_same_meaning(
-            self._markers.strip(text[start:stop_start]).encode("utf-8", "replace"),
-            self._encoder.decode_bytes(body),
-            cut=not stopped,
-            ignore_arguments=malformed,
-        ):
-            return RewriteReason.REWRITTEN
+        if stopped or message.content:
+            rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
+            reply = self._encoder.decode_bytes(body)
+            if rendered != reply and not self._reader.have_same_meaning(
+                rendered, reply, cut=not stopped, ignore_arguments=malformed
+            ):
+                return RewriteReason.REWRITTEN
         if stopped:
             return TextSpan(start, stop_end)
         # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
@@ -159,10 +156,10 @@ class SpanFinder:
         self, text: str, index: int, message: Message, sampled: Ids, *, stop_opens_next_message: bool
     ) -> int | None:
         """Returns where a sampled message ends, even if the text does not show it in full."""
-        last = self._markers.find_last_end(text, index, message, 0)
+        last = self.markers.find_last_end(text, index, message, 0)
         if last < 0:
             return None
-        start = max(0, self._markers.find_first(text, index, 0))
+        start = max(0, self.markers.find_first(text, index, 0))
         span = self.find(text, index, message, sampled, start)
         if isinstance(span, TextSpan):
             return span.end
@@ -201,7 +198,11 @@ class SpanFinder:
                 else:
                     layout.mismatches[index] = span
             elif index == len(messages) - 1:
-                cursor = self._last_message_end(text, entry.message, cursor)
+                # The generation prompt follows.
+                prompt = self._reply_prefixes[0]
+                content_end = _content_end(text, entry.message, cursor, len(text))
+                prompt_start = text.rfind(prompt, content_end) if prompt else -1
+                cursor = prompt_start if prompt_start >= 0 else len(text)
             else:
                 cursor = self._context_message_end(text, messages, index, cursor, marked)
             layout.message_ends.append(cursor)
@@ -213,7 +214,7 @@ class SpanFinder:
         If the template writes no prefix, a sample that starts with a control token (`[TOOL_CALLS]`) starts
         there, and any other after the last control token before the marker.
         """
-        marker = max(cursor, self._markers.find_first(text, index, cursor))
+        marker = max(cursor, self.markers.find_first(text, index, cursor))
         for prefix in self._reply_prefixes:
             start = text.rfind(prefix, cursor, marker) if prefix else -1
             if start >= 0:
@@ -223,15 +224,9 @@ class SpanFinder:
         for start, end, token in self._encoder.find_added_tokens(text, cursor, marker):
             if first_token and token == first_token[0]:
                 return start
-            if self._encoder.is_control_token(token):
+            if self._encoder.is_control[token]:
                 reply_start = end
         return reply_start
-
-    def _last_message_end(self, text: str, message: Message, cursor: int) -> int:
-        """Returns the offset of the generation prompt, or the end of the text if there is none."""
-        prompt = self._reply_prefixes[0]
-        start = text.rfind(prompt, _content_end(text, message, cursor, len(text))) if prompt else -1
-        return start if start >= 0 else len(text)
 
     def _context_message_end(
         self,
@@ -246,7 +241,7 @@ class SpanFinder:
         The next marked message is the limit, because some templates show an early message late.
         """
         next_marked = next((later for later in range(index + 1, len(messages)) if later in marked), None)
-        limit = -1 if next_marked is None else self._markers.find_first(text, next_marked, cursor)
+        limit = -1 if next_marked is None else self.markers.find_first(text, next_marked, cursor)
         limit = limit if limit >= 0 else len(text)
         end = _content_end(text, messages[index].message, cursor, limit)
         following = _first_text(messages[index + 1].message)

@@ -1,24 +1,28 @@
-"""Parses generated ids into an assistant message, as a whole or while they arrive.
+"""What the parsers of all output formats share: deltas, problems, and finding markers in streamed text.
 
-The deltas add up to the same message however the ids are split into chunks: text that could still become
-a marker is held back, and nothing emitted is ever withdrawn. A tool call is emitted when it is closed and
-its name is readable. Its arguments stay as they were generated, so that the client sees the model's
-mistakes. A call that is cut or has no name stays text, character for character. No ids raise.
+The deltas add up to the same message however the text is split into chunks: text that could still become a
+marker is held back, and nothing emitted is ever withdrawn. A tool call is emitted when it is closed and its
+name is readable. Its arguments stay as they were generated, so that the client sees the model's mistakes. A
+call that is cut or has no name stays text, character for character.
+
+Newlines around a call belong to its framing: those directly before its opener, and those after its closer
+up to the next call or the end. All other newlines are text, and so is a block that is not a call.
 """
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from branchline.core.errors import CodecError
-from branchline.core.message import Message, ToolCall
+from branchline.chat.parsing.json_scan import is_json_object
+from branchline.core.message import ToolCall
 
+Tools = Sequence[Mapping[str, Any]]
 REPLACEMENT = "\ufffd".encode()
 
 
@@ -65,137 +69,149 @@ class TextParser(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedOutput:
-    """The message of a complete output, and its defects."""
+class Lexeme(NamedTuple):
+    """A run of text, or one marker."""
 
-    message: Message
-    problems: tuple[ParseProblem, ...]
+    text: str
+    is_marker: bool
 
 
-class OutputParser:
-    """Parses the ids of one output.
+class MarkerSplitter:
+    """Splits text at the markers of a format.
 
-    >>> from branchline.chat.parsing.registry import create_text_parser
-    >>> text_parser = create_text_parser("plain", reasoning_format="think")
-    >>> parser = OutputParser(text_parser, lambda token: bytes([token]), {0})
-    >>> parser.feed(b"<think>\\nhm")
-    [MessageDelta(content='', reasoning_content='hm', tool_call=None, index=0)]
-    >>> parser.feed(b"\\n</think>\\n\\nyes\\0")
-    [MessageDelta(content='yes', reasoning_content='', tool_call=None, index=0)]
-    >>> parser.finish("stop")
-    []
-    >>> parser.message.content
-    'yes'
+    The first character of a marker never occurs inside a marker, so markers cannot overlap and at most one
+    can be incomplete. The lexemes are therefore the same for every chunking.
     """
 
-    def __init__(
-        self, parser: TextParser, token_bytes: Callable[[int], bytes], stop_ids: Collection[int] = ()
-    ) -> None:
-        self._parser = parser
-        self._token_bytes = token_bytes
-        self._stop_ids = frozenset(stop_ids)
-        self._pending_stop: int | None = None
-        """A stop id at the end of the ids so far; it becomes text only if more ids follow."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._problems: list[ParseProblem] = []
-        self._content: list[str] = []
-        self._reasoning_content: list[str] = []
-        self._tool_calls: list[ToolCall] = []
+    def __init__(self, *markers: str) -> None:
+        self.markers = markers
+        self._starts = frozenset(marker[0] for marker in markers)
+        if any(char in self._starts for marker in markers for char in marker[1:]):
+            raise ValueError(f"markers {markers} could overlap")
+        self._pattern = re.compile("|".join(map(re.escape, markers)))
 
-    def feed(self, ids: Iterable[int]) -> list[MessageDelta]:
-        """Returns what is certain after these ids."""
-        ids = ids if isinstance(ids, list) else list(ids)
-        if self._pending_stop is None and self._stop_ids.isdisjoint(ids[:-1]):
-            # The common case: at most the last id is a stop id.
-            if ids and ids[-1] in self._stop_ids:
-                self._pending_stop, ids = int(ids[-1]), ids[:-1]
-            data = self._decode_tokens(ids)
-        else:
-            data = self._decode_tokens_with_stops(ids)
-        text = self._decode_utf8(data, final=False)
-        return self._record(self._parser.feed(text)) if text else []
+    def split(self, text: str) -> tuple[list[Lexeme], str]:
+        """Returns the lexemes of a text, and the suffix that could become a marker.
 
-    def finish(self, finish_reason: str | None) -> list[MessageDelta]:
-        """Returns what was held back. An output counts as cut unless it ends in a stop id or its finish
-        reason is a stop."""
-        text = self._decode_utf8(b"", final=True)
-        deltas = self._parser.feed(text) if text else []
-        cut = self._pending_stop is None and finish_reason not in ("stop", "tool_calls")
-        return self._record([*deltas, *self._parser.finish(cut)])
+        >>> lexemes, held = MarkerSplitter("<a>", "</a>").split("x</a>y<")
+        >>> [lexeme.text for lexeme in lexemes], held
+        (['x', '</a>', 'y'], '<')
+        """
+        lexemes: list[Lexeme] = []
+        position = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > position:
+                lexemes.append(Lexeme(text[position : match.start()], False))
+            lexemes.append(Lexeme(match[0], True))
+            position = match.end()
+        end = max(text.rfind(char, position) for char in self._starts)
+        if end < 0 or not any(marker.startswith(text[end:]) for marker in self.markers):
+            end = len(text)
+        if end > position:
+            lexemes.append(Lexeme(text[position:end], False))
+        return lexemes, text[end:]
 
-    def parse(self, ids: Iterable[int], finish_reason: str | None) -> ParsedOutput:
-        """Parses a complete output: feed and finish."""
-        self.feed(ids)
-        self.finish(finish_reason)
-        return ParsedOutput(self.message, self.problems)
 
-    @property
-    def message(self) -> Message:
-        """The message emitted so far."""
-        text, reasoning = "".join(self._content), "".join(self._reasoning_content)
-        return Message("assistant", text, reasoning_content=reasoning, tool_calls=tuple(self._tool_calls))
+class FormatParser:
+    """Base of the format parsers. A subclass consumes lexemes and closes an output that ended."""
 
-    @property
-    def problems(self) -> tuple[ParseProblem, ...]:
-        """Each problem once: those of the bytes first, then those of the format."""
-        return tuple(dict.fromkeys([*sorted(self._problems), *self._parser.problems]))
+    splitter: ClassVar[MarkerSplitter]
 
-    def _decode_tokens(self, ids: list[int]) -> bytes:
-        try:
-            return b"".join(map(self._token_bytes, ids))
-        except (CodecError, LookupError, ValueError):
-            return b"".join([self._decode_token(token) for token in ids])
+    def __init__(self, tools: Tools = ()) -> None:
+        self.problems: list[ParseProblem] = []
+        self._tools = tools
+        self._deltas: list[MessageDelta] = []
+        self._held = ""
+        """Text that could become a marker."""
+        self._held_newlines = ""
+        """Newlines that are text unless a call follows, or unless only they follow a call."""
+        self._after_call = False
+        self._block: list[str] = []
+        """Every character since an opener, emitted as text if the block is not a call."""
+        self._call_count = 0
+        self._truncated = False
 
-    def _decode_tokens_with_stops(self, ids: list[int]) -> bytes:
-        decoded = []
-        for token in ids:
-            if self._pending_stop is not None:
-                decoded.append(self._decode_token(self._pending_stop))
-                self._pending_stop = None
-            if token in self._stop_ids:
-                self._pending_stop = int(token)
+    def feed(self, text: str) -> list[MessageDelta]:
+        lexemes, self._held = self.splitter.split(self._held + text)
+        for lexeme in lexemes:
+            self._consume(*lexeme)
+        return self._pop_deltas()
+
+    def finish(self, cut: bool) -> list[MessageDelta]:
+        self._truncated = cut
+        if self._held:
+            self._consume(self._held, False)
+        self._close()
+        if self._held_newlines and not self._after_call:
+            self._emit(self._held_newlines)
+        return self._pop_deltas()
+
+    def _consume(self, text: str, is_marker: bool) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Closes the block at the end of the output, if there is one."""
+        raise NotImplementedError
+
+    def _add_text(self, text: str) -> None:
+        """Adds text outside any block."""
+        body = text.rstrip("\n")
+        if body:
+            self._deltas.append(MessageDelta(content=self._held_newlines + body))
+            self._held_newlines = ""
+            self._after_call = False
+        self._held_newlines += text[len(body) :]
+
+    def _add_calls(self, *calls: ToolCall) -> None:
+        """Emits the block as these calls; its characters and the newlines before it were framing."""
+        for call in calls:
+            if not is_json_object(call.arguments):
+                self.problems.append(ParseProblem.MALFORMED_ARGUMENTS)
+            self._deltas.append(MessageDelta(tool_call=call, index=self._call_count))
+            self._call_count += 1
+        self._block.clear()
+        self._held_newlines = ""
+        self._after_call = True
+
+    def _flush_block_as_text(self) -> None:
+        """Emits the block as text: it is cut or malformed."""
+        self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
+        block = "".join(self._block)
+        self._block.clear()
+        self._add_text(block)
+
+    def _emit(self, text: str, *, reasoning: bool = False) -> None:
+        """Adds exactly this text, newlines included."""
+        if text:
+            self._deltas.append(
+                MessageDelta(reasoning_content=text) if reasoning else MessageDelta(content=text)
+            )
+
+    def _pop_deltas(self) -> list[MessageDelta]:
+        """Returns the deltas since the last call of this method; adjacent texts are joined."""
+        deltas, self._deltas = self._deltas, []
+        if len(deltas) < 2:
+            return deltas
+        joined: list[MessageDelta] = []
+        for (is_call, _), group in groupby(deltas, lambda d: (d.tool_call is not None, d.content == "")):
+            parts = list(group)
+            if is_call:
+                joined += parts
             else:
-                decoded.append(self._decode_token(int(token)))
-        return b"".join(decoded)
-
-    def _decode_token(self, token: int) -> bytes:
-        try:
-            return self._token_bytes(token)
-        except (CodecError, LookupError, ValueError):
-            self._problems.append(ParseProblem.UNKNOWN_ID)
-            return REPLACEMENT
-
-    def _decode_utf8(self, data: bytes, *, final: bool) -> str:
-        try:
-            return self._decoder.decode(data, final)
-        except UnicodeDecodeError:
-            # A failed decode keeps the pending bytes, so the same data can be decoded again.
-            self._problems.append(ParseProblem.INVALID_UTF8)
-            self._decoder.errors = "replace"
-            return self._decoder.decode(data, final)
-
-    def _record(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
-        for delta in deltas:
-            if delta.tool_call is not None:
-                self._tool_calls.append(delta.tool_call)
-            elif delta.reasoning_content:
-                self._reasoning_content.append(delta.reasoning_content)
-            else:
-                self._content.append(delta.content)
-        return deltas
+                content = "".join(part.content for part in parts)
+                reasoning = "".join(part.reasoning_content for part in parts)
+                joined.append(MessageDelta(content, reasoning))
+        return joined
 
 
-def parse_reply_bytes(
-    parser: TextParser, reply: bytes, *, cut: bool, ignore_arguments: bool = False
-) -> tuple[str, str, list[tuple[str, bytes]]]:
-    """Returns the text, the reasoning and the calls of a reply for comparison with another spelling of it.
+class PlainParser:
+    """The format without tools: all of an output is text."""
 
-    Whitespace is removed. With `ignore_arguments` calls are compared by name only.
-    """
-    # The reply is fed as if it were one token.
-    message = OutputParser(parser, lambda _: reply).parse([0], "length" if cut else "stop").message
-    calls = [
-        (call.name, b"" if ignore_arguments else call.canonical_arguments) for call in message.tool_calls
-    ]
-    return "".join(message.content.split()), "".join(message.reasoning_content.split()), calls
+    def __init__(self, tools: Tools = ()) -> None:
+        self.problems: list[ParseProblem] = []
+
+    def feed(self, text: str) -> list[MessageDelta]:
+        return [MessageDelta(content=text)] if text else []
+
+    def finish(self, cut: bool) -> list[MessageDelta]:
+        return []

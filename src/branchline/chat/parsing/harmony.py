@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from branchline.chat.parsing.base import MessageDelta, ParseProblem
-from branchline.chat.parsing.format_parser import FormatParser, Lexer
+from branchline.chat.parsing.base import FormatParser, MarkerSplitter, ParseProblem, Tools
 from branchline.chat.parsing.json_scan import JsonScanner
 from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
@@ -33,32 +32,23 @@ class _HarmonyState(Enum):
 class HarmonyParser(FormatParser):
     """Parses message after message; anything between messages is text."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lexer = Lexer(START, CHANNEL, CONSTRAIN, MESSAGE, *_CLOSERS)
+    splitter = MarkerSplitter(START, CHANNEL, CONSTRAIN, MESSAGE, *_CLOSERS)
+
+    def __init__(self, tools: Tools = ()) -> None:
+        super().__init__(tools)
         self._state = _HarmonyState.HEADER
         self._header_length = 0
         self._body_start = 0
         self._name = ""
         self._scan = JsonScanner()
 
-    def feed(self, text: str) -> list[MessageDelta]:
-        for lexeme in self._lexer.feed(text):
-            self._consume(*lexeme)
-        return self._pop_deltas()
-
-    def finish(self, cut: bool) -> list[MessageDelta]:
-        self._truncated = cut
-        held = self._lexer.finish()
-        if held:
-            self._consume(held, False)
+    def _close(self) -> None:
         if self._state is _HarmonyState.CALL:
-            self._close_call(is_closed=not cut)
-        elif self._state is _HarmonyState.REASONING and cut:
+            self._close_call(is_closed=not self._truncated)
+        elif self._state is _HarmonyState.REASONING and self._truncated:
             self.problems.append(ParseProblem.UNCLOSED_REASONING)
         elif self._block:
             self._flush_header_as_text()
-        return self._pop_deltas()
 
     def _consume(self, text: str, is_marker: bool) -> None:
         if self._state is _HarmonyState.HEADER:
@@ -70,7 +60,7 @@ class HarmonyParser(FormatParser):
             if text == START:
                 self._open_header(text)
         else:
-            self._append(text, reasoning=self._state is _HarmonyState.REASONING)
+            self._emit(text, reasoning=self._state is _HarmonyState.REASONING)
 
     def _open_header(self, start: str) -> None:
         self._block.append(start)
@@ -112,7 +102,7 @@ class HarmonyParser(FormatParser):
     def _flush_header_as_text(self) -> None:
         is_call = self._truncated and _RECIPIENT.search("".join(self._block))
         self.problems.append(ParseProblem.CUT_CALL if is_call else ParseProblem.BROKEN_HEADER)
-        self._append("".join(self._block))
+        self._emit("".join(self._block))
         self._block.clear()
         self._state = _HarmonyState.TEXT
 
@@ -136,5 +126,5 @@ class HarmonyParser(FormatParser):
             self._add_calls(ToolCall(name, body))
         else:
             self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
-            self._append("".join(self._block))
+            self._emit("".join(self._block))
             self._block.clear()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from branchline.chat.parsing.base import MessageDelta, ParseProblem
-from branchline.chat.parsing.format_parser import FormatParser
+from branchline.chat.parsing.base import FormatParser, MessageDelta, ParseProblem, Tools
 from branchline.chat.parsing.json_scan import JsonScanner, parse_call
 from branchline.core.message import ToolCall
 
@@ -31,8 +30,8 @@ class _Llama3State(Enum):
 class Llama3Parser(FormatParser):
     """Holds JSON back until the end and emits everything else at once."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tools: Tools = ()) -> None:
+        super().__init__(tools)
         self._state = _Llama3State.START
         self._prefix = ""
         self._is_tagged = False
@@ -41,21 +40,19 @@ class Llama3Parser(FormatParser):
 
     def feed(self, text: str) -> list[MessageDelta]:
         while text and self._state is not _Llama3State.TEXT:
-            text = self._consume(text)
-        self._append(text)
+            text = self._consume_next(text)
+        self._emit(text)
         return self._pop_deltas()
 
-    def finish(self, cut: bool) -> list[MessageDelta]:
-        self._truncated = cut
+    def _close(self) -> None:
         calls = self._parse_calls() if self._state is _Llama3State.AFTER_JSON else []
         if calls:
             self._add_calls(*calls)
         elif self._state is not _Llama3State.TEXT:
             self._block.append(self._prefix)
             self._treat_as_text()
-        return self._final_deltas()
 
-    def _consume(self, text: str) -> str:
+    def _consume_next(self, text: str) -> str:
         """Consumes the start of the text and returns the rest."""
         if self._state is _Llama3State.START:
             return self._consume_start(text)
@@ -106,5 +103,5 @@ class Llama3Parser(FormatParser):
         starts_call = self._objects and _CALL_PREFIX.match("".join(self._objects[0]))
         if self._is_tagged or starts_call:
             self.problems.append(ParseProblem.CUT_CALL if self._truncated else ParseProblem.MALFORMED_CALL)
-        self._append("".join(self._block))
+        self._emit("".join(self._block))
         self._block.clear()

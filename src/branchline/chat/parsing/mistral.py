@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from branchline.chat.parsing.base import MessageDelta
-from branchline.chat.parsing.format_parser import FormatParser, Lexer
+from branchline.chat.parsing.base import FormatParser, MarkerSplitter, Tools
 from branchline.chat.parsing.json_scan import JsonScanner, parse_call, parse_lenient, split_array
 from branchline.chat.parsing.xml_arguments import parse_tool_name
 from branchline.core.message import ToolCall
@@ -31,29 +30,20 @@ class _MistralState(Enum):
 class MistralParser(FormatParser):
     """Parses both generations of the format, distinguished by what follows `[TOOL_CALLS]`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lexer = Lexer(CALLS, CALL_ID, ARGUMENTS)
+    splitter = MarkerSplitter(CALLS, CALL_ID, ARGUMENTS)
+
+    def __init__(self, tools: Tools = ()) -> None:
+        super().__init__(tools)
         self._state = _MistralState.TEXT
         self._scan = JsonScanner()
         self._json_start = 0
         self._head_is_empty = True
 
-    def feed(self, text: str) -> list[MessageDelta]:
-        for lexeme in self._lexer.feed(text):
-            self._consume(*lexeme)
-        return self._pop_deltas()
-
-    def finish(self, cut: bool) -> list[MessageDelta]:
-        self._truncated = cut
-        held = self._lexer.finish()
-        if held:
-            self._consume(held, False)
-        if not cut:
+    def _close(self) -> None:
+        if not self._truncated:
             self._close_block()
         elif self._block:
             self._flush_block_as_text()
-        return self._final_deltas()
 
     def _consume(self, text: str, is_marker: bool) -> None:
         if is_marker and text == CALLS and not self._scan.in_string:

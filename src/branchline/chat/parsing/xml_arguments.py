@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping
 
+from branchline.chat.parsing.base import Tools
 from branchline.chat.parsing.json_scan import load_json
 from branchline.core.message import ToolCall
-
-Tools = Sequence[Mapping[str, Any]]
-ParameterTypes = Mapping[str, frozenset[str]]
-"""The JSON types each parameter may have; parameters without a type are left out."""
 
 _NAME = re.compile(r'[^\s<>{}"]+')
 _ANY_TYPE: frozenset[str] = frozenset()
@@ -30,38 +25,38 @@ def parse_tool_name(text: str) -> str | None:
     return name if _NAME.fullmatch(name) else None
 
 
-class ParameterSchemas:
-    """The parameter types of a request's tools. Accepts any JSON that a client sends as tools."""
+def build_call(name: str, text: str, pair: re.Pattern[str], tools: Tools) -> ToolCall:
+    """Returns a call with the arguments in a text, in their order, typed by the tool of that name.
 
-    def __init__(self, tools: Tools = ()) -> None:
-        self._tool_definitions = tools
+    If the text contains more than pairs, or an argument twice, the text itself is the arguments.
+    """
+    pairs = _parse_pairs(text, pair)
+    if pairs is None:
+        return ToolCall(name, text.strip())
+    types = _parameter_types(name, tools)
+    members = (
+        f"{_string_to_json(key)}: {_value_to_json(value, types.get(key, _ANY_TYPE))}"
+        for key, value in pairs.items()
+    )
+    return ToolCall(name, "{" + ", ".join(members) + "}")
 
-    @cached_property
-    def _parameter_types(self) -> dict[str, ParameterTypes]:
-        """Computed on first use; most formats need no types."""
-        found: dict[str, ParameterTypes] = {}
-        for tool in self._tool_definitions:
-            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                # Chat Completions use `parameters`, Anthropic Messages `input_schema`.
-                schema = function.get("parameters") or function.get("input_schema")
-                found[function["name"]] = _schema_parameter_types(schema)
-        return found
 
-    def build_call(self, name: str, text: str, pair: re.Pattern[str]) -> ToolCall:
-        """Returns a call with the arguments in a text, in their order.
+def _parameter_types(name: str, tools: Tools) -> dict[str, frozenset[str]]:
+    """Returns the JSON types that each parameter of a tool may have; parameters without a type are left out.
 
-        If the text contains more than pairs, or an argument twice, the text itself is the arguments.
-        """
-        pairs = _parse_pairs(text, pair)
-        if pairs is None:
-            return ToolCall(name, text.strip())
-        parameters = self._parameter_types.get(name, {})
-        members = (
-            f"{_string_to_json(key)}: {_value_to_json(value, parameters.get(key, _ANY_TYPE))}"
-            for key, value in pairs.items()
-        )
-        return ToolCall(name, "{" + ", ".join(members) + "}")
+    Accepts any JSON that a client sends as tools. The last tool of a name counts.
+    """
+    types: dict[str, frozenset[str]] = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or function.get("name") != name:
+            continue
+        # Chat Completions use `parameters`, Anthropic Messages `input_schema`.
+        schema = function.get("parameters") or function.get("input_schema")
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        found = properties.items() if isinstance(properties, Mapping) else ()
+        types = {str(key): _schema_types(value) for key, value in found if _schema_types(value)}
+    return types
 
 
 def _parse_pairs(text: str, pair: re.Pattern[str]) -> dict[str, str] | None:
@@ -72,14 +67,6 @@ def _parse_pairs(text: str, pair: re.Pattern[str]) -> dict[str, str] | None:
         found[match[1]] = match[2]
         at = match.end()
     return None if text[at:].strip() else found
-
-
-def _schema_parameter_types(schema: object) -> ParameterTypes:
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return {}
-    found = {str(key): _schema_types(value) for key, value in properties.items()}
-    return {key: types for key, types in found.items() if types}
 
 
 def _schema_types(schema: object) -> frozenset[str]:

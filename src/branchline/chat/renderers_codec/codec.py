@@ -27,8 +27,12 @@ from branchline.chat.base import (
     PromptMessage,
     Tools,
 )
-from branchline.chat.parsing.reasoning import REASONING_MARKERS
-from branchline.chat.parsing.registry import NO_REASONING, OutputFormat
+from branchline.chat.parsing.output_parser import (
+    NO_REASONING,
+    REASONING_MARKERS,
+    OutputFormat,
+    OutputParser,
+)
 from branchline.chat.renderers_codec.families import FAMILIES, RendererTokenizer
 from branchline.chat.renderers_codec.splice import RenderedIds, Splicer
 from branchline.chat.template_traits import MALFORMED_CALL, TemplateTraits, detect_malformed_arguments_format
@@ -61,6 +65,7 @@ class RenderersCodec(TokenizerCodec):
         self.family = family.lower().replace("-", "_").replace(".", "_")
         if self.family not in FAMILIES:
             raise CodecError(f"family: got {family!r}, expected one of {', '.join(FAMILIES)}")
+        self.name = f"renderers:{self.family}:{tokenizer.path.name}"
         self._family_config = FAMILIES[self.family]
         self._options = options
         self._renderer_tokenizer = RendererTokenizer(tokenizer, self.segment_encoder)
@@ -81,11 +86,14 @@ class RenderersCodec(TokenizerCodec):
         """Opens the codec of a tokenizer directory and a family."""
         return cls(TokenizerDir.open(path), family, **options)
 
-    @property
-    def name(self) -> str:
-        return f"renderers:{self.family}:{self.tokenizer.path.name}"
+    def parser(
+        self, tools: Tools = (), chat_template_kwargs: ChatTemplateKwargs | None = None
+    ) -> OutputParser:
+        text_parser = self.output_format(chat_template_kwargs or {}).create_parser(tools)
+        return OutputParser(text_parser, self.tokenizer.token_bytes, self.stop_ids)
 
-    def output_format(self, tools: Tools, chat_template_kwargs: ChatTemplateKwargs) -> OutputFormat:
+    def output_format(self, chat_template_kwargs: ChatTemplateKwargs) -> OutputFormat:
+        """Returns how the outputs of a prompt with these template arguments are parsed."""
         key = _kwargs_key(chat_template_kwargs)
         if key not in self._output_formats:
             self._output_formats[key] = self._probe_output_format(chat_template_kwargs)
@@ -113,7 +121,7 @@ class RenderersCodec(TokenizerCodec):
         kwargs = chat_template_kwargs or {}
         entries: list[PromptMessage] = [*path, *new]
         messages = [entry.message for entry in entries]
-        reader = ReplyReader(self.segment_encoder, self.stop_ids, self.output_format(tools, kwargs), tools)
+        reader = ReplyReader(self.segment_encoder, self.stop_ids, self.output_format(kwargs), tools)
         splicer = Splicer(self._render(messages, tools, kwargs), entries, reader)
         if history == "verbatim" and path:
             extension = splicer.build_verbatim(

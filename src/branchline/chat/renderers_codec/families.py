@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from branchline.chat.parsing.registry import OutputFormat
+from branchline.chat.parsing.output_parser import OutputFormat
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.token_arrays import as_ids

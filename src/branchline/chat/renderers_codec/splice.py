@@ -210,8 +210,11 @@ class Splicer:
             same_tokens = (
                 shown_tokens[:1] == sampled_tokens[:1] if malformed else shown_tokens == sampled_tokens
             )
-            if same_tokens and reader.have_same_meaning(
-                shown_text, sampled_text, cut=not stopped, ignore_arguments=malformed
+            if same_tokens and (
+                shown_text == sampled_text
+                or reader.have_same_meaning(
+                    shown_text, sampled_text, cut=not stopped, ignore_arguments=malformed
+                )
             ):
                 return SpliceMatch(prefix, end, NO_IDS)
             if not stopped and shown_tokens[: len(sampled_tokens)] == sampled_tokens:

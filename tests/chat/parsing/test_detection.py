@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from branchline.chat.parsing.registry import OutputFormat, detect_output_format
+from branchline.chat.parsing.detection import detect_output_format
+from branchline.chat.parsing.output_parser import OutputFormat
 
 THINKS = "{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}"
 LLAMA = "{{ '<|start_header_id|>' + message.role }}"
