@@ -21,10 +21,11 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.engines.base import Chunk
+from branchline.gateway import model_api
+from branchline.gateway.access import AccessControl
 from branchline.gateway.asgi import AsgiRequest
 from branchline.gateway.model_api import ModelApi
 from branchline.runtime import call_lifecycle
-from branchline.runtime.session_store import SessionStore
 from branchline.tree.match import PathMatcher
 from branchline.tree.session import Session
 
@@ -99,8 +100,8 @@ def timed(engine: type) -> Iterator[PhaseTimer]:
     cycle = import_module(AutoHTTPProtocol.__module__).RequestResponseCycle
     wraps: list[tuple[Any, str, Wrap]] = [
         (AutoHTTPProtocol, "data_received", partial(_before, timer.begin)),
-        (SessionStore, "get", partial(_around, timer, None, _ROUTING)),
-        (AsgiRequest, "read_body", partial(_awaited, timer, None, "body: read")),
+        (AccessControl, "model_session", partial(_around, timer, None, _ROUTING)),
+        (model_api, "read_body", partial(_awaited, timer, None, "body: read")),
         (ModelApi, "_parse", partial(_around, timer, None, "body: decode, parse")),
         (Session, "prepare", partial(_around, timer, "thread hop, parser", "prepare")),
         (engine, "generate", partial(_generating, timer)),

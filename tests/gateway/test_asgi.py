@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError, parse_body
+from branchline.gateway.asgi import AsgiRequest, BodyTooLargeError, read_body
 from branchline.gateway.config import GatewayConfig
+from branchline.runtime.message_cache import parse_json
 from tests.gateway.harness import Agent, agent, run
 
 
@@ -31,20 +32,20 @@ def _asgi_request(*parts: bytes, length: str = "") -> tuple[AsgiRequest, list[by
 def test_body_with_a_too_large_content_length_is_not_read(length: str) -> None:
     http, unread = _asgi_request(b"{}", length=length)
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
-        asyncio.run(http.read_body(100))
+        asyncio.run(read_body(http.receive, http.headers, 100))
     assert unread
 
 
 def test_reading_stops_at_the_size_limit() -> None:
     http, unread = _asgi_request(b" " * 60, b" " * 60, b"{}")
     with pytest.raises(BodyTooLargeError, match="expected at most 100 bytes"):
-        asyncio.run(http.read_body(100))
+        asyncio.run(read_body(http.receive, http.headers, 100))
     assert unread == [b"{}"]
 
 
 def test_body_at_the_limit_is_accepted() -> None:
     http, _ = _asgi_request(b" " * 49, b" " * 49 + b"{}", length="100")
-    assert parse_body(asyncio.run(http.read_body(100))) == {}
+    assert parse_json(asyncio.run(read_body(http.receive, http.headers, 100))) == {}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/sessions"])

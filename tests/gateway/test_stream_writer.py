@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
 from typing import Any
 
@@ -15,11 +16,10 @@ from branchline import Message, ToolCall, ToyCodec
 from branchline.chat.parsing.base import MessageDelta
 from branchline.core.errors import EngineError
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.gateway.asgi import AsgiRequest
+from branchline.gateway.asgi import AsgiRequest, StreamWriter
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.model_api import PROTOCOLS
 from branchline.gateway.protocols.base import ErrorInfo
-from branchline.gateway.stream_writer import StreamWriter
 from branchline.runtime.answer import AnswerDelta
 from tests.gateway.harness import Agent, agent, run
 from tests.gateway.protocols.protocol_clients import events_in, request
@@ -216,7 +216,7 @@ class BlockingServer:
 def test_no_keepalive_starts_while_an_event_is_being_sent() -> None:
     async def test() -> None:
         server = BlockingServer()
-        with server.writer(0.002) as writer:
+        with closing(server.writer(0.002)) as writer:
             server.open.clear()
             sending = asyncio.ensure_future(writer.write(EVENT))
             await server.blocked.wait()
@@ -232,7 +232,7 @@ def test_event_waits_for_a_keepalive_in_progress() -> None:
     async def test() -> None:
         server = BlockingServer()
         server.open.clear()
-        with server.writer(0.002) as writer:
+        with closing(server.writer(0.002)) as writer:
             await server.blocked.wait()
             sending = asyncio.ensure_future(writer.write_error(ErrorInfo(500, "")))
             await asyncio.sleep(0)
@@ -248,7 +248,7 @@ def test_leaving_the_block_cancels_a_keepalive_in_progress() -> None:
     async def test() -> None:
         server = BlockingServer()
         server.open.clear()
-        with server.writer(0.002) as writer:
+        with closing(server.writer(0.002)) as writer:
             await server.blocked.wait()
         with pytest.raises(asyncio.CancelledError):
             await writer._keepalive_task
@@ -260,7 +260,7 @@ def test_leaving_the_block_cancels_a_keepalive_in_progress() -> None:
 def test_empty_deltas_are_not_sent() -> None:
     async def test() -> None:
         server = BlockingServer()
-        with server.writer(60) as writer:
+        with closing(server.writer(60)) as writer:
             await writer.write(AnswerDelta(0, [MessageDelta(content="")]))
             assert server.sent == []
 

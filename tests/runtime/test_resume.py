@@ -14,9 +14,8 @@ from branchline import Journal, Message, ToyCodec
 from branchline.core.errors import EngineError, MessageError, SessionError
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies
-from branchline.runtime.call_record import CallResult
+from branchline.runtime.call_record import CallResult, new_call_id
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import new_call_id
 from branchline.runtime.session_store import SessionStore
 from tests.gateway.harness import run
 from tests.runtime.harness import (

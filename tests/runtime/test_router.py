@@ -92,7 +92,7 @@ def test_the_default_engine_is_paused_and_its_version_only_grows() -> None:
 def test_an_upstream_has_no_weights_to_update() -> None:
     async def test() -> None:
         router = Router(UpstreamChat("http://127.0.0.1:1"))
-        assert router.route("m", "").is_upstream
+        assert isinstance(router.route("m", "").engine, UpstreamChat)
         await router.pause()
         await router.resume(2)
         assert (router.paused, router.version) == (False, 0)

@@ -15,9 +15,8 @@ from branchline.core.errors import EngineError, EngineInputError, SessionError
 from branchline.engines.base import SamplingParams
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.runtime.answer import AnswerDelta
-from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
+from branchline.runtime.call_record import CallRecord, CallRequest, CallResult, new_call_id
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import new_call_id
 from branchline.runtime.sampling import NO_LIMIT
 from branchline.runtime.upstream import run_upstream_call
 from tests.engines.fake_servers import FakeChat

@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from branchline.core.errors import InputError, SessionError
-from branchline.runtime.managed_session import ManagedSession, SessionOpened, key_matches
+from branchline.runtime.managed_session import ManagedSession, SessionOpened, hash_key
 from branchline.runtime.session_store import SessionStore
 
 
@@ -40,16 +40,19 @@ class AccessControl:
             if managed is None:
                 raise _denied(key, "this key opens no session")
             return managed
-        opened = self.sessions.opening_record(session_id)
-        if key_matches(key, opened.api_key_hash) or self._is_control_key(opened, key):
-            return self.sessions.get(session_id)
-        raise _denied(key, f"this key does not open session {session_id}")
+        found = self.sessions.find_keys(session_id)
+        is_api_key = hmac.compare_digest(hash_key(key), found.api_key_hash)
+        if not is_api_key and not self._is_control_key(found, key):
+            raise _denied(key, f"this key does not open session {session_id}")
+        return found if isinstance(found, ManagedSession) else self.sessions.get(session_id)
 
     def control_session(self, session_id: str, key: str, *, is_reward: bool = False) -> ManagedSession:
         """The session that a key may read and control; with `agent_reward` an api_key may post rewards."""
-        opened = self.sessions.opening_record(session_id)
-        if self._is_control_key(opened, key) or (
-            is_reward and opened.options.agent_reward and key_matches(key, opened.api_key_hash)
+        found = self.sessions.find_keys(session_id)
+        if self._is_control_key(found, key) or (
+            is_reward
+            and found.options.agent_reward
+            and hmac.compare_digest(hash_key(key), found.api_key_hash)
         ):
             return self.sessions.get(session_id)
         raise _denied(key, f"this key does not open the control of session {session_id}")
@@ -61,8 +64,8 @@ class AccessControl:
             key.encode("utf-8", "surrogatepass"), self.admin_key.encode()
         )
 
-    def _is_control_key(self, opened: SessionOpened, key: str) -> bool:
-        return self._is_admin(key) or key_matches(key, opened.control_key_hash)
+    def _is_control_key(self, found: ManagedSession | SessionOpened, key: str) -> bool:
+        return self._is_admin(key) or hmac.compare_digest(hash_key(key), found.control_key_hash)
 
 
 def require_loopback(host: str) -> None:

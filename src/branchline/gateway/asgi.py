@@ -1,14 +1,18 @@
-"""One HTTP request on plain ASGI: reading it, answering it, and errors as HTTP statuses.
+"""One HTTP request on plain ASGI: reading it, answering it whole or as a stream, errors as HTTP statuses.
 
 Nothing here depends on a particular server. This is the only file that maps errors to statuses.
+
+Clients disconnect from a silent stream. A tool call is sent when it is complete, and a prompt may wait in a
+queue; meanwhile no bytes would be sent. So one task per stream sends a keepalive if nothing was sent for a
+while. A lock keeps keepalives and events from overlapping and their numbers in order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 
@@ -24,13 +28,12 @@ from branchline.core.errors import (
     MessageError,
     SessionError,
 )
-from branchline.core.reader import decode_json
-from branchline.gateway.protocols.base import CONTEXT_LENGTH_EXCEEDED, ErrorInfo
+from branchline.gateway.protocols.base import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, StreamEncoder
+from branchline.runtime.call_record import CallEvent, CallResult
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-T = TypeVar("T")
 
 _JSON_HEADER = (b"content-type", b"application/json")
 _SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -108,39 +111,22 @@ async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int
             return b"".join(parts)
 
 
-def parse_body(data: bytes, decode: Callable[[bytes], object] = decode_json) -> Any:
-    """The decoded body; raises MessageError if it is not JSON."""
-    try:
-        return decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MessageError("body", data[:60], f"JSON ({error})") from error
-
-
 class AsgiRequest:
     """A request and its response: one JSON body, or a stream of events."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._receive = receive
+        self.receive = receive
         self._send = send
         self.method: str = scope["method"]
-        self._raw_headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         self.is_streaming = False
         """Whether the response has started as a stream; errors then become events of it."""
         self.is_complete = False
         """Whether the whole response was sent; a disconnect after that cancels nothing."""
         self.extra_headers: list[tuple[bytes, bytes]] = []
         """Headers of the response, whether it succeeds or fails."""
-
-    @cached_property
-    def headers(self) -> Mapping[str, str]:
-        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self._raw_headers}
-
-    @property
-    def api_key(self) -> str:
-        return bearer_key(self.headers)
-
-    async def read_body(self, max_bytes: int) -> bytes:
-        return await read_body(self._receive, self.headers, max_bytes)
 
     async def send_json(
         self, body: object, status: int = 200, headers: Mapping[str, str] | None = None
@@ -164,38 +150,83 @@ class AsgiRequest:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         self.is_complete = last
 
-    async def run_until_disconnect(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:
-        """The result of `work`. A client that disconnects cancels it: raises ClientDisconnectedError.
+    @contextmanager
+    def cancelled_on_disconnect(self, tasks: set[asyncio.Task[Any]]) -> Iterator[None]:
+        """Cancels the block if the client disconnects: raises ClientDisconnectedError.
 
         The current task is in `tasks` meanwhile, so that the owner of that set can cancel it too.
         """
         task = asyncio.current_task()
         assert task is not None
-        tasks.add(task)
-        is_working, is_gone = True, False
+        is_gone = False
 
-        def cancel(watch: asyncio.Task[None]) -> None:
+        async def watch() -> None:
             nonlocal is_gone
-            if is_working and not self.is_complete and not watch.cancelled():
-                # A watch that failed also means that the connection is gone.
-                watch.exception()
+            with suppress(Exception):  # a receive that fails also means that the connection is gone
+                while (await self.receive())["type"] != "http.disconnect":
+                    pass
+            if not self.is_complete:
                 is_gone = task.cancel()
 
-        watch = asyncio.ensure_future(self._wait_for_disconnect())
-        watch.add_done_callback(cancel)
+        tasks.add(task)
+        watching = asyncio.create_task(watch())
         try:
-            return await work
+            yield
         except asyncio.CancelledError:
             if not is_gone:
                 raise
             raise ClientDisconnectedError from None
         finally:
-            is_working = False
             if is_gone:
                 task.uncancel()
-            watch.cancel()
+            watching.cancel()
             tasks.discard(task)
 
-    async def _wait_for_disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+
+class StreamWriter:
+    """Sends one streamed answer; at most `keepalive_s` pass without a byte.
+
+    with closing(StreamWriter(http, encoder, 10.0)) as writer:
+        async for event in run_call(...):
+            await writer.write(event)
+    """
+
+    def __init__(self, http: AsgiRequest, encoder: StreamEncoder, keepalive_s: float) -> None:
+        self._http = http
+        self._encoder = encoder
+        # A send right after a check is noticed by the next check but one.
+        self._check_every_s = keepalive_s / 2
+        self._lock = asyncio.Lock()
+        """Held from the encoding of an event until it is sent."""
+        self._is_silent = True
+        """Whether nothing was sent since the last check."""
+        self._keepalive_task = asyncio.create_task(self._send_keepalives())
+
+    def close(self) -> None:
+        # Not awaited: the call must end with its last event, before its client can act on that.
+        self._keepalive_task.cancel()
+
+    async def write(self, event: CallEvent) -> None:
+        """Sends an event; the result of the call ends the stream."""
+        async with self._lock:
+            if isinstance(event, CallResult):
+                self._keepalive_task.cancel()
+                await self._http.send_chunk(self._encoder.encode_end(event), last=True)
+            elif data := self._encoder.encode_delta(event):
+                await self._http.send_chunk(data)
+                self._is_silent = False
+
+    async def write_error(self, info: ErrorInfo) -> None:
+        """Ends the stream with an error."""
+        async with self._lock:
+            self._keepalive_task.cancel()
+            await self._http.send_chunk(self._encoder.encode_error(info), last=True)
+
+    async def _send_keepalives(self) -> None:
+        while True:
+            await asyncio.sleep(self._check_every_s)
+            if self._is_silent and not self._lock.locked():
+                async with self._lock:
+                    with suppress(OSError):  # the client has disconnected, which cancels the call
+                        await self._http.send_chunk(self._encoder.encode_ping())
+            self._is_silent = True

@@ -22,13 +22,14 @@ from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, MessageError
 from branchline.gateway.access import AccessControl
-from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, error_info, parse_body, read_body
+from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, error_info, read_body
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
+from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
 from branchline.runtime.session_store import SessionStore
 
@@ -204,7 +205,7 @@ class ControlApi:
         """The decoded body, or None if there is none; it must be encodable for the journal."""
         if http.headers.get("content-length", "") in ("", "0") and "transfer-encoding" not in http.headers:
             return None
-        body = parse_body(await read_body(http.receive, http.headers, self._config.max_body_bytes))
+        body = parse_json(await read_body(http.receive, http.headers, self._config.max_body_bytes))
         try:
             msgspec.msgpack.encode(body)
         except (OverflowError, RecursionError) as error:

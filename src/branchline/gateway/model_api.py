@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
@@ -19,9 +20,16 @@ from urllib.parse import unquote
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
 from branchline.core.reader import replace_surrogates
+from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import AccessControl
-from branchline.gateway.agent_headers import identify_agent
-from branchline.gateway.asgi import AsgiRequest, ClientDisconnectedError, error_info, parse_body
+from branchline.gateway.asgi import (
+    AsgiRequest,
+    ClientDisconnectedError,
+    StreamWriter,
+    bearer_key,
+    error_info,
+    read_body,
+)
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.protocols import chat, messages
 from branchline.gateway.protocols.base import ErrorInfo, ParsedRequest, RequestContext, WireProtocol
@@ -29,13 +37,20 @@ from branchline.gateway.protocols.chat import CHAT
 from branchline.gateway.protocols.completions import COMPLETIONS
 from branchline.gateway.protocols.messages import MESSAGES
 from branchline.gateway.protocols.responses import RESPONSES
-from branchline.gateway.stream_writer import StreamWriter
-from branchline.runtime.call_lifecycle import prepare_call
-from branchline.runtime.call_record import CallEvent, CallFailure, CallObserver, CallRecord, CallResult
+from branchline.runtime.call_lifecycle import prepare_call, run_call
+from branchline.runtime.call_record import (
+    CallEvent,
+    CallFailure,
+    CallObserver,
+    CallRecord,
+    CallResult,
+    new_call_id,
+)
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HEADER
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import new_call_id
+from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
+from branchline.runtime.upstream import run_upstream_call
 
 log = logging.getLogger("branchline.gateway")
 
@@ -92,21 +107,29 @@ class _ModelCall:
 
     async def respond(self) -> None:
         """Sends the complete answer."""
-        async with _closed_session_errors(self.managed), aclosing(self.events) as events:
-            async for event in events:
-                if isinstance(event, CallResult):
-                    codec = self.managed.session.codec
-                    # The call counts as delivered when this returns.
-                    await self.http.send_json(self.protocol.build_response(self.parsed, event, codec))
+        try:
+            async with aclosing(self.events) as events:
+                async for event in events:
+                    if isinstance(event, CallResult):
+                        codec = self.managed.session.codec
+                        # The call counts as delivered when this returns.
+                        await self.http.send_json(self.protocol.build_response(self.parsed, event, codec))
+        except asyncio.CancelledError:
+            _raise_if_closed(self.managed)
+            raise
 
     async def stream(self, keepalive_s: float) -> None:
         """Sends the answer as it arrives."""
         encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
-        with StreamWriter(self.http, encoder, keepalive_s) as writer:
+        with closing(StreamWriter(self.http, encoder, keepalive_s)) as writer:
             try:
-                async with _closed_session_errors(self.managed), aclosing(self.events) as events:
-                    async for event in events:
-                        await writer.write(event)
+                try:
+                    async with aclosing(self.events) as events:
+                        async for event in events:
+                            await writer.write(event)
+                except asyncio.CancelledError:
+                    _raise_if_closed(self.managed)
+                    raise
             except BranchlineError as error:
                 # Before the first event an error is a response with a status; after it, an event.
                 info = error_info(error)
@@ -155,7 +178,7 @@ class ModelApi:
                 await http.send_json(error_body(ErrorInfo(500, "internal error")), 500)
 
     async def _list_models(self, route: ModelRoute, http: AsgiRequest) -> None:
-        self._access.model_session(route.session_id, http.api_key)
+        self._access.model_session(route.session_id, bearer_key(http.headers))
         _, _, name = route.endpoint.partition("/")
         # Any name is accepted, so any name exists.
         names = [name] if name else [*self._router.engine_names, "branchline"]
@@ -165,14 +188,14 @@ class ModelApi:
     async def _count_tokens(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
         """Prepares the prompt and answers with its length; nothing is sampled or recorded."""
         assert protocol.count_response is not None
-        managed = self._access.model_session(route.session_id, http.api_key)
-        body = await http.read_body(self._config.max_body_bytes)
+        managed = self._access.model_session(route.session_id, bearer_key(http.headers))
+        body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
         parsed = self._parse(protocol, managed, route, http.headers, body)
         turn = await prepare_call(managed, parsed.call_request)
         await http.send_json(protocol.count_response(len(turn.prompt_ids)))
 
     async def _handle_call(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
-        managed = self._access.model_session(route.session_id, http.api_key)
+        managed = self._access.model_session(route.session_id, bearer_key(http.headers))
         record = CallRecord(
             managed.id,
             protocol.name,
@@ -184,7 +207,7 @@ class ModelApi:
         http.extra_headers.append((protocol.request_id_header, record.call_id.encode()))
         with self._observed(record):
             managed.require_open()
-            body = await http.read_body(self._config.max_body_bytes)
+            body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
             parsed = self._parse(protocol, managed, route, http.headers, body)
             call_request = record.call_request = parsed.call_request
             record.model, record.agent = parsed.model, call_request.request.agent
@@ -197,18 +220,23 @@ class ModelApi:
                 resume_call_id=http.headers.get(RESUME_HEADER, ""),
             )
             call_request = replace(call_request, request=request)
-            if engine_route.is_upstream and protocol is CHAT:
-                # Only an upstream of the same protocol knows the fields that are not read here.
-                options = chat.upstream_options(body, managed.options, request.tools)
-                call_request = replace(call_request, upstream_options=options)
-            events = engine_route.run_call(
-                managed, call_request, record, self._config.max_prompt_tokens, self._config.stream_flush_s
-            )
+            if isinstance(engine_route.engine, UpstreamChat):
+                if protocol is CHAT:
+                    # Only an upstream of the same protocol knows the fields that are not read here.
+                    options = chat.upstream_options(body, managed.options, request.tools)
+                    call_request = replace(call_request, upstream_options=options)
+                events = run_upstream_call(managed, engine_route.engine, call_request, record)
+            else:
+                limit, flush_s = self._config.max_prompt_tokens, self._config.stream_flush_s
+                events = run_call(managed, engine_route.engine, call_request, record, limit, flush_s)
             call = _ModelCall(protocol, http, managed, parsed, record, events)
-            work = call.stream(self._config.keepalive_s) if call_request.stream else call.respond()
             self.in_flight += 1
             try:
-                await http.run_until_disconnect(work, managed.call_tasks)
+                with http.cancelled_on_disconnect(managed.call_tasks):
+                    if call_request.stream:
+                        await call.stream(self._config.keepalive_s)
+                    else:
+                        await call.respond()
             finally:
                 self.in_flight -= 1
 
@@ -220,24 +248,29 @@ class ModelApi:
         headers: Mapping[str, str],
         data: bytes,
     ) -> ParsedRequest:
-        body = parse_body(data, protocol.decode_body)
-        user = body.get("user") if isinstance(body, dict) else None
-        identity = identify_agent(headers)
+        body = parse_json(data, protocol.decode_body)
+        fields = body if isinstance(body, dict) else {}
+        user = fields.get("user")
+        agent, parent = identify_agent(headers)
         agent = (
-            identity.agent
+            agent
             or route.agent
             or (user if isinstance(user, str) else "")
             or managed.options.agent
             or DEFAULT_AGENT
         )
         retries = headers.get("x-stainless-retry-count", "0")
+        limit = headers.get(MAX_TOKENS_HEADER, "")
+        if limit and not re.fullmatch("[1-9][0-9]{0,9}", limit):
+            raise MessageError(MAX_TOKENS_HEADER, limit, "a whole number of 1 or more")
         context = RequestContext(
             managed,
+            str(fields.get("model") or "branchline"),
             replace_surrogates(agent),
             int(retries[:6]) if retries.isdecimal() and retries.isascii() else 0,
-            identity.parent,
+            parent,
             self._config.default_max_tokens,
-            _read_max_tokens_header(headers.get(MAX_TOKENS_HEADER, "")),
+            int(limit) if limit else None,
         )
         parsed: ParsedRequest = protocol.read_request(body, context)
         count = len(parsed.call_request.request.messages)
@@ -262,7 +295,7 @@ class ModelApi:
             record.outcome, record.status, record.failure = "failed", 500, CallFailure.from_error(error)
             raise
         finally:
-            record.close()
+            record.total_s = time.perf_counter() - record.started_perf_s
             for observe in self._observers:
                 observe(record)
 
@@ -277,22 +310,35 @@ def _routing_error(endpoint: str, method: str) -> ErrorInfo:
     return ErrorInfo(405, f"{method}: not for this path", headers={"allow": allowed})
 
 
-def _read_max_tokens_header(value: str) -> int | None:
-    if not value:
-        return None
-    if not re.fullmatch("[1-9][0-9]{0,9}", value):
-        raise MessageError(MAX_TOKENS_HEADER, value, "a whole number of 1 or more")
-    return int(value)
+def _raise_if_closed(managed: ManagedSession) -> None:
+    """Raises SessionError if the current task was cancelled by closing its session."""
+    task = asyncio.current_task()
+    if managed.is_closed and task is not None:
+        task.uncancel()
+    managed.require_open()
 
 
-@asynccontextmanager
-async def _closed_session_errors(managed: ManagedSession) -> AsyncIterator[None]:
-    """Raises SessionError instead of CancelledError if the block was cancelled by closing its session."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if managed.is_closed and task is not None:
-            task.uncancel()
-        managed.require_open()
-        raise
+def identify_agent(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The agent that sent a request and the agent that started that one; "" if no header names them.
+
+    Branchline's own headers can name any agent. For known clients only sub-agents are named: a client's first
+    agent is the session's default agent under any name, so that it stays the same agent after a restart. A
+    parent is passed on under the client's name for it; the tree resolves the first agent by exclusion.
+
+    >>> identify_agent({"x-session-id": "s2", "x-parent-session-id": "s1"})
+    ('s2', 's1')
+    """
+    for agent_header, parent_header in (
+        ("x-branchline-agent", "x-branchline-parent-agent"),
+        ("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    ):
+        agent, parent = headers.get(agent_header, ""), headers.get(parent_header, "")
+        if agent or parent:
+            return agent, parent
+    # Codex: a sub-agent's thread id differs from the session id.
+    thread, session = headers.get("thread-id", ""), headers.get("session-id", "")
+    if session and thread not in ("", session):
+        return thread, headers.get("x-codex-parent-thread-id", "")
+    # OpenCode: a sub-agent's session has a parent; the user's own has none.
+    parent = headers.get("x-parent-session-id", "")
+    return (headers.get("x-session-id", ""), parent) if parent else ("", "")

@@ -23,9 +23,8 @@ from branchline.core.reader import replace_surrogates_deep
 from branchline.core.sample import Sample
 from branchline.engines.base import Engine
 from branchline.runtime.call_lifecycle import prepare_call, run_call
-from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
+from branchline.runtime.call_record import CallRecord, CallRequest, CallResult, new_call_id
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.resume import new_call_id
 from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,

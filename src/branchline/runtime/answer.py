@@ -129,8 +129,10 @@ class AnswerBuilder:
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             if not self.is_stopped:
-                last = self._apply_stop_strings(self.parser.finish(chunk.finish_reason))
-                deltas = [*deltas, *last, *self._flush_pending()]
+                last = self.parser.finish(chunk.finish_reason)
+                if self._stop_matcher is not None:
+                    last = [*self._apply_stop_strings(last), *self._flush_pending()]
+                deltas = [*deltas, *last]
         if any(delta.tool_call is not None for delta in deltas):
             deltas = [self._with_tool_call_id(delta) for delta in deltas]
         return AnswerDelta(self.index, deltas, chunk.ids, chunk.logprobs)
@@ -198,7 +200,20 @@ class AnswerBuilder:
             tool_calls=tuple(self.tool_calls),
             id=self.response_id,
         )
-        logprobs, versions = _join_logprobs(self.chunks), _join_versions(self.chunks)
+        sizes = [len(chunk.ids) for chunk in self.chunks]
+        logprobs: Floats | None = None
+        if any(chunk.logprobs is not None for chunk in self.chunks):
+            # NaN for chunks without logprobs.
+            parts = [
+                np.full(size, np.nan, np.float32) if chunk.logprobs is None else chunk.logprobs
+                for chunk, size in zip(self.chunks, sizes, strict=True)
+            ]
+            logprobs = np.concatenate(parts)
+        versions: int | NDArray[np.int64]
+        if len({chunk.version for chunk in self.chunks}) == 1:
+            versions = self.chunks[0].version
+        else:
+            versions = np.repeat(np.array([chunk.version for chunk in self.chunks], np.int64), sizes)
         return Generation(self.ids, logprobs, versions, finish_reason or self.finish_reason, message)
 
     def answer(self, generation: Generation) -> Answer:
@@ -215,24 +230,3 @@ class AnswerBuilder:
             None if self._stop_matcher is None else self._stop_matcher.matched,
             tuple(sorted(versions)),
         )
-
-
-def _join_logprobs(chunks: Sequence[Chunk]) -> Floats | None:
-    """The logprobs of all tokens, NaN for chunks without any; None if no chunk has any."""
-    if all(chunk.logprobs is None for chunk in chunks):
-        return None
-    return np.concatenate(
-        [
-            np.full(len(chunk.ids), np.nan, np.float32) if chunk.logprobs is None else chunk.logprobs
-            for chunk in chunks
-        ]
-    )
-
-
-def _join_versions(chunks: Sequence[Chunk]) -> int | NDArray[np.int64]:
-    """The version of each token, or one number if all chunks have the same."""
-    versions = {chunk.version for chunk in chunks}
-    if len(versions) == 1:
-        return versions.pop()
-    per_chunk = np.array([chunk.version for chunk in chunks], np.int64)
-    return np.repeat(per_chunk, [len(chunk.ids) for chunk in chunks])

@@ -11,22 +11,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from branchline.core.call import Call, Delivery, Generation
+from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import ContextLengthError, JournalError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
 from branchline.engines.upstream_chat import TokenUsage
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
-from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest, CallResult
-from branchline.runtime.limits import count_call, reserve_tokens
+from branchline.runtime.call_record import (
+    ATTEMPT_SEPARATOR,
+    CallEvent,
+    CallRecord,
+    CallRequest,
+    CallResult,
+)
+from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
+from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
@@ -49,21 +57,25 @@ async def run_call(
     """
     record.engine = engine.name
     request = call_request.request
-    resumes = request.resume_call_id or await find_earlier_attempt(managed, record.call_id)
+    resumes = request.resume_call_id
+    if not resumes and ATTEMPT_SEPARATOR in record.call_id:
+        resumes = await find_earlier_attempt(managed, record.call_id)
     sampling = _sampling_record(engine, call_request.params)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
-    with count_call(managed, record.call_id, resumes):
+    with managed.count_call(record.call_id, resumes):
         turn = await prepare_call(managed, call_request, max_prompt_tokens)
         record.end_phase("prepare")
-        partial = await load_partial(managed, turn, call_request.n, record.call_id)
-        limit = _max_answer_tokens(engine, turn, call_request)
-        with reserve_tokens(managed, call_request, limit, partial) as max_tokens:
+        earlier = await load_partial(managed, turn, call_request.n, record.call_id) if resumes else []
+        params = _engine_params(managed, engine, turn, call_request, flush_s)
+        with ExitStack() as stack:
+            if managed.options.limits.tokens is not None:
+                reservation = reserve_tokens(managed, call_request, params.max_tokens, earlier)
+                params = replace(params, max_tokens=stack.enter_context(reservation))
             builders = _answer_builders(managed, call_request, record.call_id)
-            params = _engine_params(managed, call_request, max_tokens, flush_s)
             prompt_ids = turn.prompt_ids
             try:
-                if partial:
-                    replayed, prompt_ids, params = replay_partial(builders[0], partial, params, prompt_ids)
+                if earlier:
+                    replayed, prompt_ids, params = replay_partial(builders[0], earlier, params, prompt_ids)
                     for delta in replayed:
                         yield delta
                 if params.max_tokens > 0:
@@ -81,8 +93,12 @@ async def run_call(
     generations = [builder.generation() for builder in builders]
     call = await commit_call(managed, turn, generations, record)
     answers = [builder.answer(generation) for builder, generation in zip(builders, generations, strict=True)]
-    with record_delivery(managed, call):
+    try:
         yield build_result(record, call, turn, answers)
+    except (GeneratorExit, asyncio.CancelledError):
+        record_delivery(managed, call, Delivery.LOST)
+        raise
+    record_delivery(managed, call, Delivery.DELIVERED)
 
 
 async def prepare_call(
@@ -93,23 +109,21 @@ async def prepare_call(
     Raises SessionError if the session is closed and ContextLengthError if the prompt is too long.
     """
     managed.require_open()
-    turn = await _prepare_turn(managed, call_request)
+    request, prompt, session = call_request.request, call_request.raw_prompt, managed.session
+    if prompt is None:
+        prepare = partial(session.prepare, request)
+        length = sum([len(message.content) for message in request.messages])
+    else:
+        prepare = partial(_prepare_raw_prompt, session, request, prompt)
+        length = len(prompt)
+    turn = prepare() if length < _THREAD_CHARACTERS else await asyncio.to_thread(prepare)
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
         raise ContextLengthError.for_prompt(len(turn.prompt_ids), max_prompt_tokens)
     return turn
 
 
-async def _prepare_turn(managed: ManagedSession, call_request: CallRequest) -> Turn:
-    request, prompt, session = call_request.request, call_request.raw_prompt, managed.session
-
-    def prepare() -> Turn:
-        if prompt is None:
-            return session.prepare(request)
-        ids = session.codec.encode(prompt) if isinstance(prompt, str) else prompt
-        return session.prepare_ids(request, ids)
-
-    length = sum([len(message.content) for message in request.messages]) if prompt is None else len(prompt)
-    return prepare() if length < _THREAD_CHARACTERS else await asyncio.to_thread(prepare)
+def _prepare_raw_prompt(session: Session, request: Request, prompt: str | Ids) -> Turn:
+    return session.prepare_ids(request, session.codec.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 async def commit_call(
@@ -126,7 +140,7 @@ async def commit_call(
             await asyncio.wrap_future(committed.durable)
         except asyncio.CancelledError:
             # The journal will have the call, but its caller has gone.
-            _journal_delivery(managed, committed.call, Delivery.LOST)
+            record_delivery(managed, committed.call, Delivery.LOST)
             raise
         except JournalError:
             # The journal does not have the call and its caller will not get it: it must not be trained.
@@ -153,22 +167,12 @@ def build_result(
     return record.result
 
 
-@contextmanager
-def record_delivery(managed: ManagedSession, call: Call) -> Iterator[None]:
-    """Wraps the yield of the result: records whether the caller took it."""
-    try:
-        yield
-    except (GeneratorExit, asyncio.CancelledError):
-        _journal_delivery(managed, call, Delivery.LOST)
-        raise
-    _journal_delivery(managed, call, Delivery.DELIVERED)
-
-
-def _journal_delivery(managed: ManagedSession, call: Call, delivery: Delivery) -> None:
+def record_delivery(managed: ManagedSession, call: Call, delivery: Delivery) -> None:
+    """Records whether the caller took the result. A failing journal is logged, not raised."""
     try:
         managed.session.record_delivery(call, delivery)
     except JournalError as error:
-        # The caller has its answer or has gone, so the error can only be logged.
+        # The caller has its answer or has gone.
         log.warning("call %s of session %s: %s", call.id, managed.id, error)
 
 
@@ -220,22 +224,20 @@ def _answer_builders(managed: ManagedSession, call_request: CallRequest, call_id
     ]
 
 
-def _max_answer_tokens(engine: Engine, turn: Turn, call_request: CallRequest) -> int:
-    """How many tokens an answer may have by its request and the engine's context.
+def _engine_params(
+    managed: ManagedSession, engine: Engine, turn: Turn, call_request: CallRequest, flush_s: float
+) -> SamplingParams:
+    """The parameters of the request for the engine: with the codec's stop ids, limited to its context.
 
     A prompt that fills the context exactly leaves 0 tokens, and the answer is empty.
     """
-    requested, max_context, length = call_request.params.max_tokens, engine.max_context, len(turn.prompt_ids)
+    max_tokens, max_context, length = call_request.params.max_tokens, engine.max_context, len(turn.prompt_ids)
     if max_context is None:
-        return FALLBACK_MAX_TOKENS if requested == NO_LIMIT else requested
-    if length > max_context:
+        max_tokens = FALLBACK_MAX_TOKENS if max_tokens == NO_LIMIT else max_tokens
+    elif length > max_context:
         raise ContextLengthError.for_prompt(length, max_context)
-    return min(requested, max_context - length)
-
-
-def _engine_params(
-    managed: ManagedSession, call_request: CallRequest, max_tokens: int, flush_s: float
-) -> SamplingParams:
+    else:
+        max_tokens = min(max_tokens, max_context - length)
     # A stop text or a tool call can end an answer early; buffered tokens would be sampled for nothing.
     may_end_early = bool(call_request.stop) or call_request.single_tool_call
     return replace(

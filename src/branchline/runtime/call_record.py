@@ -1,4 +1,4 @@
-"""The types of one call: what a caller asks, what came out, and the record that observers get.
+"""The types of one call: its id, what a caller asks, what came out, and the record that observers get.
 
 `CallRequest` goes in, `CallResult` comes out; both are free of any wire protocol. `CallRecord` collects what
 metrics, logs and traces need and is complete when the call is over, however it ended.
@@ -6,6 +6,8 @@ metrics, logs and traces need and is complete when the call is over, however it 
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +20,43 @@ from branchline.core.token_arrays import Floats, Ids
 from branchline.engines.base import SamplingParams
 from branchline.engines.upstream_chat import TokenUsage
 from branchline.runtime.answer import Answer, AnswerDelta
+from branchline.runtime.headers import CALL_HEADER
+from branchline.runtime.managed_session import ManagedSession
 
 Outcome = Literal["ok", "refused", "failed", "cancelled"]
 """`refused`: the client's error. `failed`: the engine's or the journal's. `cancelled`: by a disconnect."""
 Phase = Literal["prepare", "queue", "generate", "commit"]
+_CALL_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
+ATTEMPT_SEPARATOR = "~"
+"""Cannot be in a name; the number of the attempt follows it."""
+
+
+def new_call_id(managed: ManagedSession, prefix: str = "chatcmpl-", name: str = "") -> str:
+    """Returns a random id, or for a named call the id of its next attempt: the name, name~2, name~3, …"""
+    if not name:
+        return prefix + secrets.token_hex(12)
+    if not _CALL_NAME.fullmatch(name):
+        raise MessageError(CALL_HEADER, name, "letters, digits, '-', '_' or '.', at most 96")
+    count = managed.attempt_counts.get(name)
+    if count is None:
+        # No attempt since this process started, but the journal may have some.
+        ids = [call.id for call in managed.session.tree.calls if call_name(call.id) == name]
+        count = max([attempt_number(call_id) for call_id in ids], default=0)
+    managed.attempt_counts[name] = count + 1
+    return attempt_id(name, count + 1)
+
+
+def attempt_id(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}{ATTEMPT_SEPARATOR}{number}"
+
+
+def call_name(call_id: str) -> str:
+    return call_id.partition(ATTEMPT_SEPARATOR)[0]
+
+
+def attempt_number(call_id: str) -> int:
+    _, separator, number = call_id.partition(ATTEMPT_SEPARATOR)
+    return int(number) if separator and number.isdigit() else 1
 
 
 @dataclass(frozen=True)
@@ -179,9 +214,6 @@ class CallRecord:
         if phase not in self.phase_s:
             elapsed = time.perf_counter() - self.started_perf_s
             self.phase_s[phase] = elapsed - sum(self.phase_s.values())
-
-    def close(self) -> None:
-        self.total_s = time.perf_counter() - self.started_perf_s
 
 
 CallObserver = Callable[[CallRecord], None]

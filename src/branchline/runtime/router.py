@@ -7,7 +7,7 @@ work with the session's tokens; an upstream works with text, so its calls are ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,10 +16,6 @@ from branchline.core.errors import InputError, MessageError
 from branchline.engines.base import Engine
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
-from branchline.runtime.call_lifecycle import run_call
-from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
-from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.upstream import run_upstream_call
 
 _YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
 
@@ -64,23 +60,6 @@ class Route:
 
     engine: Engine | UpstreamChat
     train: bool = True
-
-    @property
-    def is_upstream(self) -> bool:
-        return isinstance(self.engine, UpstreamChat)
-
-    def run_call(
-        self,
-        managed: ManagedSession,
-        call_request: CallRequest,
-        record: CallRecord,
-        max_prompt_tokens: int | None = None,
-        flush_s: float = 0.0,
-    ) -> AsyncGenerator[CallEvent, None]:
-        """Runs a call on this route's engine; yields its deltas, then its result."""
-        if isinstance(self.engine, UpstreamChat):
-            return run_upstream_call(managed, self.engine, call_request, record)
-        return run_call(managed, self.engine, call_request, record, max_prompt_tokens, flush_s)
 
 
 class Router:

@@ -22,6 +22,14 @@ SAMPLING_FIELDS = (
     "repetition_penalty",
     "seed",
 )
+_RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
 NO_LIMIT = 2**62
 """The `max_tokens` of a request without one: the answer may fill the engine's context."""
 FALLBACK_MAX_TOKENS = 4096
@@ -40,7 +48,6 @@ def merge_sampling(body: object, options: SessionOptions) -> dict[str, Any]:
 def read_sampling_params(
     fields: JsonObject,
     max_tokens_name: str,
-    *,
     default_max_tokens: int | None = None,
     max_tokens_limit: int | None = None,
 ) -> SamplingParams:
@@ -48,30 +55,26 @@ def read_sampling_params(
 
     `max_tokens_name` is the protocol's name for the limit; `max_tokens_limit` caps it, whatever its origin.
     """
-    plain = SamplingParams()
-    response_format = fields.get("response_format")
-    grammar = None if not response_format or response_format == {"type": "text"} else response_format
-    if grammar is not None and not isinstance(grammar, dict):
+    grammar = fields.get("response_format")
+    if not grammar or grammar == {"type": "text"}:
+        grammar = None
+    elif not isinstance(grammar, dict):
         raise MessageError("response_format", grammar, "an object")
+    max_tokens = NO_LIMIT if default_max_tokens is None else default_max_tokens
+    if max_tokens_name in fields:
+        max_tokens = read_int(fields, max_tokens_name, 0, 1, 2**31)
+    params: dict[str, Any] = {
+        name: _read_number(fields, name, *range) for name, range in _RANGES.items() if name in fields
+    }
+    if "top_k" in fields:
+        params["top_k"] = max(0, read_int(fields, "top_k", 0, -1, 2**31))
+    if "seed" in fields:
+        params["seed"] = read_int(fields, "seed", 0, -(2**63), 2**63)
     return SamplingParams(
-        max_tokens=_read_max_tokens(fields, max_tokens_name, default_max_tokens, max_tokens_limit),
-        temperature=read_number(fields, "temperature", plain.temperature, 0, 100),
-        top_p=read_number(fields, "top_p", plain.top_p, 0, 1),
-        top_k=max(0, read_int(fields, "top_k", plain.top_k, -1, 2**31)),
-        min_p=read_number(fields, "min_p", plain.min_p, 0, 1),
-        presence_penalty=read_number(fields, "presence_penalty", plain.presence_penalty, -2, 2),
-        frequency_penalty=read_number(fields, "frequency_penalty", plain.frequency_penalty, -2, 2),
-        repetition_penalty=read_number(fields, "repetition_penalty", plain.repetition_penalty, 0.01, 100),
-        seed=read_int(fields, "seed", 0, -(2**63), 2**63) if "seed" in fields else None,
+        max_tokens=max_tokens if max_tokens_limit is None else min(max_tokens, max_tokens_limit),
         grammar=grammar,
+        **params,
     )
-
-
-def _read_max_tokens(fields: JsonObject, name: str, default: int | None, limit: int | None) -> int:
-    max_tokens = NO_LIMIT if default is None else default
-    if name in fields:
-        max_tokens = read_int(fields, name, 0, 1, 2**31)
-    return max_tokens if limit is None else min(max_tokens, limit)
 
 
 def explicit_sampling(fields: JsonObject, max_tokens_name: str) -> dict[str, Any]:
@@ -82,8 +85,8 @@ def explicit_sampling(fields: JsonObject, max_tokens_name: str) -> dict[str, Any
     return explicit
 
 
-def read_number(fields: JsonObject, name: str, default: float, minimum: float, maximum: float) -> float:
-    value = fields.get(name, default)
+def _read_number(fields: JsonObject, name: str, minimum: float, maximum: float) -> float:
+    value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
         raise MessageError(name, value, f"a number from {minimum:g} to {maximum:g}")
     return float(value)

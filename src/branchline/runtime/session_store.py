@@ -117,13 +117,14 @@ class SessionStore:
     def _default_id(self) -> str:
         return DEFAULT_SESSION if self._default_number == 1 else f"{DEFAULT_SESSION}-{self._default_number}"
 
-    def opening_record(self, session_id: str) -> SessionOpened:
-        """The record that opened a session, with the hashes of its keys. Reads no evicted session back."""
+    def find_keys(self, session_id: str) -> ManagedSession | SessionOpened:
+        """The session, or the record that opened it if it was evicted; both have the hashes of its keys.
+
+        Reads no evicted session back. Raises SessionError if there is none.
+        """
         managed = self._by_id.get(session_id)
         if managed is not None:
-            return SessionOpened(
-                managed.options, managed.api_key_hash, managed.control_key_hash, managed.created_at
-            )
+            return managed
         if self._journal is not None and _is_valid_id(session_id):
             first = next(iter(self._journal.read(session_id)), None)
             record = None if first is None else decode_session_record(first)

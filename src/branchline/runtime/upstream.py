@@ -6,13 +6,14 @@ takes its ids for sampled ones unless the export asks for that.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.chat.parsing.base import MessageDelta
-from branchline.core.call import Generation
+from branchline.core.call import Delivery, Generation
 from branchline.core.errors import EngineInputError, SessionError
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import write_message
@@ -20,7 +21,7 @@ from branchline.engines.upstream_chat import ChatDelta, TokenUsage, ToolCallDelt
 from branchline.runtime.answer import Answer, AnswerDelta, new_tool_call_id
 from branchline.runtime.call_lifecycle import build_result, commit_call, prepare_call, record_delivery
 from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
-from branchline.runtime.limits import count_call, reserve_tokens
+from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 
@@ -98,7 +99,7 @@ async def run_upstream_call(
         raise SessionError("conflict", f"resume: {upstream.name} returns no ids to resume from")
     if request.is_raw_prompt or call_request.n != 1:
         raise EngineInputError(f"{upstream.name}: an upstream answers one chat completion at a time")
-    with count_call(managed, record.call_id):
+    with managed.count_call(record.call_id):
         turn = await prepare_call(managed, call_request)
         record.end_phase("prepare")
         partial = _UpstreamAnswer()
@@ -119,8 +120,12 @@ async def run_upstream_call(
     ids = managed.session.codec.encode_reply(message)
     generation = Generation(ids, None, 0, finish_reason, message, inexact=True)
     call = await commit_call(managed, turn, [generation], record)
-    with record_delivery(managed, call):
+    try:
         yield build_result(record, call, turn, [Answer(message, finish_reason, ids)], partial.usage)
+    except (GeneratorExit, asyncio.CancelledError):
+        record_delivery(managed, call, Delivery.LOST)
+        raise
+    record_delivery(managed, call, Delivery.DELIVERED)
 
 
 def _max_answer_tokens(managed: ManagedSession, call_request: CallRequest) -> int:

@@ -18,12 +18,11 @@ import msgspec
 
 from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
-from branchline.core.reader import decode_json, prefix_error, replace_surrogates
-from branchline.engines.base import SamplingParams
+from branchline.core.reader import decode_json, prefix_error
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.sampling import JsonObject, read_bool, read_sampling_params
+from branchline.runtime.sampling import JsonObject, read_bool
 
 MAX_CHOICES = 128
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -37,6 +36,8 @@ class RequestContext:
     """What a protocol knows of a request besides its body."""
 
     managed: ManagedSession
+    model: str
+    """Any name is accepted; routing rules may match it."""
     agent: str = ""
     retry_count: int = 0
     spawned_by: str = ""
@@ -44,14 +45,6 @@ class RequestContext:
     """Limit of an answer if the request sets none; None: the room that the prompt leaves."""
     max_tokens_limit: int | None = None
     """A limit that the session's own sampling cannot raise; None: no such limit."""
-
-    def sampling_params(self, fields: JsonObject, max_tokens_name: str = "max_tokens") -> SamplingParams:
-        return read_sampling_params(
-            fields,
-            max_tokens_name,
-            default_max_tokens=self.default_max_tokens,
-            max_tokens_limit=self.max_tokens_limit,
-        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,9 @@ def sse_event(data: object, event: str = "") -> bytes:
 
 def read_include_usage(fields: JsonObject) -> bool:
     """Whether a stream shall end with its usage."""
-    options = fields.get("stream_options") or {}
+    options = fields.get("stream_options")
+    if not options:
+        return False
     if not isinstance(options, dict):
         raise MessageError("stream_options", options, "an object")
     try:
@@ -147,8 +142,3 @@ def read_include_usage(fields: JsonObject) -> bool:
         )
     except MessageError as error:
         raise prefix_error("stream_options", error) from None
-
-
-def read_model_name(fields: JsonObject) -> str:
-    """Any name is accepted; routing rules may match it."""
-    return replace_surrogates(str(fields.get("model") or "branchline"))

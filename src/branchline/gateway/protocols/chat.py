@@ -7,17 +7,13 @@ the choice to the model: a forced call would be sampled in a context that the te
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from branchline.chat.base import Codec
 from branchline.core.call import Request
-from branchline.core.errors import MessageError
-from branchline.core.message import Message
-from branchline.core.reader import decode_json, read_messages
+from branchline.core.reader import read_messages
 from branchline.core.token_arrays import Floats, Ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,
@@ -26,7 +22,6 @@ from branchline.gateway.protocols.base import (
     RequestContext,
     WireProtocol,
     read_include_usage,
-    read_model_name,
     sse_event,
 )
 from branchline.gateway.protocols.logprobs import logprob_entries
@@ -38,10 +33,10 @@ from branchline.gateway.protocols.openai_tools import (
     restore_arguments,
     translate_tool_choice,
 )
-from branchline.gateway.request_bodies import BodyReader
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.managed_session import SessionOptions
+from branchline.runtime.message_cache import BodyReader, parse_json
 from branchline.runtime.sampling import (
     SAMPLING_FIELDS,
     JsonObject,
@@ -49,6 +44,7 @@ from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
     read_int,
+    read_sampling_params,
     read_strings,
 )
 
@@ -73,11 +69,18 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
     # The session's limit has precedence, whichever of the two names the client uses.
     is_newer = "max_completion_tokens" in fields and "max_tokens" not in options.sampling
     max_tokens_name = "max_completion_tokens" if is_newer else "max_tokens"
-    tool_set = read_tool_set(body, fields, context.managed.message_cache)
+    cache, messages = context.managed.message_cache, body.get("messages")
+    tool_set = read_tool_set(body, fields, cache)
+    if not isinstance(messages, list) or not messages:
+        messages = read_messages(messages)
+    else:
+        messages = cache.read_items(messages, read_chat_message)
+    if tool_set.aliases:
+        messages = [restore_arguments(message, context.managed.session.tree) for message in messages]
     request = Request.read(
         body,
         agent=context.agent,
-        messages=_read_messages(body.get("messages"), context, tool_set),
+        messages=tuple(messages),
         tools=tool_set.tools,
         retry_count=context.retry_count,
         spawned_by=context.spawned_by,
@@ -86,28 +89,21 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
     return ChatRequest(
         CallRequest(
             request,
-            context.sampling_params(fields, max_tokens_name),
-            n=read_int(fields, "n", 1, 1, MAX_CHOICES),
+            read_sampling_params(
+                fields, max_tokens_name, context.default_max_tokens, context.max_tokens_limit
+            ),
+            n=read_int(fields, "n", 1, 1, MAX_CHOICES) if "n" in fields else 1,
             stream=read_bool(fields, "stream"),
-            stop=read_strings(fields, "stop"),
+            stop=read_strings(fields, "stop") if "stop" in fields else (),
             single_tool_call=tool_set.is_legacy or not read_bool(fields, "parallel_tool_calls", True),
         ),
-        read_model_name(fields),
-        include_usage=read_include_usage(fields),
+        context.model,
+        include_usage="stream_options" in fields and read_include_usage(fields),
         logprobs=read_bool(fields, "logprobs"),
-        top_logprobs=read_int(fields, "top_logprobs", 0, 0, 2**31) > 0,
+        top_logprobs="top_logprobs" in fields and read_int(fields, "top_logprobs", 0, 0, 2**31) > 0,
         return_token_ids=read_bool(fields, "return_token_ids"),
         tool_set=tool_set,
     )
-
-
-def _read_messages(value: object, context: RequestContext, tool_set: ToolSet) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        return read_messages(value)
-    messages = context.managed.message_cache.read_items(value, read_chat_message)
-    if tool_set.aliases:
-        messages = [restore_arguments(message, context.managed.session.tree) for message in messages]
-    return tuple(messages)
 
 
 def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonObject]) -> dict[str, Any]:
@@ -115,11 +111,7 @@ def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonO
 
     The session's sampling is merged in. `tools` has only those that the upstream runs itself.
     """
-    try:
-        fields = decode_json(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # In a field that was not decoded before.
-        raise MessageError("body", body[:60], f"JSON ({error})") from error
+    fields = parse_json(body)  # may fail in a field that was not decoded before
     forwarded = {
         name: value for name, value in fields.items() if value is not None and name not in _OVERRIDDEN_FIELDS
     }
@@ -211,14 +203,46 @@ class ChatStream:
     _started_choices: set[int] = field(default_factory=set)
 
     def encode_delta(self, delta: AnswerDelta) -> bytes:
-        return b"".join([sse_event(chunk) for chunk in self._delta_chunks(delta)])
+        first = self._first_delta(delta.index)
+        contents = [first] if first else []
+        for part in delta.deltas:
+            if part.tool_call is not None:
+                contents.append(self.parsed.tool_set.to_wire([part.tool_call], part.index))
+            elif part.reasoning_content:
+                contents.append({"reasoning_content": part.reasoning_content})
+            elif part.content:
+                contents.append({"content": part.content})
+        tokens: dict[str, Any] = {}
+        if self.parsed.logprobs:
+            tokens["logprobs"] = _logprobs(self.parsed, delta.ids, delta.logprobs, self.codec)
+        if self.parsed.return_token_ids:
+            tokens["token_ids"] = delta.ids.tolist()
+        if not contents and tokens and len(delta.ids):
+            contents.append({})
+        choices = [{"index": delta.index, "delta": content, "finish_reason": None} for content in contents]
+        if choices:
+            # Each token is reported once: with the last chunk that it produced.
+            choices[-1] |= tokens
+        return b"".join([self._event([choice]) for choice in choices])
 
     def encode_end(self, result: CallResult) -> bytes:
         """The finish reason of each choice, then the usage if it was requested."""
-        return b"".join([*(sse_event(chunk) for chunk in self._end_chunks(result)), b"data: [DONE]\n\n"])
+        events: list[bytes] = []
+        for index, answer in enumerate(result.answers):
+            if refusal := answer.message.refusal:
+                delta = {**self._first_delta(index), "refusal": refusal}
+                events.append(self._event([{"index": index, "delta": delta, "finish_reason": None}]))
+            finish_reason = self.parsed.tool_set.finish_reason(answer.finish_reason)
+            last = {"index": index, "delta": self._first_delta(index), "finish_reason": finish_reason}
+            has_prompt_ids = self.parsed.return_token_ids and index == 0
+            prompt_ids = {"prompt_token_ids": result.prompt_ids.tolist()} if has_prompt_ids else {}
+            events.append(self._event([last], **prompt_ids))
+        if self.parsed.include_usage:
+            events.append(self._event([], usage=usage(result)))
+        return b"".join([*events, b"data: [DONE]\n\n"])
 
     def encode_ping(self) -> bytes:
-        return sse_event(self._chunk(0, self._first_delta(0)))
+        return self._event([{"index": 0, "delta": self._first_delta(0), "finish_reason": None}])
 
     def encode_error(self, info: ErrorInfo) -> bytes:
         return sse_event({**error_body(info), "status": info.status})
@@ -230,56 +254,16 @@ class ChatStream:
         self._started_choices.add(index)
         return {"role": "assistant", "content": ""}
 
-    def _delta_chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        first = self._first_delta(delta.index)
-        contents = [first] if first else []
-        for part in delta.deltas:
-            if part.tool_call is not None:
-                contents.append(self.parsed.tool_set.to_wire([part.tool_call], part.index))
-            elif part.reasoning_content:
-                contents.append({"reasoning_content": part.reasoning_content})
-            elif part.content:
-                contents.append({"content": part.content})
-        extra: dict[str, Any] = {}
-        if self.parsed.logprobs:
-            extra["logprobs"] = _logprobs(self.parsed, delta.ids, delta.logprobs, self.codec)
-        if self.parsed.return_token_ids:
-            extra["token_ids"] = delta.ids.tolist()
-        if not contents and extra and len(delta.ids):
-            contents.append({})
-        for number, content in enumerate(contents, start=1):
-            # Each token is reported once: with the last chunk that it produced.
-            yield self._chunk(delta.index, content, extra=extra if number == len(contents) else {})
-
-    def _end_chunks(self, result: CallResult) -> Iterator[dict[str, Any]]:
-        for index, answer in enumerate(result.answers):
-            if refusal := answer.message.refusal:
-                yield self._chunk(index, {**self._first_delta(index), "refusal": refusal})
-            finish_reason = self.parsed.tool_set.finish_reason(answer.finish_reason)
-            chunk = self._chunk(index, self._first_delta(index), finish_reason)
-            if self.parsed.return_token_ids and index == 0:
-                chunk["prompt_token_ids"] = result.prompt_ids.tolist()
-            yield chunk
-        if self.parsed.include_usage:
-            yield {**self._chunk_fields(), "choices": [], "usage": usage(result)}
-
-    def _chunk_fields(self) -> dict[str, Any]:
-        return {
+    def _event(self, choices: Sequence[JsonObject], **fields: Any) -> bytes:
+        chunk = {
             "id": self.call_id,
             "object": "chat.completion.chunk",
             "created": self.created,
             "model": self.parsed.model,
+            "choices": choices,
+            **fields,
         }
-
-    def _chunk(
-        self,
-        index: int,
-        delta: Mapping[str, Any],
-        finish_reason: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, **(extra or {})}
-        return {**self._chunk_fields(), "choices": [choice]}
+        return sse_event(chunk)
 
 
 _ERROR_TYPES = {

@@ -20,7 +20,6 @@ from branchline.gateway.protocols.base import (
     RequestContext,
     WireProtocol,
     read_include_usage,
-    read_model_name,
     sse_event,
 )
 from branchline.gateway.protocols.chat import error_body, usage
@@ -33,6 +32,7 @@ from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
     read_int,
+    read_sampling_params,
     read_strings,
 )
 
@@ -59,13 +59,13 @@ def read_request(body: object, context: RequestContext) -> CompletionRequest:
     return CompletionRequest(
         CallRequest(
             request,
-            context.sampling_params(fields),
+            read_sampling_params(fields, "max_tokens", context.default_max_tokens, context.max_tokens_limit),
             n=read_int(fields, "n", 1, 1, MAX_CHOICES),
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop"),
             raw_prompt=prompt,
         ),
-        read_model_name(fields),
+        context.model,
         include_usage=read_include_usage(fields),
         logprobs=logprobs is not False,
         top_logprobs=top_logprobs > 0,

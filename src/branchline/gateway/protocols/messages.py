@@ -23,7 +23,6 @@ from branchline.gateway.protocols.base import (
     ParsedRequest,
     RequestContext,
     WireProtocol,
-    read_model_name,
     sse_event,
 )
 from branchline.gateway.protocols.messages_blocks import (
@@ -43,6 +42,7 @@ from branchline.runtime.sampling import (
     explicit_sampling,
     merge_sampling,
     read_bool,
+    read_sampling_params,
     read_strings,
 )
 
@@ -68,13 +68,13 @@ def read_request(body: object, context: RequestContext) -> ParsedRequest:
     has_stop = "stop" in options.sampling or "stop_sequences" not in fields
     call_request = CallRequest(
         request,
-        context.sampling_params(fields),
+        read_sampling_params(fields, "max_tokens", context.default_max_tokens, context.max_tokens_limit),
         stream=read_bool(fields, "stream"),
         stop=read_strings(fields, "stop" if has_stop else "stop_sequences"),
         single_tool_call=single_tool_call,
         tool_choice=tool_choice,
     )
-    return ParsedRequest(call_request, read_model_name(fields))
+    return ParsedRequest(call_request, context.model)
 
 
 def _reject_thread(thread: object) -> None:

@@ -231,7 +231,7 @@ def _parse_tool_set(raw: object) -> ToolSet:
 def read_chat_message(raw: object, index: int) -> Message:
     """A message; the input of a custom tool becomes the argument of the function that the model sees."""
     message = read_message(raw, "messages", index)
-    if not _has_custom_call(message):
+    if all(call.kind != _CUSTOM for call in message.tool_calls):
         return message
     calls = [
         replace(call, arguments=freeform_arguments(call.arguments)) if call.kind == _CUSTOM else call
@@ -245,7 +245,7 @@ def restore_arguments(message: Message, tree: Tree) -> Message:
 
     The model may have written other arguments than `input`; the client saw only the input made from them.
     """
-    if not _has_custom_call(message):
+    if all(call.kind != _CUSTOM for call in message.tool_calls):
         return message
     calls = [_restore_call_arguments(call, tree) for call in message.tool_calls]
     return replace(message, tool_calls=tuple(calls))
@@ -256,7 +256,3 @@ def _restore_call_arguments(call: ToolCall, tree: Tree) -> ToolCall:
     if sampled is None or freeform_input(sampled.arguments) != freeform_input(call.arguments):
         return call
     return replace(call, arguments=sampled.arguments)
-
-
-def _has_custom_call(message: Message) -> bool:
-    return any(call.kind == _CUSTOM for call in message.tool_calls)

@@ -20,7 +20,6 @@ from branchline.gateway.protocols.base import (
     CONTEXT_LENGTH_EXCEEDED,
     RequestContext,
     WireProtocol,
-    read_model_name,
 )
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.protocols.openai_tools import read_openai_tools, translate_tool_choice
@@ -33,6 +32,7 @@ from branchline.runtime.sampling import (
     merge_sampling,
     read_bool,
     read_int,
+    read_sampling_params,
     read_strings,
 )
 
@@ -95,13 +95,13 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
     return ResponsesRequest(
         CallRequest(
             request,
-            context.sampling_params(fields),
+            read_sampling_params(fields, "max_tokens", context.default_max_tokens, context.max_tokens_limit),
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop"),
             single_tool_call=not read_bool(fields, "parallel_tool_calls", True),
             tool_choice=translate_tool_choice(tool_choice, request.tools),
         ),
-        read_model_name(fields),
+        context.model,
         aliases={**aliases, **reader.aliases},
         reasoning_as_summary=_read_object(client_fields, "reasoning").get("summary") not in (None, "none"),
         include_encrypted_reasoning="reasoning.encrypted_content" in include,

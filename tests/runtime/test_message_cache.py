@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from branchline.core.errors import MessageError
 from branchline.core.reader import read_message
-from branchline.gateway.request_bodies import BodyReader
-from branchline.runtime.message_cache import MessageCache
+from branchline.runtime.message_cache import BodyReader, MessageCache
 from tests.gateway.harness import agent, run
 
 READER = BodyReader("messages", ["model", "n"])
