@@ -17,7 +17,7 @@ from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator, PlannedCall
 from branchline.timelines.causes import Cause, ForkReport
 from branchline.timelines.links import MergePolicy
-from branchline.tree.node import Node
+from branchline.tree.tree import Node
 
 _EPISODES, _STEPS = 400, 10
 _THINK_STRIP_EPISODES = 60

@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks.measure import BenchmarkTable, best_cpu_s, percentile, wall_s
 from benchmarks.workloads import Workload, long_conversation, run_workload
 from branchline import Generation, Journal, Request, Session
-from branchline.tree.delta import encode_record
 from branchline.tree.journal import Durability
+from branchline.tree.tree import encode_record
 
 _SINGLE_APPENDER_COMMITS: dict[Durability, int] = {"process": 4000, "disk": 300}
 _APPENDERS, _COMMITS_PER_APPENDER = 64, 64

@@ -7,10 +7,10 @@ import tracemalloc
 
 from benchmarks.measure import BenchmarkTable
 from benchmarks.workloads import Workload, long_conversation, with_sub_agents
-from branchline import Generation, Request, Tree
+from branchline import Generation, Request, Session, Tree
 from branchline.core.call import Delivery
 from branchline.core.message import Message
-from branchline.tree.delta import Delivered, TreeRecord, decode_record, encode_record
+from branchline.tree.tree import Delivered, TreeRecord, decode_record, encode_record
 
 _TARGET_BYTES = 16
 
@@ -44,10 +44,11 @@ def table() -> BenchmarkTable:
 
 def _records(workload: Workload) -> list[bytes]:
     """Returns the journal records of a workload."""
-    tree, codec = Tree(), workload.codec
+    session = Session("memory", workload.codec)
+    tree = session.tree
     records: list[bytes] = []
     for step in workload.steps:
-        turn = tree.prepare(Request(step.messages), codec)
+        turn = session.prepare(Request(step.messages))
         delta = tree.plan(turn, [Generation(step.ids, step.logprobs, message=step.output)])
         delivered = Delivered(tree.apply(delta).index, Delivery.DELIVERED)
         records += [encode_record(delta), encode_record(delivered)]

@@ -36,7 +36,7 @@ LAYERS = [
     {"cli"},
 ]
 """A package imports only from packages of earlier layers, and from itself."""
-LAYER_OF = {package: index for index, packages in enumerate(LAYERS) for package in packages}
+LAYER_OF = {package: index for index, packages in enumerate(LAYERS) for package in sorted(packages)}
 OPTIONAL_IMPORTS = {"torch", "transformers"}
 """Packages that `make test` does not install."""
 SEPARATE_ENVIRONMENTS = {"mlflow"}

@@ -20,8 +20,7 @@ from branchline.testing.plan_runner import PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator, PlannedCall, ReplyStyle
 from branchline.timelines.causes import Cause
 from branchline.timelines.links import MergePolicy
-from branchline.tree.delta import decode_record, encode_record
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Tree, decode_record, encode_record
 
 NOT_AGENT_CAUSES = (Cause.UNKNOWN, Cause.DRIFT, Cause.THINK_STRIP, Cause.TEMPLATE_REWRITE)
 PLANNED_CAUSES = [cause for cause in Cause if cause not in NOT_AGENT_CAUSES]

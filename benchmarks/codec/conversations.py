@@ -25,7 +25,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.token_arrays import Ids
 from branchline.testing.reply_encoder import TemplateReplyEncoder
-from branchline.tree.node import Node
+from branchline.tree.tree import Node
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
 _LIBRARY = Path(os.__file__).parent

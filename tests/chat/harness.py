@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from branchline import Generation, Message, Request, Session, ToolCall
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.token_arrays import as_ids
-from branchline.tree.node import Node
-from branchline.tree.tree import Turn
+from branchline.tree.tree import Node, Turn
 
 TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
 HELLO_MERGES = (("l", "o"), ("l", "lo"), ("e", "llo"), ("h", "ello"), ("Ġ", "hello"))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.chat.segment_encoder import SegmentEncoder
-from branchline.core.json_fields import replace_surrogates
+from branchline.core.reader import replace_surrogates
 from tests.chat.families import FAMILIES, load_codec, load_tokenizer
 
 FRAGMENTS = ["'s", "'LL", "I'm", " ", "  ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u2014", "\u2019s",

@@ -18,10 +18,10 @@ from branchline.chat.renderers_codec.codec import RenderersCodec
 from branchline.chat.vision import ImageProcessor, VisionConfig, find_image_spans, reject_media
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
-from branchline.core.media import read_media_part
 from branchline.core.message import Media, Message
+from branchline.core.reader import read_media_part
 from branchline.core.token_arrays import Ids, as_ids
-from branchline.tree.delta import decode_record, encode_record
+from branchline.tree.tree import decode_record, encode_record
 from tests.chat.families import load_tokenizer
 
 pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'branchline[vision]'")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from branchline.core.echo import Equivalence
+from branchline.core.call import Equivalence
 from branchline.export.samples import Export, export_samples
 from branchline.gateway.server import Gateway
 from branchline.timelines.causes import ForkReport, classify_forks

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchline.core.arguments import Notation, canonical_arguments, canonical_json
+from branchline.core.message import Notation, canonical_arguments, canonical_json
 
 
 def canonical_bytes(text: str) -> bytes:

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.core.arguments import Notation, canonical_arguments
-from branchline.core.message import ROLES, Media, Message, ToolCall, WireShape, is_same_message
+from branchline.core.message import (
+    ROLES,
+    Media,
+    Message,
+    Notation,
+    ToolCall,
+    WireShape,
+    canonical_arguments,
+    is_same_message,
+)
 
 PNG = b"\x89PNG\r\n\x1a\n-a picture \xff\xfe\xfb"
 CAT = Media("image", "d1", b"cat")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from branchline.engines.connection import HttpConnection
+from branchline.engines.client import HttpConnection
 from tests.engines.fake_servers import FakeServer
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

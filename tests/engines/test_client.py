@@ -141,7 +141,7 @@ def test_idle_connection_that_the_server_closed_is_not_used() -> None:
             server,
         ):
             await client.get_json("/a")
-            while client._idle[0].is_open:
+            while not client._idle[0].transport.is_closing():
                 await asyncio.sleep(0)
             assert await read_all_events(client) == [b"1"]
             assert [len(heads) for heads in server.request_heads] == [1, 1]
@@ -213,7 +213,7 @@ def test_number_of_idle_connections_is_limited() -> None:
         async with canned_server(*[[http_response()]] * (MAX_KEEPALIVE_CONNECTIONS + 3)) as (client, _):
             await asyncio.gather(*[client.get_json("/a") for _ in range(MAX_KEEPALIVE_CONNECTIONS + 3)])
             await asyncio.sleep(0)
-            assert len(client._idle) == len(client._connections) == MAX_KEEPALIVE_CONNECTIONS
+            assert len(client._idle) == len(client.connections) == MAX_KEEPALIVE_CONNECTIONS
 
     run(main())
 
@@ -245,7 +245,7 @@ def test_request_without_a_response_times_out() -> None:
         async with canned_server([b"HTTP/1.1 200 OK\r\n"]) as (client, _):
             with pytest.raises(EngineError, match=r"/x: no response within 0.02 s"):
                 await client.post_control("/x", timeout_s=0.02)
-            assert not client._connections, "closed after the timeout"
+            assert not client.connections, "closed after the timeout"
 
     run(main())
 
@@ -286,7 +286,7 @@ def test_connection_made_after_the_client_closed_is_closed() -> None:
             await response.close()
             await client.close()
             assert await reading == []
-            while client._connections:
+            while client.connections:
                 await asyncio.sleep(0)
             with pytest.raises(EngineError, match="closed by the client"):
                 await client.get_json("/a")

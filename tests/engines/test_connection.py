@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchline.engines.connection import HttpConnection, ResponseBuffer
+from branchline.engines.client import HttpClient, HttpConnection, HttpResponse, ServerConfig
 from tests.engines.fake_model import run
 from tests.engines.fake_transport import FakeTransport, chunked_body
 from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_loop
@@ -15,12 +15,17 @@ from tests.engines.manual_clock import advance, run_with_frozen_clock, yield_to_
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def send_request(timeout_s: float = 60) -> tuple[HttpConnection, ResponseBuffer]:
-    """A new connection, and the buffer of the request that it sent."""
-    connection, buffer = HttpConnection(timeout_s), ResponseBuffer()
+def new_client() -> HttpClient:
+    return HttpClient(ServerConfig("http://host:1"), "http://host:1")
+
+
+def send_request(timeout_s: float = 60) -> tuple[HttpConnection, HttpResponse]:
+    """A new connection, and the response to the request that it sent."""
+    client = new_client()
+    connection, response = HttpConnection(client, timeout_s), client.request("GET", "/a")
     FakeTransport(connection)
-    connection.send_request(b"GET", buffer)
-    return connection, buffer
+    connection.send_request(response)
+    return connection, response
 
 
 @st.composite
@@ -39,24 +44,24 @@ def responses(draw: st.DrawFn) -> tuple[bytes, bytes, bool]:
     return head + b"\r\n" + body, body, True
 
 
-@given(response=responses(), cuts=st.lists(st.integers(0, 1000), max_size=20))
+@given(encoded_response=responses(), cuts=st.lists(st.integers(0, 1000), max_size=20))
 def test_any_split_of_the_bytes_gives_the_same_body(
-    response: tuple[bytes, bytes, bool], cuts: list[int]
+    encoded_response: tuple[bytes, bytes, bool], cuts: list[int]
 ) -> None:
-    encoded, body, ends_with_connection = response
+    encoded, body, ends_with_connection = encoded_response
 
     async def main() -> None:
-        connection, buffer = send_request()
+        connection, response = send_request()
         positions = [0, *sorted(cut % (len(encoded) + 1) for cut in cuts), len(encoded)]
         received = b""
         for start, end in pairwise(positions):
             connection.data_received(encoded[start:end])
-            received += buffer.read_nowait()
+            received += response.read_nowait()
         if ends_with_connection:
-            assert not buffer.is_ended
+            assert not response.is_ended
             connection.connection_lost(None)
-        assert (received, buffer.status, buffer.is_ended, buffer.error) == (body, 200, True, "")
-        await buffer.wait()
+        assert (received, response.status, response.is_ended, response.error) == (body, 200, True, "")
+        await response.wait()
 
     run(main())
 
@@ -67,19 +72,19 @@ def test_any_split_of_the_bytes_gives_the_same_body(
 @pytest.mark.parametrize("error", [None, ConnectionResetError("reset by peer")])
 def test_lost_response_keeps_the_data_that_arrived(framing: bytes, error: Exception | None) -> None:
     async def main() -> None:
-        connection, buffer = send_request()
+        connection, response = send_request()
         connection.data_received(b"HTTP/1.1 200 OK\r\n" + framing)
         connection.connection_lost(error)
-        assert buffer.read_nowait() == b"ab"
-        assert "lost before the response ended" in buffer.error
-        assert ("reset by peer" in buffer.error) == (error is not None)
-        assert not buffer.is_stale, "the response had begun"
+        assert response.read_nowait() == b"ab"
+        assert "lost before the response ended" in response.error
+        assert ("reset by peer" in response.error) == (error is not None)
+        assert not response.is_resent, "the response had begun"
 
     run(main())
 
 
-async def is_waiting(buffer: ResponseBuffer) -> bool:
-    waiting = asyncio.ensure_future(buffer.wait())
+async def is_waiting(response: HttpResponse) -> bool:
+    waiting = asyncio.ensure_future(response.wait())
     await yield_to_loop(3)
     return waiting.cancel()
 
@@ -87,14 +92,14 @@ async def is_waiting(buffer: ResponseBuffer) -> bool:
 @pytest.mark.parametrize(("status", "wakes"), [(200, True), (500, False)])
 def test_only_a_successful_response_wakes_its_reader_before_the_end(status: int, wakes: bool) -> None:
     async def main() -> None:
-        connection, buffer = send_request()
+        connection, response = send_request()
         connection.data_received(CONTINUE)
-        assert await is_waiting(buffer)
+        assert await is_waiting(response)
         connection.data_received(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\na" % status)
-        assert await is_waiting(buffer) != wakes
+        assert await is_waiting(response) != wakes
         connection.data_received(b"b")
-        assert not await is_waiting(buffer)
-        assert (buffer.status, buffer.read_nowait()) == (status, b"ab")
+        assert not await is_waiting(response)
+        assert (response.status, response.read_nowait()) == (status, b"ab")
 
     run(main())
 
@@ -102,9 +107,9 @@ def test_only_a_successful_response_wakes_its_reader_before_the_end(status: int,
 @pytest.mark.parametrize("wakes_by", ["time", "end"])
 def test_wait_returns_not_before_its_time_unless_the_response_ends(wakes_by: str) -> None:
     async def main() -> None:
-        connection, buffer = send_request()
+        connection, response = send_request()
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\na")
-        waiting = asyncio.ensure_future(buffer.wait(asyncio.get_running_loop().time() + 10))
+        waiting = asyncio.ensure_future(response.wait(asyncio.get_running_loop().time() + 10))
         await advance(9)
         assert not waiting.done()
         if wakes_by == "time":
@@ -121,8 +126,8 @@ def test_response_without_a_length_may_follow_a_response_with_one() -> None:
     async def main() -> None:
         connection, first = send_request()
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na")
-        second = ResponseBuffer()
-        connection.send_request(b"GET", second)
+        second = new_client().request("GET", "/b")
+        connection.send_request(second)
         connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nbc")
         connection.connection_lost(None)
         assert (first.read_nowait(), second.read_nowait(), second.error) == (b"a", b"bc", "")
@@ -138,21 +143,21 @@ def test_request_on_a_lost_connection_fails(monkeypatch: pytest.MonkeyPatch) -> 
         connection, _ = send_request()
         monkeypatch.setattr(FakeTransport, "write", write)
         connection.connection_lost(None)
-        buffer = ResponseBuffer()
-        connection.send_request(b"GET", buffer)
-        await buffer.wait()
-        assert buffer.error == "the connection was lost before the request was sent"
+        response = new_client().request("GET", "/b")
+        connection.send_request(response)
+        await response.wait()
+        assert response.error == "the connection was lost before the request was sent"
 
     run(main())
 
 
 def test_response_that_is_not_http_is_an_error() -> None:
     async def main() -> None:
-        connection, buffer = send_request()
+        connection, response = send_request()
         connection.data_received(b"SSH-2.0-OpenSSH\r\n")
-        assert buffer.is_ended
-        assert "not an HTTP/1.1 response" in buffer.error
-        assert not connection.is_open
+        assert response.is_ended
+        assert "not an HTTP/1.1 response" in response.error
+        assert connection.transport.is_closing()
 
     run(main())
 
@@ -160,12 +165,12 @@ def test_response_that_is_not_http_is_an_error() -> None:
 @pytest.mark.parametrize("together", [False, True])
 def test_response_without_a_request_closes_the_connection(together: bool) -> None:
     async def main() -> None:
-        connection, buffer = send_request()
-        response, more = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na", b"HTTP/1.1 200 OK\r\n"
-        for data in [response + more] if together else [response, more]:
+        connection, response = send_request()
+        first, more = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na", b"HTTP/1.1 200 OK\r\n"
+        for data in [first + more] if together else [first, more]:
             connection.data_received(data)
-        assert (buffer.read_nowait(), buffer.is_ended, buffer.error) == (b"a", True, "")
-        assert not connection.is_open
+        assert (response.read_nowait(), response.is_ended, response.error) == (b"a", True, "")
+        assert connection.transport.is_closing()
 
     run(main())
 
@@ -173,25 +178,25 @@ def test_response_without_a_request_closes_the_connection(together: bool) -> Non
 @pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
 def test_connection_stays_open_unless_the_server_closes_it(header: bytes) -> None:
     async def main() -> None:
-        connection, buffer = send_request()
+        connection, response = send_request()
         connection.data_received(b"HTTP/1.1 200 OK\r\n" + header + b"content-length: 1\r\n\r\na")
-        assert (buffer.read_nowait(), buffer.is_ended, buffer.error) == (b"a", True, "")
-        assert connection.is_open == (not header)
+        assert (response.read_nowait(), response.is_ended, response.error) == (b"a", True, "")
+        assert connection.transport.is_closing() == bool(header)
 
     run(main())
 
 
 def test_read_timeout_counts_from_the_last_data() -> None:
     async def main() -> None:
-        connection, buffer = send_request(timeout_s=10)
+        connection, response = send_request(timeout_s=10)
         await advance(9)
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\na")
         await advance(9)
-        assert not buffer.is_ended
+        assert not response.is_ended
         connection.data_received(b"b")
         await advance(11)
-        await buffer.wait()
-        assert (buffer.read_nowait(), buffer.error) == (b"ab", "no data for 10 s")
-        assert not connection.is_open
+        await response.wait()
+        assert (response.read_nowait(), response.error) == (b"ab", "no data for 10 s")
+        assert connection.transport.is_closing()
 
     run_with_frozen_clock(main())

@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import BUFFERED_FLUSH_S
-from branchline.engines.http import STREAM_INTERVAL
+from branchline.engines.http import STREAM_INTERVAL, PromptEncoder
 from branchline.engines.vllm import VllmEngine
 from tests.engines.fake_model import (
     PROMPT,
@@ -391,3 +393,34 @@ def test_close_ends_running_generations() -> None:
                 await task
 
     run(main())
+
+
+ENCODER_STEPS = st.lists(
+    st.tuples(st.sampled_from(["", "a", "b"]), st.booleans(), st.lists(st.integers(0, 9), max_size=6)),
+    max_size=12,
+)
+
+
+@given(ENCODER_STEPS)
+def test_encoded_prompt_is_complete(steps: list[tuple[str, bool, list[int]]]) -> None:
+    encoder = PromptEncoder(max_bytes=900)
+    last: dict[str, list[int]] = {}
+    for session, extends, new in steps:
+        prompt = [*last.get(session, []), *new] if extends else new
+        last[session] = prompt
+        assert encoder.encode(np.array(prompt, np.int32), session) == msgspec.json.encode(prompt)
+
+
+def test_only_new_ids_are_encoded() -> None:
+    encoder = PromptEncoder()
+    first = np.arange(1000, dtype=np.int32)
+    encoder.encode(first, "s")
+    encoder._cache.put("s", (first, b"[cached]"))
+    assert encoder.encode(np.append(first, np.int32(7)), "s") == b"[cached,7]"
+
+
+def test_prompt_cache_is_limited_by_bytes() -> None:
+    encoder = PromptEncoder(max_bytes=50_000)
+    for number in range(100):
+        encoder.encode(np.arange(1000, dtype=np.int32), f"session-{number}")
+        assert encoder._cache.bytes <= 50_000

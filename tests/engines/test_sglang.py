@@ -9,7 +9,7 @@ import pytest
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.engines.base import BUFFERED_FLUSH_S, Engine
 from branchline.engines.http import STREAM_INTERVAL
-from branchline.engines.sglang import SglangEngine, SglangReader
+from branchline.engines.sglang import SglangEngine
 from tests.engines.fake_model import (
     EOS,
     PROMPT,
@@ -244,9 +244,9 @@ def test_broken_stream_yields_what_arrived_and_then_an_error() -> None:
 def test_events_that_the_last_one_repeats_are_not_parsed() -> None:
     meta = {"completion_tokens": 2, "output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None]]}
     last = json.dumps({"output_ids": [7, 8], "meta_info": meta}).encode()
-    reader = SglangReader("sglang")
-    reader.read([b"anything", last])
-    assert (reader.ids, reader.logprobs, reader.finish_reason) == ([7, 8], [-1.0, -2.0], None)
+    request = SglangEngine("http://host").build_request(PROMPT, params())
+    request.read([b"anything", last])
+    assert (request.ids, request.logprobs, request.finish_reason) == ([7, 8], [-1.0, -2.0], None)
 
 
 def test_ids_that_do_not_match_their_logprobs_are_an_error() -> None:

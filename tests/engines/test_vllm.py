@@ -11,7 +11,7 @@ from branchline.core.errors import EngineError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import Engine, SamplingParams
 from branchline.engines.client import ServerConfig
-from branchline.engines.vllm import VllmEngine, VllmReader
+from branchline.engines.vllm import VllmEngine
 from tests.engines.fake_model import (
     EOS,
     PROMPT,
@@ -198,9 +198,9 @@ def completion_event(prompt: str, text: str = "…", **more: Any) -> bytes:
 
 @pytest.mark.parametrize("prompt", ["[5,6,7]", "[5, 6, 7]", " [5,6,7]", "[5,6,7 ]", "\n[ 5,\n6,7]", "null"])
 def test_prompt_may_be_formatted_differently(prompt: str) -> None:
-    reader = VllmReader("e", b"[5,6,7]")
-    reader.read([completion_event(prompt)])
-    assert (reader.ids, reader.logprobs) == ([1], [-0.5])
+    request = VllmEngine("http://host", name="e").build_request(PROMPT, params())
+    request.read([completion_event(prompt)])
+    assert (request.ids, request.logprobs) == ([1], [-0.5])
 
 
 @pytest.mark.parametrize(
@@ -208,20 +208,20 @@ def test_prompt_may_be_formatted_differently(prompt: str) -> None:
 )
 @pytest.mark.parametrize("before", [0, 1])
 def test_prompt_that_differs_in_any_id_is_an_error(prompt: str, before: int) -> None:
-    reader = VllmReader("e", b"[5,6,7]")
+    request = VllmEngine("http://host", name="e").build_request(PROMPT, params())
     with pytest.raises(EngineError, match="e: the server saw another prompt"):
-        reader.read([completion_event("[5,6,7]")] * before + [completion_event(prompt)])
-    assert reader.ids == [1] * before
+        request.read([completion_event("[5,6,7]")] * before + [completion_event(prompt)])
+    assert request.ids == [1] * before
 
 
 def test_prompt_may_come_after_the_first_event() -> None:
-    reader = VllmReader("e", b"[5,6,7]")
-    reader.read([b'{"choices":[]}'])
+    request = VllmEngine("http://host", name="e").build_request(PROMPT, params())
+    request.read([b'{"choices":[]}'])
     with pytest.raises(EngineError, match="another prompt"):
-        reader.read([completion_event("[5,6]")])
-    reader = VllmReader("e", b"[5,6,7]")
-    reader.read([b'{"choices":[]}', completion_event("[5,6,7]"), completion_event("null")])
-    assert reader.ids == [1, 1]
+        request.read([completion_event("[5,6]")])
+    request = VllmEngine("http://host", name="e").build_request(PROMPT, params())
+    request.read([b'{"choices":[]}', completion_event("[5,6,7]"), completion_event("null")])
+    assert request.ids == [1, 1]
 
 
 @pytest.mark.parametrize("server_can_pause", [False, True])

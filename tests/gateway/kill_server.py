@@ -175,20 +175,33 @@ class Engine(ScriptedEngine):
 
 
 class _Connection:
-    """The journal's connection, with a kill point right before a commit."""
+    """The journal's connection, with kill points before calls are written and before they are committed."""
 
-    def __init__(self, db: Any, failpoint: Failpoint, calls: list[str]) -> None:
+    def __init__(self, db: Any, failpoint: Failpoint) -> None:
         self._db = db
         self._failpoint = failpoint
-        self._calls = calls
+        self._uncommitted: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._db, name)
 
     def execute(self, statement: str, *values: Any) -> Any:
-        if statement == "COMMIT" or statement.startswith("INSERT INTO records ("):
-            self._failpoint.reach(KillPoint.TRANSACTION, *self._calls)
+        is_insert = statement.startswith("INSERT INTO records (")  # one statement, one transaction
+        if is_insert:
+            self._begin_writing(values[0][1::2])
+        if (is_insert or statement == "COMMIT") and self._uncommitted:
+            self._failpoint.reach(KillPoint.TRANSACTION, *self._uncommitted)
         return self._db.execute(statement, *values)
+
+    def executemany(self, statement: str, rows: Any) -> Any:
+        self._begin_writing([record for _, _, record in rows])
+        return self._db.executemany(statement, rows)
+
+    def _begin_writing(self, records: Any) -> None:
+        decoded = [msgspec.msgpack.decode(record) for record in records]
+        self._uncommitted = [record[2][1] for record in decoded if record[0] == "commit"]
+        if self._uncommitted:
+            self._failpoint.reach(KillPoint.QUEUED, *self._uncommitted)
 
 
 def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
@@ -200,7 +213,7 @@ def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
         AsgiRequest.send_chunk,
     )
     ending: ContextVar[str] = ContextVar("ending")
-    replay = Journal.replay
+    open_file, replay = Journal.__init__, Journal.replay
 
     async def commit_and_journal(managed: Any, turn: Any, generations: Any, record: Any) -> Any:
         with phase_counts.count_during(Phase.COMMITTING):
@@ -235,21 +248,9 @@ def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
         if last:
             failpoint.reach(KillPoint.FINISHED, ending.get())
 
-    def at_failpoints(write: Any) -> Any:
-        def write_batch(own: Any, batch: Any) -> Any:
-            records = [msgspec.msgpack.decode(record) for _, record, _ in batch]
-            written = [record[2][1] for record in records if record[0] == "commit"]
-            if not written:
-                return write(own, batch)
-            failpoint.reach(KillPoint.QUEUED, *written)
-            db = own._db
-            own._db = _Connection(db, failpoint, written)
-            try:
-                return write(own, batch)
-            finally:
-                own._db = db
-
-        return write_batch
+    def open_journal(own: Any, *args: Any, **options: Any) -> None:
+        open_file(own, *args, **options)
+        own._db = _Connection(own._db, failpoint)
 
     def replay_all(own: Any) -> Any:
         for record in replay(own):
@@ -261,8 +262,7 @@ def _install(failpoint: Failpoint, phase_counts: PhaseCounts) -> None:
     AsgiRequest.send_chunk = send_bytes  # type: ignore[assignment, method-assign]
     Session.commit, Session.record_delivery = commit_call, deliver_call  # type: ignore[assignment, method-assign]
     chat.ChatStream.encode_delta, chat.ChatStream.encode_end = delta, end  # type: ignore[assignment, method-assign]
-    Journal._commit = at_failpoints(Journal._commit)  # type: ignore[method-assign]
-    Journal._insert = at_failpoints(Journal._insert)  # type: ignore[method-assign]
+    Journal.__init__ = open_journal  # type: ignore[assignment, method-assign]
     Journal.replay = replay_all  # type: ignore[assignment, method-assign]
     journal._CHECKPOINT_BYTES = 256 * 1024  # often enough that kills meet the checkpoint too
 

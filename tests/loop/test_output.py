@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from branchline import ToyCodec
-from branchline.core.media import read_media_part
+from branchline.core.reader import read_media_part
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.output import build_output
 from branchline.loop.state import LoopState

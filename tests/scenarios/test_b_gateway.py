@@ -369,7 +369,7 @@ def test_12_retried_request_is_a_sibling_with_cause_retry_and_its_loser_is_not_t
         async with agent("one", "two") as a:
             await a.ask_text("p")
             live = a.session.managed
-            live.session.tree._deliveries.clear()  # the client never got it
+            live.session.tree.deliveries.clear()  # the client never got it
             await a.ask("p", headers={"x-stainless-retry-count": "1"})
             assert "retry" in [node["cause"] for node in (await a.get("/tree"))["nodes"]]
             report = await a.get("/report")

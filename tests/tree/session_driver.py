@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from branchline import Generation, Message, Request, Session, ToyCodec, Tree
-from branchline.tree.node import Node
-from branchline.tree.tree import Turn
+from branchline.tree.tree import Node, Turn
 
 CODEC = ToyCodec()
 

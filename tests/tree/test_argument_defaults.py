@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, classify_forks
-from branchline.core.call import AppliedEquivalence
-from branchline.core.echo import Equivalence
+from branchline.core.call import AppliedEquivalence, Equivalence
 from branchline.tree.argument_defaults import fill_defaults
 from branchline.tree.journal import Journal
 

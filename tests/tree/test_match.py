@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from branchline import Generation, Message, Request, Session, ToyCodec
-from branchline.core.call import AppliedEquivalence, Delivery
-from branchline.core.echo import Equivalence
+from branchline.core.call import AppliedEquivalence, Delivery, Equivalence
 from branchline.core.message import Media
 from branchline.core.reader import read_message
 from branchline.core.token_arrays import as_ids

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, Tree, timelines_of
+from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, timelines_of
 from branchline.core.errors import TreeError
 from branchline.core.token_arrays import as_ids
 from tests.tree.session_driver import CODEC, SessionDriver, assistant, user
@@ -106,8 +106,8 @@ def test_a_misaligned_generation_is_rejected_and_changes_nothing(
 
 
 def test_a_plan_made_before_another_commit_is_rejected() -> None:
-    tree = Tree()
-    turn = tree.prepare(Request((user("p"),)), CODEC)
+    driver = SessionDriver()
+    tree, turn = driver.tree, driver.prepare(user("p"))
     plans = [tree.plan(turn, [Generation(CODEC.encode_reply(assistant(text)))]) for text in ("one", "two")]
     tree.apply(plans[0])
     with pytest.raises(TreeError, match="another commit came between"):

@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from branchline.core.arguments import Notation
-from branchline.core.message import Message, ToolCall
+from branchline.core.message import Message, Notation, ToolCall
 
 TemplateMessage = dict[str, Any]
 FieldMarker = Callable[[int, str], str]

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from branchline.core.errors import CodecError
-from branchline.core.json_fields import replace_surrogates
+from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import Ids
 
 if TYPE_CHECKING:

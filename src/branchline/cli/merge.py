@@ -34,7 +34,7 @@ from branchline.export.samples import ExportPolicy, export_samples
 from branchline.timelines.diagnosis import Diagnosis
 from branchline.timelines.log import LoggedCall
 from branchline.timelines.timeline import Timeline, timelines_of
-from branchline.tree.node import Node
+from branchline.tree.tree import Node
 
 _DESCRIPTION = """\
 Merges calls that were captured elsewhere into timelines: a call whose messages repeat the prompt and the

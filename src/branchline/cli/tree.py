@@ -19,8 +19,7 @@ from branchline.cli.render import format_count, output_width, pluralize, sanitiz
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.timelines.causes import ForkReport
-from branchline.tree.node import NO_NODE, Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import NO_NODE, Node, Tree
 
 _DESCRIPTION = """\
 Prints the merged calls of a log as a tree. Each line is one message: * if the model sampled it, its role,

@@ -1,11 +1,13 @@
-"""A call: its request, its generations and its delivery.
+"""A call: its request with its tools, its generations and its delivery.
 
-A `Request` comes from a client, a `Generation` from an engine; a `Call` is the record of both in a tree.
+A `Request` comes from a client, a `Generation` from an engine; a `Call` is the record of both in a tree. The
+tool list of a request is read once and identified by a digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -16,13 +18,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from branchline.core.echo import Equivalence
-from branchline.core.errors import MessageError
-from branchline.core.json_fields import replace_surrogates_deep
-from branchline.core.message import Message
-from branchline.core.reader import read_messages
+from branchline.core.errors import InputError, MessageError
+from branchline.core.message import Message, canonical_json
+from branchline.core.reader import read_messages, replace_surrogates_deep
 from branchline.core.token_arrays import Floats, Ids, Runs
-from branchline.core.tools import ToolList, json_digest, read_tools
 
 DEFAULT_AGENT = ""
 RAW_PROMPT_DIGEST = b"raw prompt"
@@ -39,6 +38,94 @@ class Delivery(StrEnum):
     """The client disconnected before the output was complete (a timeout, a dropped connection)."""
     CANCELLED = "cancelled"
     """Stopped on purpose; the tokens sampled until then are kept."""
+
+
+class Equivalence(StrEnum):
+    """A change that clients make to a message without changing its meaning."""
+
+    EMPTY_CONTENT = "empty_content"
+    """`null`, `""` and absent content are interchanged."""
+    PART_LIST = "part_list"
+    """A text sent as a list of text parts, or the reverse."""
+    EMPTY_CALLS = "empty_calls"
+    """`tool_calls: null` or `[]` for a message without calls."""
+    RENAMED_IDS = "renamed_ids"
+    """Ids of tool calls replaced or omitted."""
+    ARGUMENTS_RESERIALISED = "arguments_reserialised"
+    """The same JSON with other spacing, key order, escapes or number spelling."""
+    PYTHON_LITERALS = "python_literals"
+    """Arguments that are not JSON but parse as a Python literal (`False` for `false`)."""
+    EMPTY_ARGUMENTS = "empty_arguments"
+    """Empty arguments for `{}`."""
+    DEFAULTS_FILLED = "defaults_filled"
+    """Arguments with a default in the tool's schema, added or omitted."""
+    REORDERED_CALLS = "reordered_calls"
+    """Parallel calls in another order; their results are put back into the sampled order."""
+    REORDERED_RESULTS = "reordered_results"
+    """Tool results in another order than their calls."""
+    TRIMMED_WHITESPACE = "trimmed_whitespace"
+    """Whitespace around the text or the reasoning removed."""
+    DROPPED_REASONING = "dropped_reasoning"
+    """Reasoning not sent back."""
+    NAMED = "named"
+    """A `name` added or omitted."""
+    EMPTY_TOOLS = "empty_tools"
+    """`tools: []` for no tools."""
+
+
+# -- tools --------------------------------------------------------------------------------------------
+
+
+class CachedJsonDict(dict[str, Any]):
+    """An object that is no longer modified; its JSON text is made once."""
+
+    @cached_property
+    def json_text(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+
+class ToolList(tuple[dict[str, Any], ...]):
+    """The tools of a request. Derived values are cached, because every request repeats its tools."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        return json_digest([dict(tool) for tool in self])
+
+    @cached_property
+    def cached_json_dicts(self) -> list[CachedJsonDict]:
+        """The tools for a chat template, which may render their JSON."""
+        return [CachedJsonDict(tool) for tool in self]
+
+
+def read_tools(raw: object, field_path: str = "tools") -> ToolList:
+    """Reads the tool list of a request; null, absent and empty are equal."""
+    if raw is None:
+        return ToolList()
+    if not isinstance(raw, list | tuple):
+        raise MessageError(field_path, raw, "a list of tools (objects) or null")
+    for index, tool in enumerate(raw):
+        if not isinstance(tool, dict):
+            raise MessageError(f"{field_path}[{index}]", tool, "a tool (an object)")
+    tools: Sequence[dict[str, Any]] = raw
+    try:
+        msgspec.json.encode(tools)
+    except (UnicodeEncodeError, TypeError, OverflowError, RecursionError):
+        # Rare: texts that UTF-8 cannot encode. Values that are not JSON are rejected by `json_digest`.
+        tools = replace_surrogates_deep(tools)
+    return ToolList(tools)
+
+
+def json_digest(*values: object) -> bytes:
+    """Returns 16 bytes that identify JSON values regardless of key order; b"" if all values are empty."""
+    if not any(values):
+        return b""
+    try:
+        return xxhash.xxh3_128_digest(b"\0".join([canonical_json(value) for value in values]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"tools and template arguments: expected JSON values, but {error}") from error
+
+
+# -- calls --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,7 +173,7 @@ class Request:
         return cls(
             read_messages(body.get("messages")) if messages is None else messages,
             tools,
-            chat_template_kwargs=replace_surrogates_deep(template_kwargs or {}),
+            chat_template_kwargs=replace_surrogates_deep(template_kwargs) if template_kwargs else {},
             agent=agent,
             equivalences=equivalences,
             **known,
@@ -103,8 +190,8 @@ class Request:
         if self.is_raw_prompt:
             return RAW_PROMPT_DIGEST
         tools = self.tools if isinstance(self.tools, ToolList) else ToolList(map(dict, self.tools))
-        parts = tools.digest, json_digest(dict(self.chat_template_kwargs))
-        return xxhash.xxh3_128_digest(b"%b/%b" % parts) if any(parts) else b""
+        kwargs = json_digest(dict(self.chat_template_kwargs)) if self.chat_template_kwargs else b""
+        return xxhash.xxh3_128_digest(b"%b/%b" % (tools.digest, kwargs)) if tools.digest or kwargs else b""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The HTTP/1.1 client of the engines: a connection pool, and responses that are read while they arrive.
 
-Data is read from the socket as soon as it arrives, so a consumer that wakes up finds all of it, and data that
-arrived before a response was closed or lost is not lost with it. Closing a connection is what aborts a
-request at its server. Every failure is an EngineError with the server's address and its own message.
+A connection feeds its response as data arrives, whether or not a consumer waits, and returns to the pool when
+the response is complete. So a consumer that wakes up finds everything that has arrived, and data that arrived
+before a response was closed or lost can still be read. Closing a connection is what aborts a request at its
+server. Every failure is an EngineError with the server's address and its own message.
 """
 
 from __future__ import annotations
@@ -11,32 +12,23 @@ import asyncio
 import base64
 import functools
 import os
-import re
 import ssl
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from branchline.core.errors import (
-    ContextLengthError,
-    EngineBusyError,
-    EngineError,
-    EngineInputError,
-    InputError,
-)
-from branchline.engines.connection import HttpConnection, ResponseBuffer
+from branchline.core.errors import EngineError, InputError, requires_extra
+from branchline.engines.error_responses import error_from_response
 
-# A request with such a response fails on every server, so it is not sent to another one.
-INVALID_REQUEST_STATUSES = frozenset({400, 413, 422})
-TOO_MANY_REQUESTS = 429
+with requires_extra("serve"):
+    import httptools
+
 # A control endpoint with such a response does not exist, or is not open to us.
 UNSUPPORTED_STATUSES = frozenset({401, 403, 404, 405, 501})
-# Messages of servers that have no error code for a prompt that is too long.
-_CONTEXT_LENGTH_MESSAGE = re.compile(r"maximum context length|model's context length")
 # Proxies drop idle connections without closing them, so an old one is not used again.
 MAX_KEEPALIVE_CONNECTIONS, KEEPALIVE_EXPIRY_S = 256, 30.0
 
@@ -95,7 +87,8 @@ class HttpClient:
         if server.authorization:
             headers.append(f"authorization: {server.authorization}")
         self._headers = "\r\n".join(headers)
-        self._connections: set[HttpConnection] = set()
+        self.connections: set[HttpConnection] = set()
+        """All whose socket is open."""
         self._idle: deque[HttpConnection] = deque()
         """Connections that can be used again, the longest unused first."""
         self._is_closed = False
@@ -114,8 +107,7 @@ class HttpClient:
 
     async def get_json(self, path: str) -> Any:
         """Returns the decoded JSON of a GET, or None for an empty body."""
-        status, content = await self._exchange("GET", path)
-        self._raise_for_status(status, content)
+        _, content = await self._exchange("GET", path)
         try:
             return msgspec.json.decode(content) if content else None
         except msgspec.DecodeError as error:
@@ -125,34 +117,34 @@ class HttpClient:
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> bool:
         """Posts to a control endpoint; returns False if the server does not have it."""
-        status, content = await self._exchange("POST", path, msgspec.json.encode(body or {}), timeout_s)
-        if status in UNSUPPORTED_STATUSES:
-            return False
-        self._raise_for_status(status, content)
-        return True
+        encoded = msgspec.json.encode(body or {})
+        status, _ = await self._exchange("POST", path, encoded, timeout_s, UNSUPPORTED_STATUSES)
+        return status not in UNSUPPORTED_STATUSES
 
     async def close(self) -> None:
         """Closes every connection; running requests fail."""
         self._is_closed = True
-        connections = list(self._connections)
+        connections = list(self.connections)
         for connection in connections:
-            self._discard(connection)
+            connection.abort()
         await asyncio.gather(*[connection.wait_closed() for connection in connections])
 
     async def acquire_connection(self, *, force_new: bool = False) -> HttpConnection:
         """Returns the idle connection that was used last, or a new one."""
         if self._is_closed:
             raise EngineError(f"{self.host_port}: closed by the client")
+        loop = asyncio.get_running_loop()
         while self._idle and not force_new:
             connection = self._idle.pop()
-            if connection.is_open and not self._is_expired(connection):
+            is_expired = loop.time() - connection.idle_since > KEEPALIVE_EXPIRY_S
+            if not (is_expired or connection.transport.is_closing()):
                 return connection
-            self._discard(connection)
+            connection.abort()
         timeout_s = self._config.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: HttpConnection(self._config.read_timeout_s),
+                _, connection = await loop.create_connection(
+                    lambda: HttpConnection(self, self._config.read_timeout_s),
                     self._host,
                     self._port,
                     ssl=self._tls_context,
@@ -160,68 +152,73 @@ class HttpClient:
         except OSError as error:
             reason = str(error) or f"no connection within {timeout_s:g} s"
             raise EngineError(f"{self.host_port}: cannot connect: {reason}") from error
-        self._connections.add(connection)
+        self.connections.add(connection)
         return connection
 
     def release_connection(self, connection: HttpConnection) -> None:
-        """Takes back a connection whose response has ended."""
-        if self._is_closed or not connection.is_open:
-            self._discard(connection)
+        """Takes back an open connection that has no running request."""
+        if self._is_closed:
+            connection.abort()
             return
-        connection.idle_since = asyncio.get_running_loop().time()
+        connection.idle_since = now = asyncio.get_running_loop().time()
         self._idle.append(connection)
-        while len(self._idle) > MAX_KEEPALIVE_CONNECTIONS or self._is_expired(self._idle[0]):
-            self._discard(self._idle.popleft())
-
-    def _is_expired(self, connection: HttpConnection) -> bool:
-        return asyncio.get_running_loop().time() - connection.idle_since > KEEPALIVE_EXPIRY_S
-
-    def _discard(self, connection: HttpConnection) -> None:
-        connection.abort()
-        self._connections.discard(connection)
+        while (
+            len(self._idle) > MAX_KEEPALIVE_CONNECTIONS or now - self._idle[0].idle_since > KEEPALIVE_EXPIRY_S
+        ):
+            self._idle.popleft().abort()
 
     async def _exchange(
-        self, method: str, path: str, body: bytes = b"", timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        timeout_s: float | None = None,
+        accepted: frozenset[int] = frozenset(),
     ) -> tuple[int, bytes]:
+        """Returns status and body. Raises EngineError for an error status that is not in `accepted`."""
         response = self.request(method, path, body)
         try:
             async with asyncio.timeout(timeout_s):
-                return await response.read()
+                status, content = await response.read()
         except TimeoutError as error:
             raise EngineError(f"{self.host_port}{path}: no response within {timeout_s:g} s") from error
         finally:
             await response.close()
-
-    def _raise_for_status(self, status: int, content: bytes) -> None:
-        if status // 100 != 2:
+        if status // 100 != 2 and status not in accepted:
             raise error_from_response(self.host_port, status, content)
+        return status, content
 
 
 class HttpResponse:
-    """The response to one request. Data that arrived before it was closed or lost can still be read."""
+    """The response to one request: its connection feeds it, its consumer reads it."""
 
     def __init__(self, client: HttpClient, request: bytes) -> None:
-        self._client = client
-        self._request = request
-        self._buffer = ResponseBuffer()
-        self._connection: HttpConnection | None = None
-        self._sse_parser = SseParser()
+        self.request = request
+        self.status = 0
+        """0 until the headers have arrived."""
+        self.retry_after = ""
+        """The Retry-After header, if there is one."""
+        self.pieces: list[bytes] = []
+        """The received and not yet read data."""
+        self.is_ended = False
+        """No more data will arrive."""
         self.is_aborted = False
-
-    @property
-    def is_ended(self) -> bool:
-        """Nothing more will arrive; the buffer may still hold data."""
-        return self._buffer.is_ended
-
-    @property
-    def retry_after(self) -> str:
-        """The Retry-After header; "" if there is none."""
-        return self._buffer.retry_after
+        """It was closed before it had ended."""
+        self.error = ""
+        """Why the response ended before it was complete; "" if it is complete."""
+        self.connection: HttpConnection | None = None
+        """The connection of the running request."""
+        self.is_resent = False
+        """A reused connection was closed before the server answered; a new one is used instead."""
+        self.wakes_on_data = True
+        self._client = client
+        self._sse_parser = SseParser()
+        self._waiter: asyncio.Future[None] | None = None
 
     async def read_status(self) -> int:
         """Returns the status when the response has begun; 0 if it failed before that."""
-        await self._wait_for_data()
-        return self._buffer.status
+        await self.wait()
+        return self.status
 
     async def next_events(self, not_before: float = 0.0) -> list[bytes]:
         """Returns the data of all server-sent events that arrived since the last call, at least one; [] after
@@ -230,68 +227,197 @@ class HttpResponse:
         Raises EngineError for an error status, and after the last event of a response that was lost.
         """
         while True:
-            await self._wait_for_data(not_before)
+            await self.wait(not_before)
             if events := self.events_nowait():
                 return events
-            if self._buffer.is_ended:
-                return [] if self.is_aborted else self._final_events()
+            if self.is_ended:
+                break
+        if self.is_aborted:
+            return []
+        if self.status and self.status // 100 != 2:
+            content = self.read_nowait()
+            raise error_from_response(self._client.host_port, self.status, content, self.retry_after)
+        if self.error:
+            raise EngineError(f"{self._client.host_port}: {self.error}")
+        return self._sse_parser.feed(b"\n\n")  # The last event may lack its empty line.
 
     def events_nowait(self) -> list[bytes]:
         """Returns the data of the events that have arrived, without waiting."""
-        return self._sse_parser.feed(self._buffer.read_nowait()) if self._buffer.is_success else []
+        return self._sse_parser.feed(self.read_nowait()) if self.status // 100 == 2 else []
 
     async def read(self) -> tuple[int, bytes]:
         """Returns the status and the complete body."""
-        await self._wait_for_data()
-        await self._buffer.wait_end()
-        if self._buffer.error:
-            raise self._connection_error()
-        return self._buffer.status, self._buffer.read_nowait()
+        await self.wait(until_end=True)
+        if self.error:
+            raise EngineError(f"{self._client.host_port}: {self.error}")
+        return self.status, self.read_nowait()
+
+    def read_nowait(self) -> bytes:
+        """Removes and returns the data that has arrived."""
+        data = b"".join(self.pieces)
+        self.pieces.clear()
+        return data
 
     async def close(self) -> None:
-        """Returns the connection to the pool, or closes it if the response has not ended."""
-        connection, self._connection = self._connection, None
-        if not self._buffer.is_ended:
-            self.is_aborted = True
-            self._buffer.feed_eof()
-        if connection is not None:
-            if self.is_aborted:
-                connection.abort()
-            self._client.release_connection(connection)
-            if self.is_aborted:
-                await connection.wait_closed()
-
-    async def _wait_for_data(self, not_before: float = 0.0) -> None:
-        if self._connection is None and not self._buffer.is_ended:
-            await self._send()
-        await self._buffer.wait(not_before)
-        if self._buffer.is_stale and self._connection is not None:
-            self._client.release_connection(self._connection)
-            self._buffer, self._connection = ResponseBuffer(), None
-            await self._send(force_new=True)
-            await self._buffer.wait()
-
-    async def _send(self, *, force_new: bool = False) -> None:
-        connection = await self._client.acquire_connection(force_new=force_new)
-        if self.is_aborted:
-            self._client.release_connection(connection)
+        """Closes the connection if the response has not ended."""
+        if self.is_ended:
+            return
+        self.is_aborted = True
+        connection = self.connection
+        if connection is None:
+            self.is_ended = True
         else:
-            self._connection = connection
-            connection.send_request(self._request, self._buffer)
+            connection.abort()
+            await connection.wait_closed()
 
-    def _final_events(self) -> list[bytes]:
-        buffer = self._buffer
-        if buffer.status and not buffer.is_success:
-            content = buffer.read_nowait()
-            raise error_from_response(self._client.host_port, buffer.status, content, buffer.retry_after)
-        if buffer.error:
-            raise self._connection_error()
-        return self._sse_parser.feed(b"\n\n")  # The last event may lack its empty line.
+    async def wait(self, not_before: float = 0.0, *, until_end: bool = False) -> None:
+        """Sends the request if it was not sent. Returns when data of a successful response has arrived and
+        the loop's clock has reached `not_before`, or when the response has ended."""
+        loop = asyncio.get_running_loop()
+        while not self.is_ended:
+            if self.connection is None:
+                connection = await self._client.acquire_connection(force_new=self.is_resent)
+                if self.is_aborted:  # Closed meanwhile.
+                    self._client.release_connection(connection)
+                else:
+                    connection.send_request(self)
+                continue
+            is_early = loop.time() < not_before
+            if self.pieces and self.status // 100 == 2 and not (is_early or until_end):
+                return
+            timer = loop.call_at(not_before, self.wake) if is_early else None
+            self.wakes_on_data = not (is_early or until_end)
+            self._waiter = loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                if timer is not None:
+                    timer.cancel()
+            not_before = 0.0
 
-    def _connection_error(self) -> EngineError:
-        return EngineError(f"{self._client.host_port}: {self._buffer.error}")
+    def wake(self) -> None:
+        """Lets `wait` check again whether it can return."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
+class HttpConnection(asyncio.Protocol):
+    """A connection to a server. Methods whose names begin with `on_` are httptools callbacks."""
+
+    transport: asyncio.Transport
+    _timeout_timer: asyncio.TimerHandle
+    """Set while a request runs."""
+
+    def __init__(self, client: HttpClient, read_timeout_s: float) -> None:
+        self.idle_since = 0.0
+        """The loop time of its last release to the connection pool."""
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = read_timeout_s
+        self._parser = httptools.HttpResponseParser(self)
+        self._response: HttpResponse | None = None
+        """The response of the running request."""
+        self._last_data_at = 0.0
+        self._has_length = False
+        self._can_resend = False
+        """The connection was used before, and no data has arrived since. If it is lost, the server closed it
+        before the request arrived."""
+        self._connection_lost = self._loop.create_future()
+
+    def send_request(self, response: HttpResponse) -> None:
+        """Sends the request of a response."""
+        self._response, response.connection = response, self
+        self._last_data_at = self._loop.time()
+        self._timeout_timer = self._loop.call_later(self._timeout_s, self._check_timeout)
+        if self._connection_lost.done():  # uvloop's transports raise on a write after this.
+            self.abort("the connection was lost before the request was sent")
+        else:
+            self.transport.write(response.request)
+
+    def abort(self, reason: str = "closed by the client") -> None:
+        """Closes the connection. The response of a running request keeps its data and ends with an error."""
+        self._end_response(reason)
+        self.transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Returns when the socket is closed."""
+        await asyncio.wait([self._connection_lost])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._can_resend, self._last_data_at = False, self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.abort(f"not an HTTP/1.1 response: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        has_begun = self._response is not None and self._response.status
+        if has_begun and not self._has_length and exc is None:
+            self._end_response()  # Without a length the response ends with the connection.
+        else:
+            reason = f"{type(exc).__name__}: {exc}" if exc else "closed by the server"
+            error = f"the connection was lost before the response ended: {reason}"
+            self._end_response(error, resend=self._can_resend)
+        self._client.connections.discard(self)
+        self._connection_lost.set_result(None)
+
+    def on_message_begin(self) -> None:
+        self._has_length = False
+        if self._response is None:
+            self.transport.abort()  # A response without a request.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._has_length |= name in (b"content-length", b"transfer-encoding")
+        if name == b"retry-after" and self._response is not None:
+            self._response.retry_after = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._response is not None and status >= 200:
+            self._response.status = status
+
+    def on_body(self, body: bytes) -> None:
+        response = self._response
+        if response is not None:
+            response.pieces.append(body)
+            if response.wakes_on_data:
+                response.wake()
+
+    def on_message_complete(self) -> None:
+        if self._response is None or not self._response.status:
+            return  # After `100 Continue` the response follows.
+        self._end_response()
+        self._can_resend = True
+        if self._parser.should_keep_alive():
+            self._client.release_connection(self)
+        else:
+            self.transport.close()
+
+    def _check_timeout(self) -> None:
+        """Fails the request after `timeout_s` without data. Rescheduled only when it fires, so that received
+        data costs no timer."""
+        silent_s = self._loop.time() - self._last_data_at
+        if silent_s < self._timeout_s:
+            self._timeout_timer = self._loop.call_later(self._timeout_s - silent_s, self._check_timeout)
+        else:
+            self.abort(f"no data for {self._timeout_s:g} s")
+
+    def _end_response(self, error: str = "", *, resend: bool = False) -> None:
+        """Ends the response of the running request, if there is one; with `resend` its request is sent again
+        on a new connection instead."""
+        response, self._response = self._response, None
+        if response is not None:
+            self._timeout_timer.cancel()
+            response.connection = None
+            response.is_ended, response.is_resent, response.error = not resend, resend, error
+            response.wake()
+
+
+@dataclass
 class SseParser:
     """Extracts the `data` of server-sent events; any split of the bytes gives the same events.
 
@@ -304,14 +430,13 @@ class SseParser:
     [b'{"a": 2}']
     """
 
-    def __init__(self) -> None:
-        self._partial_line = b""
-        self._data_lines: list[bytes] = []
-        """The `data` lines of the event that has begun."""
+    partial_line: bytes = b""
+    data_lines: list[bytes] = field(default_factory=list)
+    """The `data` lines of the event that has begun."""
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Returns the data of every event that this piece completes."""
-        is_at_start = not (self._partial_line or self._data_lines)
+        is_at_start = not (self.partial_line or self.data_lines)
         if is_at_start and piece.startswith(b"data: {") and piece.endswith(b"}\n\n"):
             # The usual case: one or more complete events of one line each.
             event = piece[6:-2]
@@ -320,11 +445,11 @@ class SseParser:
             events = event.split(b"\n\ndata: ")
             if not any(b"\n" in event or b"\r" in event or event == b"[DONE]" for event in events):
                 return events
-        text = self._partial_line + piece
+        text = self.partial_line + piece
         if b"\r" in text:
             text = text.replace(b"\r\n", b"\n")
-        *lines, self._partial_line = text.split(b"\n")
-        data, events = self._data_lines, []
+        *lines, self.partial_line = text.split(b"\n")
+        data, events = self.data_lines, []
         for line in lines:
             if line.startswith(b"data:"):
                 data.append(line[6:] if line.startswith(b" ", 5) else line[5:])
@@ -344,38 +469,3 @@ def _tls_context(*_certificates: str | None) -> ssl.SSLContext:
     """Shared by all clients with the same certificate variables: reading the system's certificates takes
     20 ms and 1 MiB."""
     return ssl.create_default_context()
-
-
-def error_from_response(server: str, status: int, body: bytes, retry_after: str = "") -> EngineError:
-    """Returns the error for a response without success, with the server's own message."""
-    try:
-        content = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        content = None
-    reason = _error_message(content) or body.decode(errors="replace").strip()[:500] or "no reason given"
-    message = f"{server}: status {status}: {reason}"
-    if status == TOO_MANY_REQUESTS:
-        return EngineBusyError(message, retry_after)
-    is_invalid = status in INVALID_REQUEST_STATUSES
-    is_too_long = is_invalid and _CONTEXT_LENGTH_MESSAGE.search(reason)
-    if is_too_long or _error_code(content) == "context_length_exceeded":
-        return ContextLengthError(message)
-    return EngineInputError(message) if is_invalid else EngineError(message)
-
-
-def error_from_event(server: str, event: bytes) -> EngineError:
-    """Returns the error of a stream's error event: `{"error": {"message": …, "code": 400}}` and variants."""
-    code = _error_code(msgspec.json.decode(event))
-    return error_from_response(server, code if isinstance(code, int) else 500, event)
-
-
-def _error_code(content: Any) -> Any:
-    error = content.get("error") if isinstance(content, dict) else None
-    fields = error if isinstance(error, dict) else content
-    return fields.get("code") if isinstance(fields, dict) else None
-
-
-def _error_message(content: Any) -> str:
-    while isinstance(content, dict):
-        content = next((content[key] for key in ("error", "message", "detail") if content.get(key)), "")
-    return content if isinstance(content, str) else str(content or "")

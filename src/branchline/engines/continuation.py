@@ -1,70 +1,46 @@
 """A generation that is made of several requests: paused, moved to another replica, continued after its ids.
 
-`GenerationState` holds what was yielded, so that the next request asks for exactly the rest: a token that was
-yielded is never sampled again. `CancellableStream` lets other code end a stream between two chunks, without a
-task or a queue between the stream and its consumer.
+`remaining_request` returns the request for exactly the rest: a token that was yielded is never sampled again.
+`CancellableStream` lets other code end a stream between two chunks, without a task or a queue between the
+stream and its consumer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
 
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, FinishReason, SamplingParams
+from branchline.engines.base import Chunk, SamplingParams
 
 
-class GenerationState:
-    """What a generation has yielded, and the request for the rest.
+def remaining_request(
+    prompt_ids: Ids, params: SamplingParams, yielded: Sequence[Chunk], version: int
+) -> tuple[Ids, SamplingParams] | Chunk:
+    """Returns the prompt and the parameters of the request that continues a generation after the chunks that
+    it has yielded. If no token is left to sample, returns the final chunk, which the engine did not report;
+    `version` is its version if nothing was yielded.
 
-    Penalties on the output alone do not count tokens from before a continuation; `repetition_penalty` counts
-    prompt and output and so includes them.
+    Raises EngineError if a grammar prevents a continuation: an engine matches it against the output of one
+    request, and would begin again. Penalties on the output alone do not count tokens from before a
+    continuation; `repetition_penalty` counts prompt and output and so includes them.
     """
-
-    def __init__(self, prompt_ids: Ids, params: SamplingParams) -> None:
-        self._parts = [prompt_ids]
-        self._params = params
-        self.produced = 0
-        self.version: int | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        if len(chunk.ids):
-            self._parts.append(chunk.ids)
-            self.produced += len(chunk.ids)
-        self.version = chunk.version
-
-    @property
-    def prompt_ids(self) -> Ids:
-        """The prompt and all ids yielded so far."""
-        if len(self._parts) > 1:
-            self._parts = [np.concatenate(self._parts)]
-        return self._parts[0]
-
-    @property
-    def remaining_params(self) -> SamplingParams:
-        """The parameters of the next request. Raises EngineError if a grammar prevents a continuation: an
-        engine matches it against the output of one request, and would begin again."""
-        if not self.produced:
-            return self._params
-        if self._params.grammar is not None:
-            raise EngineError(f"cannot continue after {self.produced} ids: the grammar would begin again")
-        return self._params.for_continuation(self.produced)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """The reason why no token is left to sample, for an engine that was stopped before it reported it."""
-        if self.produced and int(self._parts[-1][-1]) in self._params.stop_ids:
-            return "stop"
-        return "length" if self.produced >= self._params.max_tokens else None
-
-    def final_chunk(self, finish_reason: FinishReason, version: int) -> Chunk:
-        """The last chunk of a generation whose engine did not report its end."""
-        version = version if self.version is None else self.version
-        return Chunk(version=version, finish_reason=finish_reason)
+    ids = np.concatenate([prompt_ids, *[chunk.ids for chunk in yielded]]) if yielded else prompt_ids
+    produced = len(ids) - len(prompt_ids)
+    version = yielded[-1].version if yielded else version
+    if produced and int(ids[-1]) in params.stop_ids:
+        return Chunk(version=version, finish_reason="stop")
+    if produced >= params.max_tokens:
+        return Chunk(version=version, finish_reason="length")
+    if not produced:
+        return prompt_ids, params
+    if params.grammar is not None:
+        raise EngineError(f"cannot continue after {produced} ids: the grammar would begin again")
+    return ids, params.for_continuation(produced)
 
 
 class CancellableStream:

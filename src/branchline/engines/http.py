@@ -15,18 +15,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
+from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import EngineError
-from branchline.core.token_arrays import Ids
+from branchline.core.token_arrays import NO_IDS, Ids
 from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
-from branchline.engines.continuation import GenerationState
-from branchline.engines.prompt_encoder import PromptEncoder
+from branchline.engines.continuation import remaining_request
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 STREAM_INTERVAL = 32
@@ -34,86 +35,99 @@ STREAM_INTERVAL = 32
 the tokens of one event; they are sampled again."""
 
 
-class OutputReader:
-    """Reads the events of one response into lists, which `drain` turns into chunks."""
+@dataclass(eq=False)
+class EngineRequest:
+    """One request, and the tokens of its response that were not yielded yet. A subclass reads the events."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish_reason: FinishReason | None = None
+    engine: str
+    response: HttpResponse
+    version: int
+    """The policy version of tokens that arrive from now on."""
+    request_id: str = ""
+    """The id that the request has at the server, if the client chooses it."""
+    ids: list[int] = field(default_factory=list)
+    """Tokens that were read and are in no chunk yet."""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    pending_chunks: deque[Chunk] = field(default_factory=deque)
+    error: EngineError | None = None
+    """Raised after all pending chunks."""
 
     def read(self, events: Sequence[bytes]) -> None:
         """Appends the tokens of events. Raises EngineError at the first invalid event, after reading those
         before it."""
         raise NotImplementedError
 
-    def drain(self, version: int) -> Chunk:
-        """Returns the tokens that were read since the last call, as one chunk."""
-        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
-        self.ids, self.logprobs = [], []
-        return Chunk(ids, logprobs, version, self.finish_reason)
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """One request, and the reader of its response."""
-
-    path: str
-    body: bytes
-    reader: OutputReader
-    request_id: str = ""
-    """The id that the request has at the server, if the client chooses it."""
-
-
-class ActiveRequest:
-    """A request that was sent, until its response finishes or is aborted."""
-
-    def __init__(self, engine: str, request: EngineRequest, response: HttpResponse, version: int) -> None:
-        self.request = request
-        self.response = response
-        self._engine = engine
-        self._version = version
-        self._pending_chunks: deque[Chunk] = deque()
-        self._error: Exception | None = None
-        """Raised after all pending chunks."""
-
     async def next_chunk(self, not_before: float) -> Chunk | None:
         """Returns the tokens that arrived since the last call, no sooner than the loop time `not_before`
         unless the response ends; None after an abort."""
-        reader, response = self.request.reader, self.response
-        while not self._pending_chunks:
-            if self._error is not None:
-                raise self._error
+        while not self.pending_chunks:
+            if self.error is not None:
+                raise self.error
+            events: list[bytes] = []
             try:
-                events = await response.next_events(not_before)
+                events = await self.response.next_events(not_before)
+                if self.error is None:  # Tokens after an invalid event would be at the wrong position.
+                    self.read(events)
             except EngineError as error:
-                self._error, events = self._error or error, []
-            self._read(events)
+                self.error = self.error or error
             # A finished response is read to its end, so that its connection can be used again.
-            if reader.finish_reason is not None and self._error is None and not response.is_ended:
+            if self.finish_reason is not None and self.error is None and not self.response.is_ended:
                 continue
-            if reader.ids or reader.finish_reason is not None:
-                self._pending_chunks.append(reader.drain(self._version))
-            elif not events and response.is_ended and not self._pending_chunks and self._error is None:
-                if response.is_aborted:
+            if self.ids or self.finish_reason is not None:
+                self._append_chunk()
+            elif not events and self.response.is_ended and not self.pending_chunks and self.error is None:
+                if self.response.is_aborted:
                     return None
-                self._error = EngineError(f"{self._engine}: the stream ended before its generation did")
-        return self._pending_chunks.popleft()
+                self.error = EngineError(f"{self.engine}: the stream ended before its generation did")
+        return self.pending_chunks.popleft()
 
     def set_version(self, version: int) -> None:
         """Tokens that arrive from now on have the new version; those that have arrived keep the old one."""
-        self._read(self.response.events_nowait())
-        if self.request.reader.ids:
-            self._pending_chunks.append(self.request.reader.drain(self._version))
-        self._version = version
-
-    def _read(self, events: Sequence[bytes]) -> None:
-        if self._error is not None:
-            return  # Tokens after an invalid event would be at the wrong position.
+        events = self.response.events_nowait()
         try:
-            self.request.reader.read(events)
+            if self.error is None:
+                self.read(events)
         except EngineError as error:
-            self._error = error
+            self.error = error
+        if self.ids:
+            self._append_chunk()
+        self.version = version
+
+    def _append_chunk(self) -> None:
+        ids, logprobs = np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
+        self.pending_chunks.append(Chunk(ids, logprobs, self.version, self.finish_reason))
+        self.ids, self.logprobs = [], []
+
+
+class PromptEncoder:
+    """Encodes the prompts of many sessions as JSON lists of ids; of a known session only the new ids.
+
+    The next prompt of a session mostly begins with its last one, and at 100,000 ids encoding all of it takes
+    milliseconds.
+
+    >>> encoder = PromptEncoder()
+    >>> encoder.encode(np.array([1, 2], np.int32), "s"), encoder.encode(np.array([1, 2, 3], np.int32), "s")
+    (b'[1,2]', b'[1,2,3]')
+    """
+
+    def __init__(self, max_bytes: int = 64 * 2**20) -> None:
+        self._cache: ByteLimitedCache[tuple[Ids, bytes]] = ByteLimitedCache(
+            max_bytes, lambda entry: entry[0].nbytes + len(entry[1]) + 200
+        )
+
+    def encode(self, ids: Ids, session: str = "") -> bytes:
+        """Returns the ids as JSON, and caches them for the session's next prompt if it has a name."""
+        if not session:
+            return msgspec.json.encode(ids.tolist())
+        cached_ids, encoded = self._cache.get(session) or (NO_IDS, b"")
+        count = len(cached_ids)
+        if not count or not np.array_equal(ids[:count], cached_ids):
+            encoded = msgspec.json.encode(ids.tolist())
+        elif len(ids) > count:
+            encoded = b"%b,%b" % (encoded[:-1], msgspec.json.encode(ids[count:].tolist())[1:])
+        self._cache.put(session, (ids, encoded))
+        return encoded
 
 
 class HttpEngine:
@@ -143,7 +157,7 @@ class HttpEngine:
         self.max_context = max_context
         self.client = HttpClient(server, server.base_url)
         self.prompt_encoder = PromptEncoder()
-        self._active_requests: set[ActiveRequest] = set()
+        self._active_requests: set[EngineRequest] = set()
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._update_lock = asyncio.Lock()
@@ -154,35 +168,37 @@ class HttpEngine:
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        state = GenerationState(prompt_ids, params)
         clock = asyncio.get_running_loop().time
+        yielded: list[Chunk] = []
         not_before = 0.0
-        while (finish_reason := state.finish_reason) is None:
+        while True:
+            rest = remaining_request(prompt_ids, params, yielded, self.version)
+            if isinstance(rest, Chunk):
+                yield rest
+                return
             while not (self._resumed.is_set() or self._is_closed):
                 await self._resumed.wait()
             if self._is_closed:
                 raise EngineError(f"{self.name}: closed")
-            request = self.build_request(state.prompt_ids, state.remaining_params, session)
-            response = self.client.request("POST", request.path, request.body)
-            active = ActiveRequest(self.name, request, response, self.version)
-            self._active_requests.add(active)
+            request = self.build_request(*rest, session)
+            self._active_requests.add(request)
             try:
-                while (chunk := await active.next_chunk(not_before)) is not None:
-                    state.add(chunk)
+                while (chunk := await request.next_chunk(not_before)) is not None:
+                    yielded.append(chunk)
                     not_before = clock() + params.flush_s
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
             finally:
-                self._active_requests.discard(active)
-                await self._close_request(active)
-        yield state.final_chunk(finish_reason, self.version)
+                self._active_requests.discard(request)
+                if not request.response.is_ended:
+                    await self._abort(request)
 
     def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
-        """Returns the request that samples a continuation of the prompt."""
+        """Returns the request that samples a continuation of the prompt; reading its response sends it."""
         raise NotImplementedError
 
-    async def abort_request(self, request: EngineRequest) -> None:
+    async def abort_at_server(self, request: EngineRequest) -> None:
         """Called after a connection was closed early, for servers that do not abort its request then."""
 
     async def ready(self) -> None:
@@ -211,8 +227,8 @@ class HttpEngine:
                 await self._abort_active_requests()
                 raise
             if version is not None:
-                for active in self._active_requests:
-                    active.set_version(version)
+                for request in self._active_requests:
+                    request.set_version(version)
                 self.version = version
             self._resumed.set()
 
@@ -243,10 +259,9 @@ class HttpEngine:
             self._is_server_paused = False
 
     async def _abort_active_requests(self) -> None:
-        await asyncio.gather(*[self._close_request(active) for active in self._active_requests])
+        requests = [request for request in self._active_requests if not request.response.is_ended]
+        await asyncio.gather(*[self._abort(request) for request in requests])
 
-    async def _close_request(self, active: ActiveRequest) -> None:
-        is_complete = active.response.is_ended
-        await active.response.close()
-        if not is_complete:
-            await self.abort_request(active.request)
+    async def _abort(self, request: EngineRequest) -> None:
+        await request.response.close()
+        await self.abort_at_server(request)

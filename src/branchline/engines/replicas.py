@@ -20,7 +20,7 @@ from typing import Any
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams
-from branchline.engines.continuation import CancellableStream, GenerationState
+from branchline.engines.continuation import CancellableStream, remaining_request
 
 # The least recently used session beyond this number gets a new replica on its next call, at a prefill's cost.
 MAX_STICKY_SESSIONS = 100_000
@@ -114,19 +114,22 @@ class Replicas:
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        state = GenerationState(prompt_ids, params)
+        yielded: list[Chunk] = []
         failed: dict[Replica, Exception] = {}
         """Replicas that failed since the last token."""
-        while (finish_reason := state.finish_reason) is None:
+        while True:
+            rest = remaining_request(prompt_ids, params, yielded, self.version)
+            if isinstance(rest, Chunk):
+                yield rest
+                return
             replica = self._select_replica(session, failed)
-            produced_before, failure = state.produced, None
-            stream = CancellableStream(
-                replica.engine.generate(state.prompt_ids, state.remaining_params, session=session)
-            )
+            stream = CancellableStream(replica.engine.generate(*rest, session=session))
             replica.running.add(stream)
             try:
                 async for chunk in stream:
-                    state.add(chunk)
+                    yielded.append(chunk)
+                    if len(chunk.ids):
+                        failed.clear()
                     yield chunk
                     if chunk.finish_reason is not None:
                         replica.avoid_until = 0.0
@@ -134,16 +137,11 @@ class Replicas:
             except EngineInputError:
                 raise
             except (EngineError, OSError) as error:
-                failure = error
+                failed[replica] = error
                 replica.avoid_until = self._clock() + self.retry_after_s
             finally:
                 replica.running.discard(stream)
                 await stream.aclose()
-            if state.produced > produced_before:
-                failed.clear()
-            if failure is not None:
-                failed[replica] = failure
-        yield state.final_chunk(finish_reason, self.version)
 
     async def add(self, engine: Engine) -> None:
         """Adds a replica, paused if the others are. With another version than theirs it is stale."""

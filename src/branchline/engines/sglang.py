@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -19,8 +20,8 @@ from msgspec import Raw, Struct
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, SamplingParams
-from branchline.engines.client import INVALID_REQUEST_STATUSES, error_from_event
-from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader, TokenId
+from branchline.engines.error_responses import INVALID_REQUEST_STATUSES, error_from_event
+from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, TokenId
 
 T = TypeVar("T")
 ABORT_TIMEOUT_S = 5.0
@@ -48,13 +49,11 @@ class SglangEvent(Struct):
 _decode_event = msgspec.json.Decoder(SglangEvent).decode
 
 
-class SglangReader(OutputReader):
-    """Reads `/generate`."""
+@dataclass(eq=False)
+class SglangRequest(EngineRequest):
+    """A request to `/generate`."""
 
-    def __init__(self, engine: str) -> None:
-        super().__init__()
-        self._engine = engine
-        self._read_count = 0
+    read_count: int = 0
 
     def read(self, events: Sequence[bytes]) -> None:
         if len(events) > 1 and _is_cumulative(events[-1]):
@@ -63,9 +62,9 @@ class SglangReader(OutputReader):
             try:
                 event = _decode_event(data)
             except msgspec.DecodeError as error:
-                raise EngineError(f"{self._engine}: {error} in {data[:200]!r}") from error
+                raise EngineError(f"{self.engine}: {error} in {data[:200]!r}") from error
             if event.meta_info is None:
-                raise error_from_event(self._engine, data)
+                raise error_from_event(self.engine, data)
             self._append(event.output_ids, event.meta_info)
 
     def _append(self, output_ids: list[int], meta: SglangMetaInfo) -> None:
@@ -73,19 +72,19 @@ class SglangReader(OutputReader):
         finish = None if reason is None else FINISH_REASONS.get(reason.type)
         if reason is not None and finish is None:
             kind = EngineInputError if reason.status_code in INVALID_REQUEST_STATUSES else EngineError
-            raise kind(f"{self._engine}: {reason.type}: {reason.message}")
+            raise kind(f"{self.engine}: {reason.type}: {reason.message}")
         count = meta.completion_tokens
-        ids = _new_items(output_ids, self._read_count, count)
-        logprobs = _new_items(meta.output_token_logprobs, self._read_count, count)
+        ids = _new_items(output_ids, self.read_count, count)
+        logprobs = _new_items(meta.output_token_logprobs, self.read_count, count)
         if ids is None or logprobs is None or [token_id for _, token_id, _ in logprobs] != ids:
             raise EngineError(
-                f"{self._engine}: {len(output_ids)} ids and {len(meta.output_token_logprobs)} logprobs in "
-                f"an event that counts {count} after {self._read_count}, expected the same new tokens in both"
+                f"{self.engine}: {len(output_ids)} ids and {len(meta.output_token_logprobs)} logprobs in "
+                f"an event that counts {count} after {self.read_count}, expected the same new tokens in both"
             )
         self.ids += ids
         self.logprobs += [logprob for logprob, _, _ in logprobs]
         self.finish_reason = finish or self.finish_reason
-        self._read_count = count
+        self.read_count = count
 
 
 class SglangEngine(HttpEngine):
@@ -108,16 +107,6 @@ class SglangEngine(HttpEngine):
 
     def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
         rid = uuid.uuid4().hex
-        prompt = Raw(self.prompt_encoder.encode(prompt_ids, session))
-        body = msgspec.json.encode(self._request_body(rid, prompt, len(prompt_ids), params))
-        return EngineRequest("/generate", body, SglangReader(self.name), rid)
-
-    async def abort_request(self, request: EngineRequest) -> None:
-        with suppress(EngineError):  # The server may be gone.
-            body = {"rid": request.request_id}
-            await self.client.post_control("/abort_request", body, timeout_s=ABORT_TIMEOUT_S)
-
-    def _request_body(self, rid: str, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
         extra = dict(params.extra)
         sampling: dict[str, Any] = {
             **extra.pop("sampling_params", {}),
@@ -137,16 +126,23 @@ class SglangEngine(HttpEngine):
         if params.seed is not None:
             # SGLang hashes the seed with a token's position, so a continuation keeps the same seed.
             sampling["sampling_seed"] = params.seed
-        return {
+        body = {
             **extra,
             "rid": rid,
-            "input_ids": prompt,
+            "input_ids": Raw(self.prompt_encoder.encode(prompt_ids, session)),
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
             # A request under new weights must not reuse the KV cache of old ones.
             "extra_key": f"v{self.version}",
         }
+        response = self.client.request("POST", "/generate", msgspec.json.encode(body))
+        return SglangRequest(self.name, response, self.version, rid)
+
+    async def abort_at_server(self, request: EngineRequest) -> None:
+        with suppress(EngineError):  # The server may be gone.
+            body = {"rid": request.request_id}
+            await self.client.post_control("/abort_request", body, timeout_s=ABORT_TIMEOUT_S)
 
 
 def _is_cumulative(data: bytes) -> bool:

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.engines.client import HttpClient, ServerConfig, error_from_event
+from branchline.engines.client import HttpClient, ServerConfig
+from branchline.engines.error_responses import error_from_event
 
 
 @dataclass(frozen=True)

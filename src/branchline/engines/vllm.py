@@ -8,6 +8,7 @@ that it saw; a prompt that differs from ours in any id is an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,8 +17,9 @@ from msgspec import Raw, Struct
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, LogprobKind, SamplingParams
-from branchline.engines.client import ServerConfig, error_from_event
-from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, OutputReader, TokenId
+from branchline.engines.client import ServerConfig
+from branchline.engines.error_responses import error_from_event
+from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, TokenId
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
 
@@ -40,48 +42,44 @@ class VllmEvent(Struct):
 _decode_event = msgspec.json.Decoder(VllmEvent).decode
 
 
-class VllmReader(OutputReader):
-    """Reads `/v1/completions`. Events with an empty `choices` (usage) have no tokens."""
+@dataclass(eq=False)
+class VllmRequest(EngineRequest):
+    """A request to `/v1/completions`. Events with an empty `choices` (usage) have no tokens."""
 
-    def __init__(self, engine: str, prompt: bytes) -> None:
-        super().__init__()
-        self._engine = engine
-        self._prompt = prompt
+    prompt: bytes = b""
 
     def read(self, events: Sequence[bytes]) -> None:
         for data in events:
             try:
                 choices = _decode_event(data).choices
             except msgspec.DecodeError as error:
-                raise EngineError(f"{self._engine}: {error} in {data[:200]!r}") from error
+                raise EngineError(f"{self.engine}: {error} in {data[:200]!r}") from error
             if choices is None:
-                raise error_from_event(self._engine, data)
+                raise error_from_event(self.engine, data)
             for choice in choices:
-                if choice.prompt_token_ids:
-                    self._check_prompt(bytes(choice.prompt_token_ids))
+                seen = bytes(choice.prompt_token_ids)
+                is_given = seen not in (b"", b"null", self.prompt)
+                if is_given and msgspec.json.decode(seen) != msgspec.json.decode(self.prompt):
+                    raise EngineError(
+                        f"{self.engine}: the server saw another prompt than the one it was sent"
+                    )
                 ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs if choice.logprobs else []
-                if ids is None or len(logprobs) != len(ids) or None in logprobs:
-                    raise self._incomplete_error(ids, logprobs)
+                if ids is None:
+                    raise EngineError(
+                        f"{self.engine}: no token_ids in the stream; vLLM 0.10.2 or later gives them"
+                    )
+                if len(logprobs) != len(ids) or None in logprobs:
+                    raise EngineError(
+                        f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
+                    )
                 if choice.finish_reason is not None:
-                    self._set_finish_reason(choice.finish_reason)
+                    self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
+                    if self.finish_reason is None:
+                        raise EngineError(
+                            f"{self.engine}: the server ended a generation with {choice.finish_reason!r}"
+                        )
                 self.ids += ids
                 self.logprobs += logprobs  # type: ignore[arg-type]  # none of them is None
-
-    def _incomplete_error(self, ids: list[int] | None, logprobs: Sequence[float | None]) -> EngineError:
-        if ids is None:
-            return EngineError(f"{self._engine}: no token_ids in the stream; vLLM 0.10.2 or later gives them")
-        return EngineError(f"{self._engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each")
-
-    def _set_finish_reason(self, reason: str) -> None:
-        self.finish_reason = FINISH_REASONS.get(reason)
-        if self.finish_reason is None:
-            raise EngineError(f"{self._engine}: the server ended a generation with {reason!r}")
-
-    def _check_prompt(self, seen: bytes) -> None:
-        if seen in (self._prompt, b"null"):
-            return
-        if msgspec.json.decode(seen) != msgspec.json.decode(self._prompt):
-            raise EngineError(f"{self._engine}: the server saw another prompt than the one it was sent")
 
 
 class VllmEngine(HttpEngine):
@@ -119,13 +117,9 @@ class VllmEngine(HttpEngine):
 
     def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
         prompt = self.prompt_encoder.encode(prompt_ids, session)
-        body = self._request_body(Raw(prompt), len(prompt_ids), params)
-        return EngineRequest("/v1/completions", msgspec.json.encode(body), VllmReader(self.name, prompt))
-
-    def _request_body(self, prompt: Raw, length: int, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {
             **params.extra,
-            "prompt": prompt,
+            "prompt": Raw(prompt),
             "stream": True,
             "return_token_ids": True,
             "logprobs": 0,  # Only the sampled token's.
@@ -149,7 +143,8 @@ class VllmEngine(HttpEngine):
         if params.seed is not None:
             # vLLM starts from the seed with each request. Offset by the prompt's length, a continuation does
             # not repeat the random numbers of the first request, and stays reproducible.
-            body["seed"] = (params.seed + length) % 2**63
+            body["seed"] = (params.seed + len(prompt_ids)) % 2**63
         if params.grammar is not None:
             body["response_format"] = dict(params.grammar)
-        return body
+        response = self.client.request("POST", "/v1/completions", msgspec.json.encode(body))
+        return VllmRequest(self.name, response, self.version, prompt=prompt)

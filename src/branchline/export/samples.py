@@ -17,8 +17,7 @@ from branchline.core.errors import ExportError, MissingLogprobsError
 from branchline.core.sample import DroppedTokens, DropReason, ExportReport, Sample
 from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
-from branchline.tree.node import Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Node, Tree
 
 ShareMode = Literal["split", "first", "all"]
 KeepMode = Literal["last", "random"]

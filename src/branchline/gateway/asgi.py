@@ -24,7 +24,7 @@ from branchline.core.errors import (
     MessageError,
     SessionError,
 )
-from branchline.core.json_fields import decode_json
+from branchline.core.reader import decode_json
 from branchline.gateway.protocols.base import CONTEXT_LENGTH_EXCEEDED, ErrorInfo
 
 Scope = MutableMapping[str, Any]

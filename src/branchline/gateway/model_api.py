@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
-from branchline.core.json_fields import replace_surrogates
+from branchline.core.reader import replace_surrogates
 from branchline.gateway.access import AccessControl
 from branchline.gateway.agent_headers import identify_agent
 from branchline.gateway.asgi import AsgiRequest, ClientDisconnectedError, error_info, parse_body

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from branchline.core.json_fields import decode_json
+from branchline.core.reader import decode_json
 
 
 class BodyReader:

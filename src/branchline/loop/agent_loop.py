@@ -26,8 +26,8 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from branchline.core.errors import ContextLengthError, InputError, SessionError
-from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
+from branchline.core.reader import replace_surrogates
 from branchline.loop.interaction import InteractionConfig
 from branchline.loop.model import Model, ToolSchemas
 from branchline.loop.state import LoopPhase, LoopState, StopReason, TurnRecord

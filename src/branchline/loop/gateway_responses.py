@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from branchline.core.arguments import freeform_arguments
 from branchline.core.errors import (
     BranchlineError,
     ContextLengthError,
@@ -23,7 +22,7 @@ from branchline.core.errors import (
     SessionError,
     SessionErrorKind,
 )
-from branchline.core.message import Message, ToolCall
+from branchline.core.message import Message, ToolCall, freeform_arguments
 from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, as_ids
 from branchline.export.jsonl import sample_from_json

@@ -21,7 +21,8 @@ from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.reader import write_message
 from branchline.core.sample import Sample
-from branchline.engines.client import TOO_MANY_REQUESTS, HttpClient, HttpResponse, ServerConfig
+from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
+from branchline.engines.error_responses import TOO_MANY_REQUESTS
 from branchline.loop.gateway_responses import (
     ResultBuilder,
     SamplesJson,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 from branchline.core.errors import InputError
-from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
+from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import (
     Fault,
     Restorable,

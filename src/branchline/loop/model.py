@@ -16,12 +16,11 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from branchline.chat.base import Codec
-from branchline.core.call import DEFAULT_AGENT, Request
+from branchline.core.call import DEFAULT_AGENT, Request, ToolList
 from branchline.core.errors import MessageError, SessionError
-from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
+from branchline.core.reader import replace_surrogates_deep
 from branchline.core.sample import Sample
-from branchline.core.tools import ToolList
 from branchline.engines.base import Engine
 from branchline.runtime.call_lifecycle import prepare_call, run_call
 from branchline.runtime.call_record import CallRecord, CallRequest, CallResult

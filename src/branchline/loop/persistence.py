@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.core.json_fields import replace_surrogates_deep
+from branchline.core.reader import replace_surrogates_deep
 from branchline.loop.timeouts import describe_error
 
 log = logging.getLogger("branchline.loop")

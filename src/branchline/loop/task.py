@@ -14,9 +14,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 
 from branchline.core.errors import InputError
-from branchline.core.json_fields import replace_surrogates_deep
 from branchline.core.message import Message
-from branchline.core.reader import read_messages
+from branchline.core.reader import read_messages, replace_surrogates_deep
 from branchline.runtime.sampling import SAMPLING_FIELDS
 
 TruncateSide = Literal["left", "right", "middle"]

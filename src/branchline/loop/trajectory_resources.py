@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from branchline.core.tools import ToolList
+from branchline.core.call import ToolList
 from branchline.loop.interaction import InteractionConfig, InteractionSession
 from branchline.loop.persistence import lost_state
 from branchline.loop.state import LoopState

@@ -27,8 +27,7 @@ from branchline.runtime.limits import count_call, reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
-from branchline.tree.delta import Delivered
-from branchline.tree.tree import Turn
+from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 

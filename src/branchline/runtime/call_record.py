@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from branchline.core.call import Request
-from branchline.core.echo import Equivalence
+from branchline.core.call import Equivalence, Request
 from branchline.core.errors import JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Floats, Ids

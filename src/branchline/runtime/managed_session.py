@@ -23,9 +23,9 @@ from branchline.core.errors import InputError, JournalError, MessageError, Sessi
 from branchline.engines.base import SamplingParams
 from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.runtime.message_cache import MessageCache
-from branchline.tree.delta import Delivered, TreeDelta, decode_array, encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
+from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_record
 
 log = logging.getLogger("branchline.sessions")
 

@@ -13,7 +13,7 @@ import xxhash
 from msgspec import Raw
 
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import decode_json
+from branchline.core.reader import decode_json
 
 T = TypeVar("T")
 _digest = xxhash.xxh3_128_digest

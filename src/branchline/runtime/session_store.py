@@ -27,10 +27,9 @@ from branchline.runtime.managed_session import (
     decode_session_record,
     hash_key,
 )
-from branchline.tree.delta import encode_record
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Tree, encode_record
 
 log = logging.getLogger("branchline.sessions")
 
@@ -219,8 +218,9 @@ class SessionStore:
             session_id,
             self._codec,
             history=opened.options.history or self._history,
+            restore_reasoning=opened.options.restore_reasoning,
             journal=self._journal,
-            tree=Tree(restore_reasoning=opened.options.restore_reasoning),
+            tree=Tree(),
             started_at=datetime.fromtimestamp(opened.opened_at),
         )
         managed = ManagedSession(

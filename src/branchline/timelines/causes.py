@@ -20,8 +20,7 @@ from branchline.timelines.fork_signals import (
     have_common_message,
     is_stub,
 )
-from branchline.tree.node import NO_NODE, Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import NO_NODE, Node, Tree
 
 
 class Cause(StrEnum):

@@ -19,8 +19,7 @@ import numpy as np
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import NO_IDS, Ids
 from branchline.timelines.causes import Cause, Fork
-from branchline.tree.node import Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Node, Tree
 
 Decode = Callable[[Ids], str]
 _EXCERPT_TOKENS = 12

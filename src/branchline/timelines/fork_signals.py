@@ -13,8 +13,7 @@ import msgspec
 
 from branchline.core.call import Call
 from branchline.core.message import Message, ToolCall
-from branchline.tree.node import NO_NODE, Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import NO_NODE, Node, Tree
 
 _MIN_QUOTE_CHARS = 16
 """Minimum length of a quotation; shorter texts occur by chance."""

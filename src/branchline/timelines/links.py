@@ -19,11 +19,11 @@ from typing import Literal
 
 import numpy as np
 
-from branchline.core.echo import match_echo
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 from branchline.timelines.log import LoggedCall, LoggedOutput
 from branchline.timelines.prefix_index import CallKeys, MessagePrefixIndex, TokenPrefixIndex, starts_with
+from branchline.tree.match import match_echo
 
 CompareLevel = Literal["text", "token"]
 TokenBytes = Callable[[int], bytes]

@@ -21,15 +21,13 @@ from functools import cached_property
 import numpy as np
 
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Output
-from branchline.core.echo import match_echo
 from branchline.core.message import Message
 from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_runs
 from branchline.timelines.links import AlignmentMethod, Link, MergePolicy, find_links
 from branchline.timelines.log import LoggedCall
 from branchline.timelines.prefix_index import starts_with
-from branchline.tree.delta import Delivered, NewNode, TreeDelta
-from branchline.tree.node import NO_NODE, Node
-from branchline.tree.tree import Tree
+from branchline.tree.match import match_echo
+from branchline.tree.tree import NO_NODE, Delivered, NewNode, Node, Tree, TreeDelta
 
 OutputRef = tuple[int, int]
 """(call, output) in a log."""

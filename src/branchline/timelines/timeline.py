@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from branchline.core.call import Call
 from branchline.core.message import Media, Message
 from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, decode_runs, normalize_runs, runs_length
-from branchline.tree.node import Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Node, Tree
 
 Author = Literal["llm", "env"]
 NO_VERSION = -1

@@ -13,10 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from branchline.core.arguments import canonical_json
-from branchline.core.call import AppliedEquivalence
-from branchline.core.echo import Equivalence
-from branchline.core.message import Message, ToolCall
+from branchline.core.call import AppliedEquivalence, Equivalence
+from branchline.core.message import Message, ToolCall, canonical_json
 
 Tools = Sequence[Mapping[str, Any]]
 

@@ -218,7 +218,14 @@ class Journal:
         batch, before = self._queue, self._last_seq
         try:
             self._queue = []
-            last = self._insert(batch)
+            values: list[int | bytes] = []
+            for session, record, _ in batch:
+                values += (self._session_ids.get(session) or self._add_session(session), record)
+            rows = ", ".join(["(?, ?)"] * len(batch))
+            # One statement is one transaction: a signal arrives before it starts or after it has finished.
+            written = self._db.execute(f"INSERT INTO records (session, record) VALUES {rows}", values)
+            self._last_seq = last = int(written.lastrowid or 0)
+            self._after_commit()
         except Exception as error:
             if _is_busy_error(error):
                 self._queue = batch
@@ -230,20 +237,6 @@ class Journal:
             raise
         _resolve(batch, last)
         return True
-
-    def _insert(self, batch: list[_Entry]) -> int:
-        """Writes a small batch and returns its last sequence number.
-
-        One statement is one transaction: a signal arrives before it starts or after it has finished.
-        """
-        values: list[int | bytes] = []
-        for session, record, _ in batch:
-            values += (self._session_id(session), record)
-        rows = ", ".join(["(?, ?)"] * len(batch))
-        written = self._db.execute(f"INSERT INTO records (session, record) VALUES {rows}", values)
-        self._last_seq = int(written.lastrowid or 0)
-        self._after_commit()
-        return self._last_seq
 
     def _recover_batch(self, batch: list[_Entry], before: int) -> None:
         """After a signal: resolves the batch if it is in the file, otherwise queues it again."""
@@ -300,7 +293,10 @@ class Journal:
 
     def _commit(self, batch: list[_Entry]) -> None:
         db, first = self._db, self._last_seq + 1
-        rows = [(seq, self._session_id(name), record) for seq, (name, record, _) in enumerate(batch, first)]
+        rows = [
+            (seq, self._session_ids.get(name) or self._add_session(name), record)
+            for seq, (name, record, _) in enumerate(batch, first)
+        ]
         db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
         db.execute("COMMIT")
         self._last_seq += len(batch)
@@ -329,15 +325,13 @@ class Journal:
                 self._checkpoint_due = True
                 self._wake.notify()
 
-    def _session_id(self, session: str) -> int:
+    def _add_session(self, session: str) -> int:
         """Returns a session's number; adds a new session, inside the open transaction if there is one."""
-        number = self._session_ids.get(session)
-        if number is None:
-            self._db.execute("INSERT OR IGNORE INTO sessions (name) VALUES (?)", (session,))
-            (number,) = self._db.execute("SELECT id FROM sessions WHERE name = ?", (session,)).fetchone()
-            if len(self._session_ids) >= _MAX_CACHED_SESSIONS:
-                self._session_ids.clear()
-            self._session_ids[session] = number
+        self._db.execute("INSERT OR IGNORE INTO sessions (name) VALUES (?)", (session,))
+        (number,) = self._db.execute("SELECT id FROM sessions WHERE name = ?", (session,)).fetchone()
+        if len(self._session_ids) >= _MAX_CACHED_SESSIONS:
+            self._session_ids.clear()
+        self._session_ids[session] = int(number)
         return int(number)
 
     def _fail(self, batch: list[_Entry], cause: Exception) -> None:

@@ -1,5 +1,9 @@
 """Finds the recorded path that a request continues.
 
+An inbound assistant message that means what was sampled is an echo of it. `match_echo(sampled, shown)`
+returns None for an edit, else the equivalences that were needed (an empty tuple for an identical message).
+Every tolerated difference has a name, so it can be recorded and counted.
+
 All matching paths are followed in parallel, because equal answers may have been sampled more than once and a
 greedy walk would fork. The longest path wins; then the one whose ids the client echoes; then one that is
 known to have reached the client; then the one that needs the fewest equivalences; then the oldest.
@@ -7,16 +11,169 @@ known to have reached the client; then the one that needs the fewest equivalence
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
-from branchline.core.call import RAW_PROMPT_DIGEST, AppliedEquivalence, Delivery, Request
-from branchline.core.echo import Equivalence, match_echo, order_tool_results
-from branchline.core.message import Message, is_same_message
+from branchline.core.call import RAW_PROMPT_DIGEST, AppliedEquivalence, Delivery, Equivalence, Request
+from branchline.core.message import Message, Notation, ToolCall, WireShape, is_same_message
 from branchline.core.token_arrays import Ids
-from branchline.tree.node import NO_NODE, Node
+from branchline.tree.tree import NO_NODE, Node, Tree, first_message_key
+
+UNDELIVERED = (Delivery.LOST, Delivery.CANCELLED)
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+# Plain ints: this runs for every message of every request, and enum flags are slow.
+_NO_CONTENT = int(WireShape.NULL_CONTENT | WireShape.ABSENT_CONTENT)
+_PART_LIST = int(WireShape.PART_LIST)
+_NO_CALLS = int(WireShape.NULL_CALLS | WireShape.EMPTY_CALLS)
+
+
+def match_echo(sampled: Message, shown: Message) -> tuple[Equivalence, ...] | None:
+    """Returns the equivalences under which `shown` is an echo of `sampled`, or None if it is not an echo.
+
+    >>> match_echo(Message("assistant", "hi "), Message("assistant", "hi"))
+    (<Equivalence.TRIMMED_WHITESPACE: 'trimmed_whitespace'>,)
+    """
+    if sampled.key != shown.key:
+        return None
+    used: list[Equivalence] = []
+    if sampled.content != shown.content:
+        used.append(Equivalence.TRIMMED_WHITESPACE)
+    if sampled.wire_shape != shown.wire_shape:
+        used += _wire_shape_equivalences(sampled.wire_shape ^ shown.wire_shape)
+    if sampled.reasoning_content != shown.reasoning_content:
+        kept = shown.reasoning_content.strip()
+        if sampled.reasoning_content.strip() == kept:
+            if Equivalence.TRIMMED_WHITESPACE not in used:
+                used.append(Equivalence.TRIMMED_WHITESPACE)
+        elif not kept:
+            used.append(Equivalence.DROPPED_REASONING)
+        else:
+            return None
+    if sampled.name != shown.name:
+        used.append(Equivalence.NAMED)
+    if sampled.tool_calls != shown.tool_calls:
+        used += _call_equivalences(sampled.tool_calls, shown.tool_calls)
+    return tuple(used)
+
+
+def _wire_shape_equivalences(changed: int) -> list[Equivalence]:
+    used = []
+    if changed & _NO_CONTENT:
+        used.append(Equivalence.EMPTY_CONTENT)
+    if changed & _PART_LIST:
+        used.append(Equivalence.PART_LIST)
+    if changed & _NO_CALLS:
+        used.append(Equivalence.EMPTY_CALLS)
+    return used
+
+
+def pair_tool_calls(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -> list[int]:
+    """Returns for each sampled call the index of its echo, or -1. Equal calls pair by id, then in order.
+
+    >>> pair_tool_calls((ToolCall("a"), ToolCall("b")), (ToolCall("b"), ToolCall("a")))
+    [1, 0]
+    """
+    free = list(range(len(shown)))
+    order = [-1] * len(sampled)
+    # Equal ids are certain, so they pair first; the remaining calls pair by name and arguments, in order.
+    for by_id in (True, False):
+        for index, call in enumerate(sampled):
+            if order[index] >= 0:
+                continue
+            for position in free:
+                other = shown[position]
+                if (
+                    call.name == other.name
+                    and call.canonical_arguments == other.canonical_arguments
+                    and (not by_id or (call.id and call.id == other.id))
+                ):
+                    order[index] = position
+                    free.remove(position)
+                    break
+    return order
+
+
+# Keyed by whichever of the two notations is further from JSON.
+_ARGUMENT_EQUIVALENCES = {
+    Notation.JSON: Equivalence.ARGUMENTS_RESERIALISED,
+    Notation.EMPTY: Equivalence.EMPTY_ARGUMENTS,
+    Notation.PYTHON: Equivalence.PYTHON_LITERALS,
+}
+
+
+def _call_equivalences(sampled: Sequence[ToolCall], shown: Sequence[ToolCall]) -> list[Equivalence]:
+    order = pair_tool_calls(sampled, shown)
+    pairs = [(call, shown[position]) for call, position in zip(sampled, order, strict=True)]
+    used: list[Equivalence] = []
+    if order != sorted(order):
+        used.append(Equivalence.REORDERED_CALLS)
+    if any(call.id and call.id != other.id for call, other in pairs):
+        used.append(Equivalence.RENAMED_IDS)
+    for call, other in pairs:
+        if call.arguments != other.arguments:
+            rewritten = _ARGUMENT_EQUIVALENCES[Notation(max(call.notation, other.notation))]
+            if rewritten not in used:
+                used.append(rewritten)
+    return used
+
+
+def order_tool_results(
+    sampled: Message, shown: Message, results: Sequence[Message]
+) -> tuple[Sequence[Message], bool]:
+    """Returns tool results in the order of the sampled calls, as templates expect, and whether any moved.
+
+    A result belongs to the call with its `tool_call_id`. If that id is missing, unknown or not unique, the
+    result is assumed to be at the position of its call among the shown calls; if that is contradictory,
+    nothing moves.
+    """
+    if len(sampled.tool_calls) < 2 or len(results) < 2:
+        return results, False
+    order = pair_tool_calls(sampled.tool_calls, shown.tool_calls)
+    if -1 in order:
+        return results, False
+    # The client's call ids take precedence; results may also still carry the sampled ids.
+    rank_of_id = _rank_by_id([call.id for call in sampled.tool_calls])
+    rank_of_id |= _rank_by_id([shown.tool_calls[position].id for position in order])
+    ranks = [rank_of_id.get(result.tool_call_id, -1) for result in results]
+    if -1 in ranks:
+        rank_of_position = {position: rank for rank, position in enumerate(order)}
+        ranks = [
+            rank_of_position.get(position, -1) if rank < 0 else rank for position, rank in enumerate(ranks)
+        ]
+        if -1 in ranks or len(set(ranks)) != len(ranks):
+            return results, False
+    if ranks == sorted(ranks):
+        return results, False
+    return [result for _, result in sorted(zip(ranks, results, strict=True), key=itemgetter(0))], True
+
+
+def _rank_by_id(ids: Sequence[str]) -> dict[str, int]:
+    """Returns the index of each id, or -1 for an id that occurs more than once."""
+    return {id: -1 if ids.count(id) > 1 else rank for rank, id in enumerate(ids) if id}
+
+
+def reorder_tool_results(
+    sampled: Message, shown: Message, messages: Sequence[Message], index: int
+) -> dict[int, Message]:
+    """Returns the tool results after messages[index] by their new positions; empty if none moves."""
+    ordered, moved = order_tool_results(sampled, shown, _results_after(messages, index))
+    return dict(enumerate(ordered, start=index + 1)) if moved else {}
+
+
+def _results_after(messages: Sequence[Message], index: int) -> Sequence[Message]:
+    end = index + 1
+    while end < len(messages) and messages[end].role == "tool":
+        end += 1
+    return messages[index + 1 : end]
+
+
+# -- paths -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +211,20 @@ class _Candidate:
 
 
 class PathMatcher:
-    """Matches requests against one tree; `delivery_of` returns the delivery of a sampled node.
+    """Matches requests against one tree.
 
     With `restore_reasoning`, an echo without its reasoning still matches the sampled message.
     """
 
-    def __init__(
-        self, root: Node, delivery_of: Callable[[Node], Delivery], *, restore_reasoning: bool
-    ) -> None:
-        self._root = root
-        self._delivery_of = delivery_of
+    def __init__(self, tree: Tree, *, restore_reasoning: bool) -> None:
+        self._tree = tree
         self._restore_reasoning = restore_reasoning
 
-    def find(self, request: Request, first_key: bytes) -> PathMatch:
-        """Returns the best path for a request; `first_key` is the node key of its first message."""
+    def find(self, request: Request) -> PathMatch:
+        """Returns the best path for a request."""
         messages = request.messages
-        frontier = [_Candidate(self._root, [])]
+        first_key = first_message_key(request.prompt_config_digest, messages[0].key)
+        frontier = [_Candidate(self._tree.root, [])]
         index = 0
         while True:
             if len(frontier) == 1 and frontier[0].reordered is None:
@@ -141,7 +296,7 @@ class PathMatcher:
     ) -> bool:
         """Moves a candidate to a child if the shown message matches it; otherwise leaves it unchanged."""
         recorded = child.message
-        if self._is_copy_of_own_reply(child, request):
+        if child.source_id != NO_NODE and _is_copy_of_own_reply(child, request.agent):
             return False
         if child.sampled_ids is None:
             if not is_same_message(recorded, shown):
@@ -154,7 +309,7 @@ class PathMatcher:
         if child.output is not None:
             if child.agent != request.agent:
                 return False
-            delivery = self._delivery_of(child)
+            delivery = self._tree.deliveries.get(child.output.call_index, Delivery.PENDING)
             candidate.undelivered_count += delivery in UNDELIVERED
             candidate.pending_count += delivery == Delivery.PENDING
         candidate.node = child
@@ -163,8 +318,10 @@ class PathMatcher:
         if recorded.id and recorded.id == shown.id:
             candidate.echoed_id_count += 1
         if recorded.tool_calls:
-            known = {call.id for call in recorded.tool_calls if call.id}
-            candidate.echoed_id_count += len(known & _tool_call_ids(shown, request.messages, index))
+            shown_ids = {call.id for call in shown.tool_calls}
+            shown_ids.update(result.tool_call_id for result in _results_after(request.messages, index))
+            candidate.echoed_id_count += len({call.id for call in recorded.tool_calls if call.id} & shown_ids)
+        if len(recorded.tool_calls) > 1:
             moved = reorder_tool_results(recorded, shown, request.messages, index)
             if moved:
                 candidate.reordered = {**(candidate.reordered or {}), **moved}
@@ -174,22 +331,41 @@ class PathMatcher:
                     )
         return True
 
-    def _is_copy_of_own_reply(self, child: Node, request: Request) -> bool:
-        """Whether a child is a context copy, with equal ids, of a sibling that this request's agent sampled.
+    def find_sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
+        """Returns the node anywhere in the tree that a message repeats, or None."""
+        best: tuple[int, ...] | None = None
+        found: Node | None = None
+        for node in self._tree.sampled_by_key.get(message.key, ()):
+            used = match_echo(node.message, message)
+            if used is None or (
+                Equivalence.DROPPED_REASONING in used and (node.agent != agent or not self._restore_reasoning)
+            ):
+                continue
+            echoed_ids = {call.id for call in node.message.tool_calls if call.id} & {
+                call.id for call in message.tool_calls
+            }
+            rank = (
+                -len(echoed_ids),
+                node.agent != agent,
+                self._tree.delivery(self._tree.call_of(node)) in UNDELIVERED,
+                len(used),
+                node.id,
+            )
+            if best is None or rank < best:
+                best, found = rank, node
+        return found
 
-        Such a copy was added for another agent; the agent that sampled the reply continues the original.
-        """
-        if child.source_id == NO_NODE or child.parent is None:
-            return False
-        return any(
-            sibling.id == child.source_id
-            and sibling.agent == request.agent
-            and np.array_equal(sibling.ids, child.ids)
-            for sibling in (child.parent.children or {}).get(child.key, ())
-        )
 
+def _is_copy_of_own_reply(child: Node, agent: str) -> bool:
+    """Whether a child is a context copy, with equal ids, of a sibling that this agent sampled.
 
-UNDELIVERED = (Delivery.LOST, Delivery.CANCELLED)
+    Such a copy was added for another agent; the agent that sampled the reply continues the original.
+    """
+    siblings = (child.parent.children if child.parent is not None else None) or {}
+    return any(
+        sibling.id == child.source_id and sibling.agent == agent and np.array_equal(sibling.ids, child.ids)
+        for sibling in siblings.get(child.key, ())
+    )
 
 
 def longest_raw_path(root: Node, ids: Ids) -> list[Node]:
@@ -209,27 +385,3 @@ def longest_raw_path(root: Node, ids: Ids) -> list[Node]:
             best, length = node.path(), node.end
         stack += node.all_children()[::-1]
     return best
-
-
-def reorder_tool_results(
-    recorded: Message, shown: Message, messages: Sequence[Message], index: int
-) -> dict[int, Message] | None:
-    """Returns the tool results after messages[index] by their new positions, or None if none moves."""
-    results = _results_after(messages, index)
-    ordered, moved = order_tool_results(recorded, shown, results)
-    if not moved:
-        return None
-    return dict(enumerate(ordered, start=index + 1))
-
-
-def _results_after(messages: Sequence[Message], index: int) -> Sequence[Message]:
-    end = index + 1
-    while end < len(messages) and messages[end].role == "tool":
-        end += 1
-    return messages[index + 1 : end]
-
-
-def _tool_call_ids(shown: Message, messages: Sequence[Message], index: int) -> set[str]:
-    ids = {call.id for call in shown.tool_calls}
-    ids.update(result.tool_call_id for result in _results_after(messages, index))
-    return ids

@@ -12,16 +12,28 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
-from branchline.chat.base import Codec, HistoryPolicy
-from branchline.core.call import Call, Delivery, Generation, Request
+import numpy as np
+
+from branchline.chat.base import Codec, HistoryPolicy, MessageTokens, NewMessage
+from branchline.core.call import AppliedEquivalence, Call, Delivery, Equivalence, Generation, Request
 from branchline.core.errors import TreeError
-from branchline.core.token_arrays import Ids
-from branchline.tree.delta import Delivered, TreeRecord, decode_record, encode_record
+from branchline.core.message import Message
+from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_runs
+from branchline.tree.argument_defaults import restore_sampled_arguments
 from branchline.tree.journal import Journal
-from branchline.tree.tree import Tree, Turn
+from branchline.tree.match import PathMatcher, longest_raw_path, match_echo, reorder_tool_results
+from branchline.tree.tree import (
+    NO_NODE,
+    Delivered,
+    Tree,
+    TreeRecord,
+    Turn,
+    decode_record,
+    encode_record,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,8 @@ class Session:
         """The time that templates show during the whole session; stored with every call for restarts."""
         self.codec = codec.with_clock(self.started_at)
         self.history: HistoryPolicy = history
-        self.tree = tree or Tree(restore_reasoning=restore_reasoning)
+        self.tree = tree or Tree()
+        self._matcher = PathMatcher(self.tree, restore_reasoning=restore_reasoning)
         self._journal = journal
         if journal is not None and tree is None and next(journal.read(id), None) is not None:
             raise TreeError(f"session {id} is in the journal already: reopen it with Session.reopen")
@@ -74,18 +87,118 @@ class Session:
         restore_reasoning: bool = True,
     ) -> Session:
         """Restores a session from its journal; an unknown id gives an empty session."""
-        tree = Tree(restore_reasoning=restore_reasoning)
+        tree = Tree()
         for data in journal.read(id):
             tree.apply(decode_record(data))
         started = datetime.fromtimestamp(tree.calls[0].template_time) if tree.calls else None
-        return cls(id, codec, history=history, journal=journal, tree=tree, started_at=started)
+        return cls(
+            id,
+            codec,
+            history=history,
+            restore_reasoning=restore_reasoning,
+            journal=journal,
+            tree=tree,
+            started_at=started,
+        )
+
+    # -- prepare -------------------------------------------------------------------------------------
 
     def prepare(self, request: Request) -> Turn:
-        return self.tree.prepare(request, self.codec, self.history)
+        """Builds the prompt for a request. Does not change the tree."""
+        match = self._matcher.find(request)
+        filled: tuple[AppliedEquivalence, ...] = ()
+        if len(match.path) < len(request.messages) and request.messages[len(match.path)].tool_calls:
+            # The mismatch may only be defaults of the tool's schema that the client filled in.
+            restored, filled = restore_sampled_arguments(
+                request.messages, len(match.path), request.tools, self.tree.sampled_tool_calls
+            )
+            match = self._matcher.find(replace(request, messages=restored)) if filled else match
+        path = match.path
+        new, source_ids, applied = self._new_messages(match.messages, len(path), request.agent)
+        extension = self.codec.extend(
+            path,
+            new,
+            tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
+            history=self.history,
+        )
+        kept = extension.kept
+        rewritten = path[kept:]
+        parts = [node.ids for node in path[:kept]]
+        parts += [tokens.ids for tokens in extension.message_tokens]
+        parts.append(extension.generation_prompt_ids)
+        prompt_ids = np.concatenate(parts)
+        prompt_ids.flags.writeable = False
+        return Turn(
+            request=request,
+            parent=path[kept - 1] if kept else self.tree.root,
+            messages=(*(node.message for node in rewritten), *(message.message for message in new)),
+            message_tokens=extension.message_tokens,
+            source_ids=(*(node.id if node.output else node.source_id for node in rewritten), *source_ids),
+            generation_prompt_ids=extension.generation_prompt_ids,
+            prompt_ids=prompt_ids,
+            applied_equivalences=(
+                *(AppliedEquivalence(-1, used) for used in request.equivalences),
+                *match.applied_equivalences,
+                *filled,
+                *applied,
+            ),
+            ambiguous_match=match.ambiguous,
+            encoded_tokens=extension.encoded_tokens,
+            rewrite_reason=extension.rewrite_reason,
+        )
+
+    def _new_messages(
+        self, messages: tuple[Message, ...], start: int, agent: str
+    ) -> tuple[list[NewMessage], list[int], list[AppliedEquivalence]]:
+        """Returns the messages after the path, their source nodes, and the equivalences applied to them.
+
+        A message that was sampled elsewhere in the tree is replaced by the sampled message and its ids.
+        """
+        new: list[NewMessage] = []
+        source_ids: list[int] = []
+        applied: list[AppliedEquivalence] = []
+        pending = list(messages)
+        for index in range(start, len(pending)):
+            message = pending[index]
+            source = None
+            if message.role == "assistant":
+                source = self._matcher.find_sampled_elsewhere(message, agent)
+            if source is None:
+                new.append(NewMessage(message))
+                source_ids.append(NO_NODE)
+                continue
+            used = match_echo(source.message, message) or ()
+            applied += [AppliedEquivalence(index, equivalence) for equivalence in used]
+            moved = reorder_tool_results(source.message, message, pending, index)
+            if moved and Equivalence.REORDERED_CALLS not in used:
+                applied.append(AppliedEquivalence(index, Equivalence.REORDERED_RESULTS))
+            for position, result in moved.items():
+                pending[position] = result
+            new.append(NewMessage(source.message, source.sampled_ids))
+            source_ids.append(source.id)
+        return new, source_ids, applied
 
     def prepare_ids(self, request: Request, prompt_ids: Ids) -> Turn:
-        """Prepares a raw prompt from its ids."""
-        return self.tree.prepare_ids(request, prompt_ids, self.codec)
+        """Builds a turn for a raw prompt, which continues the longest path whose ids it starts with."""
+        path = longest_raw_path(self.tree.root, prompt_ids)
+        rest = as_ids(prompt_ids[path[-1].end if path else 0 :])
+        tokens = MessageTokens(rest, normalize_runs(((len(rest), Origin.CONTEXT),)))
+        return Turn(
+            request=request,
+            parent=path[-1] if path else self.tree.root,
+            messages=(Message("user", self.codec.decode(rest)),) if len(rest) else (),
+            message_tokens=(tokens,) if len(rest) else (),
+            source_ids=(NO_NODE,) if len(rest) else (),
+            generation_prompt_ids=NO_IDS,
+            prompt_ids=prompt_ids,
+            applied_equivalences=(),
+            ambiguous_match=False,
+            encoded_tokens=len(rest),
+            rewrite_reason="",
+        )
+
+    # -- commit --------------------------------------------------------------------------------------
 
     def commit(self, turn: Turn, *generations: Generation, call_id: str = "") -> CommitResult:
         """Adds the outputs of a turn, one generation per choice."""

@@ -1,11 +1,14 @@
 """The prefix tree of one session: every call's prompt and output is a path, and no node ever changes.
 
-    turn = tree.prepare(request, codec)      # reads only
     delta = tree.plan(turn, generations)     # what a commit would add
     call = tree.apply(delta)                 # adds it
 
+A node is one message and the ids it added after its parent's. Concatenating `node.ids` from the root to a
+node gives exactly the ids the model saw up to that node (and, for a sampled node, the ids it sampled).
+
 Context nodes are found by key and ids; sampled nodes are always new. So calls of one session can run
-concurrently, and equal outputs become siblings.
+concurrently, and equal outputs become siblings. A commit is a value: it is applied, written to the journal
+and applied again on replay, so a replayed tree equals the original.
 """
 
 from __future__ import annotations
@@ -13,20 +16,140 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
-from branchline.chat.base import Codec, HistoryPolicy, MessageTokens, NewMessage
+from branchline.chat.base import Codec, MessageTokens
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Generation, Output, Request
-from branchline.core.echo import Equivalence, match_echo
 from branchline.core.errors import TreeError
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import NO_IDS, Ids, Origin, Runs, as_ids, encode_runs, normalize_runs
-from branchline.tree.argument_defaults import restore_sampled_arguments
-from branchline.tree.delta import Delivered, NewNode, TreeDelta, TreeRecord
-from branchline.tree.match import UNDELIVERED, PathMatcher, longest_raw_path, reorder_tool_results
-from branchline.tree.node import NO_NODE, Node, root_node
+
+ROOT_ID = 0
+NO_NODE = -1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """One message of a tree. A node in a tree never changes; only children are added."""
+
+    id: int
+    parent: Node | None
+    key: bytes
+    """Key among its siblings: the message's key; for a first message, combined with the config digest."""
+    message: Message
+    ids: Ids
+    spans: Runs
+    start: int = 0
+    """The number of tokens before this node on its path."""
+    end: int = 0
+    depth: int = 0
+    output: Output | None = None
+    sampled_ids: Ids | None = None
+    """The output as sampled: a view of `ids`, or the source's ids if this node repeats an output."""
+    ends_sampled: bool = False
+    """Whether `ids` end with `sampled_ids`; False if a template rendered the message differently."""
+    source_id: int = NO_NODE
+    """The node that this node repeats as context, or NO_NODE."""
+    prompt_config_digest: bytes = b""
+    agent: str | None = None
+    """The agent that sampled it; None for context."""
+    children: dict[bytes, list[Node]] | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.output is not None
+
+    @property
+    def sampled_start(self) -> int:
+        """The position on the path where the sampled ids begin; they reach to `end`."""
+        return self.end - (len(self.sampled_ids) if self.output and self.sampled_ids is not None else 0)
+
+    def path(self) -> list[Node]:
+        """The nodes from the first message to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def all_children(self) -> list[Node]:
+        """Children in the order they were added."""
+        if not self.children:
+            return []
+        if len(self.children) == 1:
+            return next(iter(self.children.values()))
+        return sorted((child for group in self.children.values() for child in group), key=lambda n: n.id)
+
+    def copy_under(self, parent: Node) -> Node:
+        """Returns a copy of the node under another parent, without children. Its values are shared."""
+        return replace(self, parent=parent, children=None)
+
+    def __repr__(self) -> str:
+        kind = "sampled" if self.is_sampled else self.message.role
+        return f"<Node {self.id} {kind} {self.message.content[:20]!r} {len(self.ids)} ids>"
+
+
+# -- records -----------------------------------------------------------------------------------------
+
+
+class NewNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node to add; parents precede their children."""
+
+    id: int
+    parent_id: int
+    message: Message
+    ids: Ids
+    spans: Runs
+    source_id: int = NO_NODE
+    output: Output | None = None
+
+
+class TreeDelta(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+    """One commit: the missing context nodes, the sampled nodes and the call."""
+
+    nodes: tuple[NewNode, ...]
+    call: Call
+
+
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag="delivery"):
+    """The delivery of a call's outputs."""
+
+    call_index: int
+    delivery: Delivery
+
+
+TreeRecord = TreeDelta | Delivered
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, list(value.shape), value.tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} in a journal record")
+
+
+def decode_array(_: type, value: Any) -> Any:
+    """The `dec_hook` with which a decoder reads arrays of records."""
+    dtype, shape, data = value
+    array = np.frombuffer(data, dtype).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+encode_record = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+"""Encodes a record of this module, or another struct kept in the same journal."""
+_decoder: msgspec.msgpack.Decoder[TreeRecord] = msgspec.msgpack.Decoder(TreeRecord, dec_hook=decode_array)
+decode_record = _decoder.decode
+
+
+# -- tree --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +175,19 @@ class Turn:
 class Tree:
     """An append-only tree of messages and their ids."""
 
-    def __init__(self, *, restore_reasoning: bool = True) -> None:
+    def __init__(self) -> None:
         self.is_chronological = True
         """Whether calls are in the order in which they happened; unknown for a tree built from a log."""
-        self.nodes: list[Node] = [root_node()]
+        self.root = Node(ROOT_ID, None, b"", Message("system"), NO_IDS, ())
+        self.nodes: list[Node] = [self.root]
         self.calls: list[Call] = []
-        self._deliveries: dict[int, Delivery] = {}
+        self.deliveries: dict[int, Delivery] = {}
+        """The known deliveries by call index."""
+        self.sampled_by_key: dict[bytes, list[Node]] = {}
+        """Sampled nodes by the key of their message."""
+        self.sampled_tool_calls: dict[str, ToolCall] = {}
+        """Sampled tool calls by their wire ids."""
         self._resumed_calls: set[int] = set()
-        self._sampled_by_key: dict[bytes, list[Node]] = {}
-        self._sampled_tool_calls: dict[str, ToolCall] = {}
-        self._restore_reasoning = restore_reasoning
-        self._matcher = PathMatcher(self.root, self._delivery_of, restore_reasoning=restore_reasoning)
-
-    @property
-    def root(self) -> Node:
-        return self.nodes[0]
 
     @property
     def token_count(self) -> int:
@@ -80,127 +201,7 @@ class Tree:
         return self.calls[node.output.call_index]
 
     def delivery(self, call: Call) -> Delivery:
-        return self._deliveries.get(call.index, Delivery.PENDING)
-
-    def _delivery_of(self, node: Node) -> Delivery:
-        return self.delivery(self.call_of(node))
-
-    # -- prepare -------------------------------------------------------------------------------------
-
-    def prepare(self, request: Request, codec: Codec, history: HistoryPolicy = "template") -> Turn:
-        """Builds the prompt for a request. Does not change the tree."""
-        first_key = _first_message_key(request.prompt_config_digest, request.messages[0].key)
-        match = self._matcher.find(request, first_key)
-        filled: tuple[AppliedEquivalence, ...] = ()
-        if len(match.path) < len(request.messages) and request.messages[len(match.path)].tool_calls:
-            # The mismatch may only be defaults of the tool's schema that the client filled in.
-            restored, filled = restore_sampled_arguments(
-                request.messages, len(match.path), request.tools, self._sampled_tool_calls
-            )
-            match = self._matcher.find(replace(request, messages=restored), first_key) if filled else match
-        path = match.path
-        new, source_ids, applied = self._new_messages(request, match.messages, len(path))
-        extension = codec.extend(
-            path, new, tools=request.tools, chat_template_kwargs=request.chat_template_kwargs, history=history
-        )
-        kept = extension.kept
-        rewritten = path[kept:]
-        parts = [node.ids for node in path[:kept]]
-        parts += [tokens.ids for tokens in extension.message_tokens]
-        parts.append(extension.generation_prompt_ids)
-        prompt_ids = np.concatenate(parts)
-        prompt_ids.flags.writeable = False
-        return Turn(
-            request=request,
-            parent=path[kept - 1] if kept else self.root,
-            messages=(*(node.message for node in rewritten), *(message.message for message in new)),
-            message_tokens=extension.message_tokens,
-            source_ids=(*(_source_id(node) for node in rewritten), *source_ids),
-            generation_prompt_ids=extension.generation_prompt_ids,
-            prompt_ids=prompt_ids,
-            applied_equivalences=(
-                *(AppliedEquivalence(-1, used) for used in request.equivalences),
-                *match.applied_equivalences,
-                *filled,
-                *applied,
-            ),
-            ambiguous_match=match.ambiguous,
-            encoded_tokens=extension.encoded_tokens,
-            rewrite_reason=extension.rewrite_reason,
-        )
-
-    def prepare_ids(self, request: Request, prompt_ids: Ids, codec: Codec) -> Turn:
-        """Builds a turn for a raw prompt, which continues the longest path whose ids it starts with."""
-        path = longest_raw_path(self.root, prompt_ids)
-        rest = as_ids(prompt_ids[path[-1].end if path else 0 :])
-        tokens = MessageTokens(rest, normalize_runs(((len(rest), Origin.CONTEXT),)))
-        return Turn(
-            request=request,
-            parent=path[-1] if path else self.root,
-            messages=(Message("user", codec.decode(rest)),) if len(rest) else (),
-            message_tokens=(tokens,) if len(rest) else (),
-            source_ids=(NO_NODE,) if len(rest) else (),
-            generation_prompt_ids=NO_IDS,
-            prompt_ids=prompt_ids,
-            applied_equivalences=(),
-            ambiguous_match=False,
-            encoded_tokens=len(rest),
-            rewrite_reason="",
-        )
-
-    def _new_messages(
-        self, request: Request, messages: Sequence[Message], start: int
-    ) -> tuple[list[NewMessage], list[int], list[AppliedEquivalence]]:
-        """Returns the messages after the path, their source nodes, and the equivalences applied to them.
-
-        A message that was sampled elsewhere in the tree is replaced by the sampled message and its ids.
-        """
-        new: list[NewMessage] = []
-        source_ids: list[int] = []
-        applied: list[AppliedEquivalence] = []
-        pending = list(messages)
-        for index in range(start, len(pending)):
-            message = pending[index]
-            source = self._find_sampled_elsewhere(message, request.agent)
-            if source is None:
-                new.append(NewMessage(message))
-                source_ids.append(NO_NODE)
-                continue
-            used = match_echo(source.message, message) or ()
-            applied += [AppliedEquivalence(index, equivalence) for equivalence in used]
-            moved = reorder_tool_results(source.message, message, pending, index)
-            if moved and Equivalence.REORDERED_CALLS not in used:
-                applied.append(AppliedEquivalence(index, Equivalence.REORDERED_RESULTS))
-            for position, result in (moved or {}).items():
-                pending[position] = result
-            new.append(NewMessage(source.message, source.sampled_ids))
-            source_ids.append(source.id)
-        return new, source_ids, applied
-
-    def _find_sampled_elsewhere(self, message: Message, agent: str) -> Node | None:
-        if message.role != "assistant":
-            return None
-        best: tuple[int, ...] | None = None
-        found: Node | None = None
-        for node in self._sampled_by_key.get(message.key, ()):
-            used = match_echo(node.message, message)
-            if used is None or (
-                Equivalence.DROPPED_REASONING in used and (node.agent != agent or not self._restore_reasoning)
-            ):
-                continue
-            echoed_ids = {call.id for call in node.message.tool_calls if call.id} & {
-                call.id for call in message.tool_calls
-            }
-            rank = (
-                -len(echoed_ids),
-                node.agent != agent,
-                self._delivery_of(node) in UNDELIVERED,
-                len(used),
-                node.id,
-            )
-            if best is None or rank < best:
-                best, found = rank, node
-        return found
+        return self.deliveries.get(call.index, Delivery.PENDING)
 
     # -- commit --------------------------------------------------------------------------------------
 
@@ -268,7 +269,9 @@ class Tree:
             reused_nodes=tuple(source for source in turn.source_ids if source != NO_NODE),
             template_time=template_time,
             trainable=turn.request.trainable,
-            resumed_call_index=self._resumed_call_index(turn.request.resume_call_id),
+            resumed_call_index=self._resumed_call_index(turn.request.resume_call_id)
+            if turn.request.resume_call_id
+            else NO_NODE,
             has_instructions=turn.request.has_instructions,
         )
         return TreeDelta(tuple(new), call)
@@ -279,14 +282,14 @@ class Tree:
 
     def find_sampled_tool_call(self, call_id: str) -> ToolCall | None:
         """Returns the sampled tool call with this wire id, or None."""
-        return self._sampled_tool_calls.get(call_id)
+        return self.sampled_tool_calls.get(call_id)
 
     def is_resumed(self, call: Call) -> bool:
         """Whether another call resumed this call, so that its tokens are counted there."""
         return call.index in self._resumed_calls
 
     def _resumed_call_index(self, call_id: str) -> int:
-        call = self.find_call(call_id) if call_id else None
+        call = self.find_call(call_id)
         if call is None:
             return NO_NODE
         if call.index in self._resumed_calls:
@@ -296,7 +299,7 @@ class Tree:
     def apply(self, record: TreeRecord) -> Call:
         """Applies a record completely, or raises TreeError and changes nothing."""
         if isinstance(record, Delivered):
-            self._deliveries[record.call_index] = record.delivery
+            self.deliveries[record.call_index] = record.delivery
             return self.calls[record.call_index]
         if record.call.index != len(self.calls) or (record.nodes and record.nodes[0].id != len(self.nodes)):
             raise TreeError(
@@ -308,35 +311,40 @@ class Tree:
         if record.call.resumed_call_index != NO_NODE:
             self._resumed_calls.add(record.call.resumed_call_index)
         for new in record.nodes:
-            self._add_node(new, record.call)
+            parent = self.nodes[new.parent_id]
+            key, config_digest = new.message.key, b""
+            if parent.parent is None:
+                config_digest = record.call.prompt_config_digest
+                key = first_message_key(config_digest, key)
+            sampled_ids, ends_sampled = None, False
+            if new.output is not None:
+                count = new.spans[-1][0] if new.spans and new.spans[-1][1] == Origin.SAMPLED else 0
+                sampled_ids, ends_sampled = new.ids[len(new.ids) - count :], True
+            elif new.source_id != NO_NODE:
+                sampled_ids = self.nodes[new.source_id].sampled_ids
+                ends_sampled = sampled_ids is not None and np.array_equal(
+                    new.ids[len(new.ids) - len(sampled_ids) :], sampled_ids
+                )
+            self._attach(
+                Node(
+                    new.id,
+                    parent,
+                    key,
+                    new.message,
+                    new.ids,
+                    new.spans,
+                    start=parent.end,
+                    end=parent.end + len(new.ids),
+                    depth=parent.depth + 1,
+                    output=new.output,
+                    sampled_ids=sampled_ids,
+                    ends_sampled=ends_sampled,
+                    source_id=new.source_id,
+                    prompt_config_digest=config_digest,
+                    agent=record.call.agent if new.output is not None else None,
+                )
+            )
         return record.call
-
-    def _add_node(self, new: NewNode, call: Call) -> None:
-        parent = self.nodes[new.parent_id]
-        key, config_digest = new.message.key, b""
-        if parent.parent is None:
-            config_digest = call.prompt_config_digest
-            key = _first_message_key(config_digest, key)
-        sampled_ids = None
-        if new.output is not None:
-            sampled = new.spans[-1][0] if new.spans and new.spans[-1][1] == Origin.SAMPLED else 0
-            sampled_ids = new.ids[len(new.ids) - sampled :]
-        elif new.source_id != NO_NODE:
-            sampled_ids = self.nodes[new.source_id].sampled_ids
-        node = Node(
-            new.id,
-            parent,
-            key,
-            new.message,
-            new.ids,
-            new.spans,
-            output=new.output,
-            sampled_ids=sampled_ids,
-            source_id=new.source_id,
-            prompt_config_digest=config_digest,
-            agent=call.agent if new.output is not None else None,
-        )
-        self._attach(node)
 
     def _attach(self, node: Node) -> None:
         self.nodes.append(node)
@@ -345,20 +353,16 @@ class Tree:
                 node.parent.children = {}
             node.parent.children.setdefault(node.key, []).append(node)
         if node.output is not None:
-            self._sampled_by_key.setdefault(node.message.key, []).append(node)
+            self.sampled_by_key.setdefault(node.message.key, []).append(node)
             for call in node.message.tool_calls:
                 if call.id:
-                    self._sampled_tool_calls[call.id] = call
+                    self.sampled_tool_calls[call.id] = call
 
     def find_context_child(
         self, parent: Node, message: Message, ids: Ids, prompt_config_digest: bytes
     ) -> Node | None:
         """Returns the context child with this message and these ids, or None."""
-        key = (
-            message.key
-            if parent.parent is not None
-            else _first_message_key(prompt_config_digest, message.key)
-        )
+        key = first_message_key(prompt_config_digest, message.key) if parent.parent is None else message.key
         for child in (parent.children or {}).get(key, ()):
             if child.output is None and np.array_equal(child.ids, ids):
                 return child
@@ -372,10 +376,10 @@ class Tree:
         `lock` must exclude commits; it is held while the lists are copied, not while the nodes are rebuilt.
         """
         with lock or nullcontext():
-            nodes, calls, deliveries = self.nodes[1:], self.calls[:], self._deliveries.copy()
-        copy = Tree(restore_reasoning=self._restore_reasoning)
+            nodes, calls, deliveries = self.nodes[1:], self.calls[:], self.deliveries.copy()
+        copy = Tree()
         copy.is_chronological = self.is_chronological
-        copy.calls, copy._deliveries = calls, deliveries
+        copy.calls, copy.deliveries = calls, deliveries
         copy._resumed_calls = {call.resumed_call_index for call in calls} - {NO_NODE}
         for node in nodes:
             assert node.parent is not None
@@ -391,13 +395,9 @@ class Tree:
         return [node for node in self.nodes if not node.children and node.parent is not None]
 
 
-def _first_message_key(config_digest: bytes, key: bytes) -> bytes:
+def first_message_key(config_digest: bytes, key: bytes) -> bytes:
     """Returns a node key that differs for other tools or template arguments."""
     return xxhash.xxh3_128_digest(config_digest + key) if config_digest else key
-
-
-def _source_id(node: Node) -> int:
-    return node.id if node.is_sampled else node.source_id
 
 
 def _check_generation(generation: Generation, call: int, choice: int) -> tuple[Ids, Output]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from branchline import Message, Request, ToolCall, ToyCodec
 from branchline.chat.parsing.base import MessageDelta
-from branchline.core.json_fields import replace_surrogates
+from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.core.arguments import freeform_input
+from branchline.core.message import freeform_input
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.protocols.vendor_tools import warn_unsupported_tool
 from tests.chat.families import load_codec

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from branchline import Message, ToolCall, ToyCodec
-from branchline.core.arguments import freeform_input
 from branchline.core.call import Call
+from branchline.core.message import freeform_input
 from branchline.gateway.protocols.openai_tools import ToolAlias, read_openai_tools
 from branchline.gateway.protocols.responses_input import (
     ItemReader,

@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import ChatTemplateKwargs, Tools
+from branchline.core.call import CachedJsonDict
 from branchline.core.errors import CodecError, TemplateError
-from branchline.core.tools import CachedJsonDict
 
 if TYPE_CHECKING:
     import jinja2

@@ -38,9 +38,8 @@ from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import reject_media
-from branchline.core.arguments import canonical_json
 from branchline.core.errors import CodecError
-from branchline.core.message import Message
+from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
 
 

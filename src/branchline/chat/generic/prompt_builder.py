@@ -32,10 +32,10 @@ from branchline.chat.generic.template_probe import EMPTY_THINK
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.cache import ByteLimitedCache
+from branchline.core.call import ToolList
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
-from branchline.core.tools import ToolList
 
 _CACHE_BYTES = 128 * 1024 * 1024
 

@@ -35,7 +35,7 @@ from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
-from branchline.engines.hf.validation import EngineLimits, check_request, check_weights
+from branchline.engines.hf.validation import check_request, check_weights
 
 T = TypeVar("T")
 
@@ -77,15 +77,15 @@ class HfEngine:
     def __init__(
         self, model: Any, config: HfConfig | None = None, *, name: str = "hf", version: int = 0
     ) -> None:
+        config = config or HfConfig()
+        self.name = name
+        self.version = version
+        self.logprob_kind: LogprobKind = config.logprob_kind
+        text_config = model.config.get_text_config()
+        self.max_context: int | None = getattr(text_config, "max_position_embeddings", None)
         self._model = model.eval()
-        self._config = config or HfConfig()
-        self._name = name
-        self._version = version
-        self._limits = EngineLimits(
-            vocab_size=int(model.get_input_embeddings().weight.shape[0]),
-            max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        )
-        self._scheduler = Scheduler(model, self._config)
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._scheduler = Scheduler(model, config)
         self._streams: dict[Job, _TokenStream] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_paused = False
@@ -119,29 +119,13 @@ class HfEngine:
         return cls(model.to(device), config, name=f"hf:{Path(path).name}")
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def logprob_kind(self) -> LogprobKind:
-        return self._config.logprob_kind
-
-    @property
-    def max_context(self) -> int | None:
-        return self._limits.max_context
-
-    @property
     def stats(self) -> HfStats:
         return self._scheduler.stats
 
     async def generate(
         self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
     ) -> AsyncGenerator[Chunk, None]:
-        check_request(prompt_ids, params, self._limits)
+        check_request(prompt_ids, params, self._vocab_size, self.max_context)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         job, stream = Job(prompt_ids, params, seed), _TokenStream(params.flush_s)
         added = self._submit(partial(self._add, job, stream))
@@ -198,14 +182,14 @@ class HfEngine:
                 return
             try:
                 if self._is_closed:
-                    raise EngineError(f"engine {self._name!r} is closed")
+                    raise EngineError(f"engine {self.name!r} is closed")
                 future.set_result(task())
             except Exception as error:
                 future.set_exception(error)
 
         with self._submit_lock:
             if self._is_closing:
-                raise EngineError(f"engine {self._name!r} is closed")
+                raise EngineError(f"engine {self.name!r} is closed")
             self._is_closing = is_last
             self._tasks.put(run)
         return future
@@ -249,7 +233,7 @@ class HfEngine:
         by_loop = defaultdict(list)
         for job, stream in list(self._streams.items()):
             by_loop[stream.loop] += [
-                (stream, item) for item in stream.take_due(now, self._version, force=force)
+                (stream, item) for item in stream.take_due(now, self.version, force=force)
             ]
             if stream.is_ended:
                 del self._streams[job]
@@ -274,7 +258,7 @@ class HfEngine:
         self._is_paused = True
 
     def _resume(self, version: int | None) -> None:
-        if version is not None and version != self._version:
+        if version is not None and version != self.version:
             self._change_version(version)
         self._is_paused = False
 
@@ -289,7 +273,7 @@ class HfEngine:
     def _change_version(self, version: int) -> None:
         self._flush(force=True)  # Pending tokens were sampled under the old version.
         self._scheduler.invalidate()
-        self._version = version
+        self.version = version
 
     def _stop(self) -> None:
         self._is_closed = True
@@ -299,7 +283,7 @@ class HfEngine:
         with self._submit_lock:
             self._is_closing = self._is_closed = True
         for stream in self._streams.values():
-            error = EngineError(f"engine {self._name!r} was closed")
+            error = EngineError(f"engine {self.name!r} was closed")
             with suppress(RuntimeError):  # The loop is closed.
                 stream.loop.call_soon_threadsafe(stream.queue.put_nowait, error)
         self._streams.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import inf, isfinite
 
 import numpy as np
@@ -14,23 +13,15 @@ from branchline.core.token_arrays import Ids
 from branchline.engines.base import SamplingParams
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """Limits of a model."""
-
-    vocab_size: int
-    max_context: int | None
-
-
-def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits) -> None:
+def check_request(prompt_ids: Ids, params: SamplingParams, vocab_size: int, max_context: int | None) -> None:
     """Raises EngineInputError for a request that the engine cannot serve."""
     size = len(prompt_ids)
     if not size:
         raise EngineInputError("prompt_ids: got none, expected at least one")
     low, high = int(np.min(prompt_ids)), int(np.max(prompt_ids))
-    if low < 0 or high >= limits.vocab_size:
+    if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
-        raise EngineInputError(f"prompt_ids: got {wrong}, expected ids from 0 to {limits.vocab_size - 1}")
+        raise EngineInputError(f"prompt_ids: got {wrong}, expected ids from 0 to {vocab_size - 1}")
     for field, is_valid, expected in (
         ("max_tokens", params.max_tokens >= 1, "1 or more"),
         ("temperature", 0 <= params.temperature < inf, "a number, 0 or more"),
@@ -44,10 +35,10 @@ def check_request(prompt_ids: Ids, params: SamplingParams, limits: EngineLimits)
     ):
         if not is_valid:
             raise EngineInputError(f"{field}: got {getattr(params, field)!r}, expected {expected}")
-    if limits.max_context is not None and size + params.max_tokens > limits.max_context:
+    if max_context is not None and size + params.max_tokens > max_context:
         raise EngineInputError(
             f"prompt_ids and max_tokens: got {size} + {params.max_tokens} ids,"
-            f" expected at most {limits.max_context} together"
+            f" expected at most {max_context} together"
         )
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from branchline.chat.base import Codec
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import decode_json, prefix_error, replace_surrogates
+from branchline.core.reader import decode_json, prefix_error, replace_surrogates
 from branchline.engines.base import SamplingParams
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult

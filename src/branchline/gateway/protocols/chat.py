@@ -16,9 +16,8 @@ import msgspec
 from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import decode_json
 from branchline.core.message import Message
-from branchline.core.reader import read_messages
+from branchline.core.reader import decode_json, read_messages
 from branchline.core.token_arrays import Floats, Ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,

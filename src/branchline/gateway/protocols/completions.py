@@ -10,8 +10,8 @@ from typing import Any
 from branchline.chat.base import Codec
 from branchline.core.call import Request
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
+from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.gateway.protocols.base import (
     MAX_CHOICES,

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.chat.base import Codec
-from branchline.core.call import Request
+from branchline.core.call import Request, read_tools
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import prefix_error, read_text_field
 from branchline.core.message import ToolCall
-from branchline.core.tools import read_tools
+from branchline.core.reader import prefix_error, read_text_field
 from branchline.gateway.protocols.base import (
     ErrorInfo,
     ParsedRequest,

@@ -16,11 +16,9 @@ from typing import Any
 import msgspec
 import xxhash
 
-from branchline.core.arguments import Notation
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
-from branchline.core.media import read_media_part
-from branchline.core.message import Media, Message, Role, ToolCall
+from branchline.core.message import Media, Message, Notation, Role, ToolCall
+from branchline.core.reader import prefix_error, read_media_part, read_text_field, replace_surrogates
 
 Block = dict[str, Any]
 ContentPart = str | Media

@@ -15,13 +15,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from branchline.core.arguments import freeform_arguments, freeform_input
+from branchline.core.call import ToolList
+from branchline.core.call import read_tools as read_objects
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import replace_surrogates
-from branchline.core.message import Message, ToolCall
-from branchline.core.reader import read_message
-from branchline.core.tools import ToolList
-from branchline.core.tools import read_tools as read_objects
+from branchline.core.message import Message, ToolCall, freeform_arguments, freeform_input
+from branchline.core.reader import read_message, replace_surrogates
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, VendorTool, warn_unsupported_tool
 from branchline.runtime.message_cache import MessageCache
 from branchline.runtime.sampling import JsonObject

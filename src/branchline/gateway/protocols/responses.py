@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from branchline.core.call import Request
-from branchline.core.echo import Equivalence
+from branchline.core.call import Equivalence, Request
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Message
+from branchline.core.reader import replace_surrogates
 from branchline.gateway.protocols.base import (
     CONTEXT_LENGTH_EXCEEDED,
     RequestContext,

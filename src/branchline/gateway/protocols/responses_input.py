@@ -18,17 +18,14 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from branchline.core.arguments import freeform_arguments, freeform_input
 from branchline.core.call import RAW_PROMPT_DIGEST, Call
 from branchline.core.errors import MessageError
-from branchline.core.json_fields import prefix_error, read_text_field, replace_surrogates
-from branchline.core.message import Media, Message, ToolCall, WireShape
-from branchline.core.reader import read_message
+from branchline.core.message import Media, Message, ToolCall, WireShape, freeform_arguments, freeform_input
+from branchline.core.reader import prefix_error, read_message, read_text_field, replace_surrogates
 from branchline.gateway.protocols.openai_tools import ToolAlias, model_tool_name, read_openai_tools
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, TOOLS_BY_ITEM_TYPE, drop_empty
 from branchline.runtime.sampling import JsonObject
-from branchline.tree.node import Node
-from branchline.tree.tree import Tree
+from branchline.tree.tree import Node, Tree
 
 RESPONSE_ID_PREFIX = "resp_"
 _ITEM_ID = re.compile(r"([a-z]+)_(.+)_([0-9]{1,6})")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.chat.base import Codec
-from branchline.core.arguments import freeform_input
-from branchline.core.message import ToolCall
+from branchline.core.message import ToolCall, freeform_input
 from branchline.gateway.protocols.base import ErrorInfo, ParsedRequest, sse_event
 from branchline.gateway.protocols.logprobs import LogprobAligner, LogprobEntry
 from branchline.gateway.protocols.openai_tools import ToolAlias

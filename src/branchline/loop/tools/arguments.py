@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError, requires_extra
-from branchline.core.json_fields import replace_surrogates_deep
+from branchline.core.message import canonical_json
+from branchline.core.reader import replace_surrogates_deep
 from branchline.loop.tools.base import Tool
 
 with requires_extra("loop"):

@@ -27,8 +27,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from branchline.core.arguments import canonical_json
 from branchline.core.errors import InputError, requires_extra
+from branchline.core.message import canonical_json
 from branchline.loop.timeouts import run_in_thread
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema, to_tool_result
 

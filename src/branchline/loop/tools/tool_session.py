@@ -21,8 +21,8 @@ from typing import Any, Literal, Self
 from msgspec import structs
 
 from branchline.core.errors import CodecError, InputError, ToolError
-from branchline.core.json_fields import replace_surrogates
 from branchline.core.message import Media, Message, ToolCall
+from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import Fault, check_finite, copy_containers, save_state, to_plain_data
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import describe_error, finish_despite_cancel, with_timeout

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from branchline.core.call import json_digest, read_tools
 from branchline.core.errors import InputError, MessageError
-from branchline.core.tools import json_digest, read_tools
 
 
 def test_null_and_an_empty_list_are_no_tools() -> None:

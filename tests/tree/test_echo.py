@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from branchline.core.call import Request
-from branchline.core.echo import Equivalence, match_echo, order_tool_results, pair_tool_calls
+from branchline.core.call import Equivalence, Request
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import read_message
+from branchline.tree.match import match_echo, order_tool_results, pair_tool_calls
 
 E = Equivalence
 
