@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from branchline.chat.generic.chat_template import first_difference
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.generic.template_probe import PROBE_TIME, TOOLS
 from branchline.chat.template_traits import TemplateMessage, TemplateTraits
@@ -157,9 +158,7 @@ def template_error_message(error: TemplateError) -> str:
 
 def diff_excerpt(one: str, other: str, names: tuple[str, str] = ("before", "after")) -> Evidence:
     """Returns excerpts of two texts around their first difference."""
-    start = 0
-    while start < min(len(one), len(other)) and one[start] == other[start]:
-        start += 1
+    start = first_difference(one, other)
     return {names[0]: excerpt(one, start), names[1]: excerpt(other, start)}
 
 

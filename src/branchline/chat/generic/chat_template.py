@@ -171,10 +171,22 @@ def _shape(
     )
 
 
+def first_difference(one: str, other: str) -> int:
+    """Returns the length of the common prefix, by bisection."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def _describe_difference(exact: str, fast: str) -> str:
-    start = 0
-    while start < min(len(exact), len(fast)) and exact[start] == fast[start]:
-        start += 1
+    start = first_difference(exact, fast)
     one, other = (
         text[max(0, start - _EXCERPT_CHARS // 2) : start + _EXCERPT_CHARS] for text in (exact, fast)
     )

@@ -26,7 +26,7 @@ from branchline.chat.base import (
     RewriteReason,
     Tools,
 )
-from branchline.chat.generic.chat_template import ChatTemplate
+from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.template_probe import EMPTY_THINK
 from branchline.chat.template_traits import TemplateTraits
@@ -178,7 +178,7 @@ class PromptBuilder:
         """Returns how much of the path the text shows, by comparison with the path's last prompt."""
         ends, body_end = remembered.message_ends, remembered.message_ends[-1]
         if not text.startswith(remembered.text[:body_end]):
-            first = bisect_right(ends, _first_difference(text, remembered.text))
+            first = bisect_right(ends, first_difference(text, remembered.text))
             return KeptPrefix(ends[:first], RewriteReason.REWRITTEN)
         if len(ends) == len(self._path):
             return KeptPrefix(ends)
@@ -341,17 +341,3 @@ class PromptBuilder:
                 tokens.append(MessageTokens(as_ids(np.concatenate((prefix, sampled))), spans))
                 offsets = [span.end]
         return Extension(layout.first - shift, tuple(tokens), prefix, encoded_tokens, reason)
-
-
-def _first_difference(one: str, other: str) -> int:
-    """Returns the length of the common prefix, by bisection."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
