@@ -13,7 +13,7 @@ from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 from branchline.doctor.findings import USE_VERBATIM, Finding, fine, note, unsafe
 from branchline.doctor.replay_report import RefusedCall, ReplayReport, assess_safety, replay_log
-from branchline.doctor.template_audit import TemplateAudit, audit_codec
+from branchline.doctor.template_audit import TemplateAudit, audit_template
 from branchline.timelines.log import LoggedCall, read_call
 from tests.chat.families import load_codec
 from tests.chat.harness import HELLO_MERGES, save_byte_level
@@ -225,7 +225,7 @@ def test_advice_is_one_sentence(codec: GenericCodec) -> None:
         audit_with(),
         audit_with(STRIPS_THINKING),
         audit_with(DROPS_TEXT, BREAKS_CALL_END, STRIPS_THINKING),
-        audit_codec(codec),
+        audit_template(codec),
     ]
     for audit in audits:
         advice = assess_safety(audit, "template").advice

@@ -9,7 +9,7 @@ import pytest
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.doctor.findings import USE_VERBATIM, Severity
-from branchline.doctor.template_audit import TemplateAudit, audit_codec
+from branchline.doctor.template_audit import TemplateAudit, audit_template
 from tests.chat.families import load_codec
 from tests.chat.harness import save_byte_level
 
@@ -25,17 +25,19 @@ CONTENT = "{{ m.content or '' }}"
 LOOP = "{%- for m in messages %}"
 
 
-def audit_template(path: Path, template: str) -> TemplateAudit:
-    return audit_codec(GenericCodec.open(save_byte_level(path, chat_template=template, eos_token="<|end|>")))
+def audit_source(path: Path, template: str) -> TemplateAudit:
+    return audit_template(
+        GenericCodec.open(save_byte_level(path, chat_template=template, eos_token="<|end|>"))
+    )
 
 
 @lru_cache
 def audit_of_family(name: str) -> TemplateAudit:
-    return audit_codec(load_codec(name))
+    return audit_template(load_codec(name))
 
 
 def unsafe(audit: TemplateAudit) -> set[str]:
-    return {finding.name for finding in audit.findings_with(Severity.UNSAFE)}
+    return {finding.name for finding in audit.findings_of(Severity.UNSAFE)}
 
 
 def rewriting_steps(audit: TemplateAudit) -> set[str]:
@@ -49,7 +51,7 @@ def rewriting_steps(audit: TemplateAudit) -> set[str]:
 
 
 def test_a_clean_template_has_only_a_note_about_its_json(tmp_path: Path) -> None:
-    audit = audit_template(tmp_path / "clean", CLEAN)
+    audit = audit_source(tmp_path / "clean", CLEAN)
     assert [finding.name for finding in audit.findings if not finding.ok] == ["arguments"]
     assert audit.name == "clean"
     assert audit.parsers["tool_calls"] == "hermes"
@@ -192,7 +194,7 @@ def refusing_template(test: str, words: str) -> str:
     ],
 )
 def test_a_trait_is_found(tmp_path: Path, template: str, name: str, severity: str, words: str) -> None:
-    finding = audit_template(tmp_path, template)[name]
+    finding = audit_source(tmp_path, template)[name]
     assert (finding.severity, words in finding.sentence) == (severity, True), finding
     assert finding.ok == (severity == "fine")
     assert finding.ok or finding.evidence
@@ -201,25 +203,25 @@ def test_a_trait_is_found(tmp_path: Path, template: str, name: str, severity: st
 
 def test_findings_that_verbatim_solves_name_it_as_remedy(tmp_path: Path) -> None:
     for template in (CLEAN.replace(CONTENT, THINKS + CONTENT), CLEAN.replace(LOOP, LOOP + MOVED)):
-        acted_on = [finding for finding in audit_template(tmp_path, template).findings if finding.behaviour]
+        acted_on = [finding for finding in audit_source(tmp_path, template).findings if finding.behaviour]
         assert acted_on
         assert all(finding.remedy == USE_VERBATIM for finding in acted_on)
 
 
 def test_evidence_shows_both_texts_at_their_first_difference(tmp_path: Path) -> None:
-    evidence = audit_template(tmp_path, CLEAN.replace(CONTENT, THINKS + CONTENT))["thinking"].evidence
+    evidence = audit_source(tmp_path, CLEAN.replace(CONTENT, THINKS + CONTENT))["thinking"].evidence
     assert "<think>\nzqthought" in evidence["before"]
     assert "zqthought" not in evidence["after"]
     assert "zqsaid" in evidence["after"]
 
 
 def test_a_refusal_quotes_the_template(tmp_path: Path) -> None:
-    audit = audit_template(tmp_path, refusing_template("m.role == 'tool'", "No tools here!"))
+    audit = audit_source(tmp_path, refusing_template("m.role == 'tool'", "No tools here!"))
     assert audit["tools"].evidence == {"refusal": "No tools here!"}
 
 
 def test_a_template_that_refuses_everything_is_one_finding(tmp_path: Path) -> None:
-    (finding,) = audit_template(tmp_path, "{{ raise_exception('Never!') }}").findings
+    (finding,) = audit_source(tmp_path, "{{ raise_exception('Never!') }}").findings
     assert (finding.name, finding.severity) == ("conversation", "unsafe")
     assert finding.evidence == {"refusal": "Never!"}
 

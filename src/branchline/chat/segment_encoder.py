@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from branchline.chat.parsing.base import REPLACEMENT
+from branchline.chat.parsing.base import REPLACEMENT_CHARACTER
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
@@ -136,7 +136,9 @@ class SegmentEncoder:
         try:
             return b"".join(map(self._tokenizer.token_bytes, ids.tolist()))
         except CodecError:
-            return b"".join([self._tokenizer.token_bytes_or(token, REPLACEMENT) for token in ids.tolist()])
+            return b"".join(
+                [self._tokenizer.token_bytes_or(token, REPLACEMENT_CHARACTER) for token in ids.tolist()]
+            )
 
 
 def _characters_before(text: str) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from branchline.doctor.replay_report import (
     assess_safety,
     replay_log,
 )
-from branchline.doctor.template_audit import TemplateAudit, audit_codec
+from branchline.doctor.template_audit import TemplateAudit, audit_template
 from branchline.timelines.log import LoggedCall, LogReader
 
 HELP = "check whether a model's chat template is safe to train with, and what it costs"
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error
     )
     calls = _read_calls(reader) if options.calls is not None else []
-    audit = audit_codec(codec)
+    audit = audit_template(codec)
     replays = [replay_log(calls, codec, history) for history in get_args(HistoryPolicy)] if calls else []
     verdict = assess_safety(audit, options.history, replays)
     if options.json:
@@ -194,7 +194,7 @@ def _render_report(
         yield Text(f"skipped {pluralize(len(skipped), 'bad line')}")
         for error in skipped[:_MAX_SKIPPED]:
             yield Text(f"  {sanitize(str(error))}")
-    counts = [f"{len(audit.findings_with(severity))} {severity}" for severity in Severity]
+    counts = [f"{len(audit.findings_of(severity))} {severity}" for severity in Severity]
     chosen = [report for report in replays if report.history == history]
     figures = "; ".join(
         [f"{pluralize(len(audit.findings), 'check')}: {', '.join(counts)}", *map(_fork_rate_text, chosen)]

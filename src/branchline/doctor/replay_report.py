@@ -208,14 +208,14 @@ def assess_safety(
     name = audit.name
     bad = [
         finding
-        for finding in audit.findings_with(Severity.UNSAFE)
+        for finding in audit.findings_of(Severity.UNSAFE)
         if not (history == "verbatim" and finding.remedy == USE_VERBATIM)
     ]
     beyond_verbatim = [finding for finding in bad if finding.remedy != USE_VERBATIM]
     if beyond_verbatim:
         behaviour, remedy = _describe_findings(beyond_verbatim), beyond_verbatim[0].remedy
         return SafetyVerdict(False, f"{name}'s template {behaviour}: {remedy}.")
-    costly = [finding for finding in audit.findings_with(Severity.NOTE) if finding.behaviour]
+    costly = [finding for finding in audit.findings_of(Severity.NOTE) if finding.behaviour]
     if bad:
         # The renderers codec exists for templates that break their own calls.
         also = f"{USE_RENDERERS} or " * any(finding.name == "call_end" for finding in bad)
@@ -253,7 +253,7 @@ def _fork_rate_advice(audit: TemplateAudit, replay: ReplayReport, replays: Seque
     rate = (
         f"history={replay.history} forks {replay.forked_calls} of {replay.continuing_calls} continuing calls"
     )
-    notes = audit.findings_with(Severity.NOTE)
+    notes = audit.findings_of(Severity.NOTE)
     behaviour = next((finding.behaviour for finding in notes if finding.behaviour), "")
     rate += f" because the template {behaviour}" if behaviour else ""
     other = next((report for report in replays if report.history != replay.history), None)

@@ -52,11 +52,11 @@ class TemplateAudit:
     def __getitem__(self, name: str) -> Finding:
         return next(finding for finding in self.findings if finding.name == name)
 
-    def findings_with(self, severity: Severity) -> list[Finding]:
+    def findings_of(self, severity: Severity) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]
 
 
-def audit_codec(codec: GenericCodec) -> TemplateAudit:
+def audit_template(codec: GenericCodec) -> TemplateAudit:
     """Checks a codec's chat template and tokenizer."""
     name = codec.tokenizer.path.resolve().name
     probe = AuditProbe(codec)

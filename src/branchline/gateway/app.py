@@ -13,7 +13,7 @@ from branchline.core.errors import SessionError
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import AccessControl, require_local_origin
-from branchline.gateway.asgi import AsgiRequest, Receive, Scope, Send, error_info
+from branchline.gateway.asgi import AsgiRequest, Receive, Scope, Send, to_error_info
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.control_api import ControlApi
 from branchline.gateway.logs import ForkLogger
@@ -74,7 +74,7 @@ class GatewayApp:
             else:
                 await self.model_api.handle(route, http)
         except SessionError as error:
-            info = error_info(error)
+            info = to_error_info(error)
             await http.send_json(error_body(info), info.status, info.headers)
         except asyncio.CancelledError:
             if not self._is_cancelling:

@@ -61,7 +61,7 @@ class BodyTooLargeError(MessageError):
         super().__init__("body", size, f"at most {max_bytes} bytes")
 
 
-def error_info(error: BranchlineError) -> ErrorInfo:
+def to_error_info(error: BranchlineError) -> ErrorInfo:
     """An error as HTTP: status, message, field, code, headers."""
     headers: dict[str, str] = {}
     code: str | None = None

@@ -22,7 +22,7 @@ from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, MessageError
 from branchline.gateway.access import AccessControl
-from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, error_info, read_body
+from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
@@ -227,7 +227,7 @@ def _with_error_responses(handler: Handler) -> Handler:
         try:
             return await handler(http)
         except BranchlineError as error:
-            return _error_response(error_info(error))
+            return _error_response(to_error_info(error))
         except ClientDisconnectedError:
             return Response(status_code=499)  # never received
         except Exception:

@@ -27,8 +27,8 @@ from branchline.gateway.asgi import (
     ClientDisconnectedError,
     StreamWriter,
     bearer_key,
-    error_info,
     read_body,
+    to_error_info,
 )
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.protocols import chat, messages
@@ -132,7 +132,7 @@ class _ModelCall:
                     raise
             except BranchlineError as error:
                 # Before the first event an error is a response with a status; after it, an event.
-                info = error_info(error)
+                info = to_error_info(error)
                 if not self.http.is_streaming and info.code not in self.protocol.in_stream_errors:
                     raise
                 self.record.outcome = "failed" if self.http.is_streaming else "refused"
@@ -168,7 +168,7 @@ class ModelApi:
                 info = _routing_error(route.endpoint, http.method)
                 await http.send_json(error_body(info), info.status, info.headers)
         except BranchlineError as error:
-            info = error_info(error)
+            info = to_error_info(error)
             await http.send_json(error_body(info), info.status, info.headers)
         except ClientDisconnectedError:
             pass
@@ -284,7 +284,7 @@ class ModelApi:
         try:
             yield
         except BranchlineError as error:
-            record.status, record.failure = error_info(error).status, CallFailure.from_error(error)
+            record.status, record.failure = to_error_info(error).status, CallFailure.from_error(error)
             is_failure = isinstance(error, EngineError | JournalError) and record.status >= 500
             record.outcome = "failed" if is_failure else "refused"
             raise

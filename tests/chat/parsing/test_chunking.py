@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.chat.parsing.base import REPLACEMENT, MessageDelta, ParseProblem
+from branchline.chat.parsing.base import REPLACEMENT_CHARACTER, MessageDelta, ParseProblem
 from branchline.chat.parsing.json_scan import is_json_object
 from branchline.chat.parsing.output_parser import REASONING_MARKERS, OutputFormat, OutputParser, ParsedOutput
 from branchline.core.message import Message
@@ -239,7 +239,7 @@ def test_single_tokens_parse_like_the_whole(ids: list[int], cuts: list[int], fin
     ):
         last_is_stop = bool(ids) and ids[-1] in STOPS
         encoded = [
-            TOKEN_BYTES[token] if token != UNKNOWN else REPLACEMENT
+            TOKEN_BYTES[token] if token != UNKNOWN else REPLACEMENT_CHARACTER
             for token in (ids[:-1] if last_is_stop else ids)
         ]
         assert whole.message.content == b"".join(encoded).decode("utf-8", "replace")

@@ -23,7 +23,7 @@ from branchline.chat.parsing.json_scan import is_json_object
 from branchline.core.message import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
-REPLACEMENT = "\ufffd".encode()
+REPLACEMENT_CHARACTER = "\ufffd".encode()
 
 
 class ParseProblem(StrEnum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from branchline.chat.parsing.base import (
-    REPLACEMENT,
+    REPLACEMENT_CHARACTER,
     Lexeme,
     MarkerSplitter,
     MessageDelta,
@@ -283,7 +283,7 @@ class OutputParser:
             return self._token_bytes(token)
         except (CodecError, LookupError, ValueError):
             self._problems.append(ParseProblem.UNKNOWN_ID)
-            return REPLACEMENT
+            return REPLACEMENT_CHARACTER
 
     def _decode_utf8(self, data: bytes, *, final: bool) -> str:
         try:
