@@ -98,7 +98,10 @@ def table() -> BenchmarkTable:
     columns = [_measure(tokenizer, mix, history) for mix in (AGENT, SHORT) for history in histories]
     report = BenchmarkTable(
         f"Where a turn goes at {_TOKENS // 1000}k tokens, CPU ms",
-        ["part", *(f"{talk.session.id}: {talk.session.history}" for talk, _ in columns)],
+        [
+            "part",
+            *(f"{conversation.session.id}: {conversation.session.history}" for conversation, _ in columns),
+        ],
         [
             f"The median of {_TURNS} turns, each with a new message; a part counts without the others in it.",
         ],
@@ -108,14 +111,16 @@ def table() -> BenchmarkTable:
     report.add_row("all", *(format_ms(sum(parts.values())) for _, parts in columns))
     minijinja = open_codec(tokenizer).profile(tools=True).template
     for name, template in (("minijinja", minijinja), ("jinja2", full.template)):
-        report.add_row(f"only rendered: {name}", *(_render(talk, template, full) for talk, _ in columns))
+        report.add_row(
+            f"only rendered: {name}", *(_render(conversation, template, full) for conversation, _ in columns)
+        )
     return report
 
 
-def _render(talk: BenchmarkConversation, template: ChatTemplate, full: FullRender) -> str:
-    if talk.session.history == "verbatim":
+def _render(conversation: BenchmarkConversation, template: ChatTemplate, full: FullRender) -> str:
+    if conversation.session.history == "verbatim":
         return ""
-    raw = full.to_template_messages(talk.messages)
+    raw = full.to_template_messages(conversation.messages)
     return format_ms(median_cpu_s(lambda: template.render(raw, TOOLS)))
 
 
@@ -123,17 +128,17 @@ def _measure(
     tokenizer: TokenizerDir, mix: ConversationMix, history: HistoryPolicy
 ) -> tuple[BenchmarkConversation, dict[str, float]]:
     writer = MessageWriter(mix)
-    talk = build_conversation(open_codec(tokenizer), writer, _TOKENS, history)
-    messages = [writer.result(talk.messages[-1]) for _ in range(_TURNS)]
+    conversation = build_conversation(open_codec(tokenizer), writer, _TOKENS, history)
+    messages = [writer.result(conversation.messages[-1]) for _ in range(_TURNS)]
     turns: list[dict[str, float]] = []
 
     def run() -> None:
         for message in messages:
             watch.pop()
-            talk.extend(message)
+            conversation.extend(message)
             turns.append(watch.pop())
 
     with _instrumented() as watch:
         cpu_s(run)
     names = {name for turn in turns for name in turn}
-    return talk, {name: median(turn.get(name, 0.0) for turn in turns) for name in names}
+    return conversation, {name: median(turn.get(name, 0.0) for turn in turns) for name in names}

@@ -29,17 +29,17 @@ async def sdk(*replies: Any, **options: Any) -> AsyncIterator[tuple[Agent, opena
         yield a, client
 
 
-async def ask(client: openai.AsyncOpenAI, way: str, **wishes: Any) -> Response:
+async def ask(client: openai.AsyncOpenAI, way: str, **options: Any) -> Response:
     """One response, by each of the SDK's ways to get it."""
     if way == "create":
-        return await client.responses.create(model="toy", **wishes)
+        return await client.responses.create(model="toy", **options)
     if way == "stream":
-        async with client.responses.stream(model="toy", **wishes) as stream:
+        async with client.responses.stream(model="toy", **options) as stream:
             async for event in stream:
                 assert event.type
             return await stream.get_final_response()
     last: Any = None
-    async for event in await client.responses.create(model="toy", stream=True, **wishes):
+    async for event in await client.responses.create(model="toy", stream=True, **options):
         last = event
     return last.response  # type: ignore[no-any-return]
 
@@ -51,15 +51,15 @@ def test_multi_turn_agent_is_one_timeline(way: str, keeps: str) -> None:
         engine, codec = engine_of("toy")
         async with sdk(engine=engine, codec=codec) as (a, client):
             items: list[Any] = []
-            wishes: dict[str, Any] = {"instructions": SYSTEM, "tools": TOOLS}
+            options: dict[str, Any] = {"instructions": SYSTEM, "tools": TOOLS}
             answers = []
             for question in QUESTIONS:
                 items.append({"role": "user", "content": question})
                 while True:
-                    response = await ask(client, way, input=items, **wishes)
+                    response = await ask(client, way, input=items, **options)
                     answers.append(response)
                     if keeps == "ids":
-                        items, wishes["previous_response_id"] = [], response.id
+                        items, options["previous_response_id"] = [], response.id
                     else:
                         items += response.output
                     calls = [item for item in response.output if item.type == "function_call"]
@@ -94,13 +94,13 @@ def test_responses_match_the_sdk_types(way: str) -> None:
             "assistant", "so", reasoning_content="hm", tool_calls=(ToolCall("apply_patch", '{"input": "x"}'),)
         )
         async with sdk(reply) as (_, client):
-            wishes: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "input": "p",
                 "tools": [*TOOLS, PATCH],
                 "include": ["reasoning.encrypted_content"],
                 "store": False,
             }
-            response = await ask(client, way, **wishes)
+            response = await ask(client, way, **options)
             # Reading is lenient; validating is not.
             Response.model_validate(response.model_dump())
             reasoning, message, call = response.output
