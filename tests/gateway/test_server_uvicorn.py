@@ -177,6 +177,28 @@ def test_websocket_upgrade_is_answered_as_plain_http() -> None:
     run(test)
 
 
+def test_disconnect_is_reported_to_every_pipelined_request() -> None:
+    async def test() -> None:
+        received: list[str] = []
+        started = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            assert (await receive())["type"] == "http.request"
+            started.set()
+            received.append((await receive())["type"])
+
+        async with running_server() as running:
+            running.server.config.loaded_app = app
+            _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(2 * REQUEST)
+            await started.wait()
+            writer.close()
+            await running.wait_until(lambda: not running.server.server_state.tasks)
+            assert received == ["http.disconnect"]
+
+    run(test)
+
+
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def test() -> None:
         async with running_server() as running:

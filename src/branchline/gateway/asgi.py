@@ -229,4 +229,6 @@ class StreamWriter:
                 async with self._lock:
                     with suppress(OSError):  # the client has disconnected, which cancels the call
                         await self._http.send_chunk(self._encoder.encode_ping())
-            self._is_silent = True
+                self._is_silent = False
+            else:
+                self._is_silent = True

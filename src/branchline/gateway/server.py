@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import BranchlineError, InputError
@@ -218,12 +219,13 @@ class UvicornServer(uvicorn.Server):
     """Serves an app until `stop`; leaves signals to the program.
 
     Three methods are overridden, because uvicorn handles signals itself and needs up to 0.2 s to stop: it
-    polls ten times a second. The methods and attributes used are the same from uvicorn 0.30 on.
+    polls ten times a second. The methods and attributes used, here and in `_HttpProtocol`, are the same from
+    uvicorn 0.30 on.
     """
 
     def __init__(self, app: Any) -> None:
         options: dict[str, Any] = {"log_level": "warning", "log_config": None, "access_log": False}
-        super().__init__(uvicorn.Config(app, ws="none", lifespan="off", **options))
+        super().__init__(uvicorn.Config(app, http=_HttpProtocol, ws="none", lifespan="off", **options))
         self._stop_requested = asyncio.Event()
 
     def stop(self) -> None:
@@ -252,6 +254,30 @@ class UvicornServer(uvicorn.Server):
                 connection.shutdown()
             await asyncio.sleep(_SHUTDOWN_POLL_S)
             is_busy = bool(self.server_state.connections or self.server_state.tasks)
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """Reports a disconnect to every request in progress.
+
+    uvicorn reports it only to the last request of a connection. If a client sends its next request before it
+    has the answer to the first and then disconnects, the first call would count as delivered.
+    """
+
+    _open_cycles: tuple[RequestResponseCycle, ...] = ()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.cycle is not None:
+            unfinished = [cycle for cycle in self._open_cycles if not cycle.response_complete]
+            self._open_cycles = (*unfinished, self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._open_cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._open_cycles = ()
+        super().connection_lost(exc)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -91,7 +91,9 @@ class TrajectoryResources:
         """Stores the state of both sessions in the LoopState, or clears it if the loop has finished."""
         state = self._state
         if state.is_loop_finished:
-            state.tool_states, state.interaction_states = {}, {}
+            # In place: the tool session holds the same dict.
+            state.tool_states.clear()
+            state.interaction_states.clear()
             return
         if self._tool_session is not None:
             for fault in self._tool_session.save():

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -146,6 +147,22 @@ def test_an_exception_is_an_error_for_the_model_and_affects_no_other_call() -> N
             bad, good = await run_calls(session, call("bad"), call("good", '{"text":"fine"}'))
         assert bad.content == "Error executing tool 'bad': execute is broken"
         assert (good.content, good.error) == ("fine", None)
+
+    run(test)
+
+
+def test_an_error_text_with_half_a_surrogate_pair_can_be_encoded() -> None:
+    class SurrogateTool(RecordingTool):
+        async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
+            raise ValueError("bad \udcff")
+
+    async def test() -> None:
+        tool = SurrogateTool()
+        async with tool_session(tool) as session:
+            (result,) = await run_calls(session, call(tool.name, "{}"))
+            assert result.is_error
+            assert "bad \ufffd" in result.content
+            assert msgspec.json.encode(result)
 
     run(test)
 

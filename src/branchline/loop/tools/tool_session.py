@@ -175,7 +175,7 @@ class ToolSession:
 
 def tool_error_text(tool: str, error: BaseException) -> str:
     """The text that the model is shown for a failed call."""
-    return f"Error executing tool '{tool}': {describe_error(error)}"
+    return replace_surrogates(f"Error executing tool '{tool}': {describe_error(error)}")
 
 
 def _validated(result: object) -> ToolResult:
