@@ -52,12 +52,11 @@ class MockEngine:
     ) -> AsyncGenerator[Chunk, None]:
         reply = self._replies[self._calls[session] % len(self._replies)]
         self._calls[session] += 1
-        logprobs = np.full(len(reply), LOGPROB, np.float32)
-        if session.startswith(STREAMED):
-            # All tokens arrive at once: the first is yielded alone, the others together within `flush_s`.
-            yield Chunk(reply[:1], logprobs[:1])
-            reply, logprobs = reply[1:], logprobs[1:]
-        yield Chunk(reply, logprobs, 0, "stop")
+        size = 1 if session.startswith(STREAMED) else len(reply)
+        for start in range(0, len(reply), size):
+            part = reply[start : start + size]
+            is_last = start + size >= len(reply)
+            yield Chunk(part, np.full(len(part), LOGPROB, np.float32), 0, "stop" if is_last else None)
 
     async def ready(self) -> None: ...
 
