@@ -58,7 +58,7 @@ class SegmentEncoder:
             if ids is None:
                 cached = self._cache.get(segment)
                 if cached is None:
-                    cached = (segment, self._tokenizer.encode(segment))
+                    cached = (segment, self._encode_segment(segment))
                     self._cache.put(segment, cached)
                     self.encoded_tokens += len(cached[1])
                 ids = cached[1]
@@ -66,6 +66,12 @@ class SegmentEncoder:
         if not parts:
             return NO_IDS
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _encode_segment(self, segment: str) -> Ids:
+        words = self._tokenizer.word_cache
+        # Without segments a text may contain added tokens, which are not words.
+        ids = words.encode(segment) if words is not None and self.encodes_by_segment else None
+        return self._tokenizer.encode(segment) if ids is None else ids
 
     def normalize(self, text: str) -> str:
         """Returns the text in the Unicode form in which the tokenizer encodes it."""

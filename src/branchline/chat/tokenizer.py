@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from branchline.chat.word_cache import WordCache
 from branchline.core.errors import CodecError
 from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import Ids
@@ -94,6 +95,8 @@ class TokenizerDir:
             token.lstrip or token.rstrip or token.single_word or not token.content for token in added.values()
         )
         """Whether every added token splits a text, whatever surrounds it."""
+        self.word_cache = WordCache.open(tokenizer, file.normalizer, file.pre_tokenizer)
+        """Ids of words in ASCII text; None if the tokenizer does not encode word by word."""
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self.vocab_size = int(ids.max(initial=-1)) + 1
         """The highest id plus one."""

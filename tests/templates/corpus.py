@@ -1,0 +1,108 @@
+"""The corpus of real chat templates, each with a tokenizer that knows the control tokens in its source.
+
+The templates come without their tokenizers. Which tokens a template's tokenizer has can be read from its
+source, so each template gets a small vocabulary with these added tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.tokenizer import TokenizerDir
+from tests.chat.families import CACHE as TOKENIZERS_DIR
+
+TEMPLATES_DIR = TOKENIZERS_DIR.parent / "templates"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Splits text into words as Qwen's tokenizers do."""
+
+_SPECIAL_TOKEN = re.compile(
+    r"<\|[^<>|\n'{} ]{1,40}\|?>"  # <|im_start|>, <|turn>, <|"|>
+    r"|<[^<>|\n'{}/ ]{1,40}\|>"  # <turn|>
+    r"|<｜[^<>｜\n'{}]{1,40}｜>"  # <｜User｜>
+    r"|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_(?:turn|image|utterance)>|<seed:[a-z:_]+>"
+    r"|\[/?(?:[A-Z]+_)*[A-Z]{3,}\]|\[gMASK\]|<sop>"  # [INST], [TOOL_CALLS]
+    r"|\]~!?b\d?[\[\]]|\[e~\["  # MiniMax
+)
+_PLAIN_TOKEN = re.compile(
+    r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value|seed:tool_call|minimax:tool_call)>"
+)
+"""Tokens that tokenizers add without marking them as special."""
+BOS, EOS = "<|zq_bos|>", "<|zq_eos|>"
+
+
+def template_names() -> list[str]:
+    """Returns the templates that were fetched, as `collection/name`."""
+    return sorted(f"{path.parent.name}/{path.stem}" for path in TEMPLATES_DIR.glob("*/*.jinja"))
+
+
+def template_source(name: str) -> str:
+    path = TEMPLATES_DIR / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip(f"no template {name}: run scripts/fetch_templates.py")
+    return path.read_text()
+
+
+def tokens_of(source: str) -> tuple[list[str], list[str]]:
+    """Returns the special and the other added tokens that a template writes."""
+    special = dict.fromkeys(_SPECIAL_TOKEN.findall(source))
+    plain = dict.fromkeys(_PLAIN_TOKEN.findall(source))
+    return list(special), [token for token in plain if token not in special]
+
+
+@cache
+def load_template_codec(name: str, **options: Any) -> GenericCodec:
+    """Returns the codec of a template of the corpus."""
+    return GenericCodec(load_template_tokenizer(name), **options)
+
+
+@cache
+def load_template_tokenizer(name: str) -> TokenizerDir:
+    """Returns a tokenizer with the template and the added tokens of its source."""
+    source = template_source(name)
+    special, plain = tokens_of(source)
+    tokenizer = Tokenizer.from_str(_base_tokenizer())
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*special, BOS, EOS)])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in plain])
+    path = TEMPLATES_DIR / "tokenizers" / name
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(source)
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS}))
+    return TokenizerDir.open(path)
+
+
+@cache
+def _base_tokenizer() -> str:
+    """Returns a byte-level tokenizer with a vocabulary of words from this project's documents."""
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([path.read_text() for path in sorted(_DOCS.rglob("*.md"))], trainer)
+    return tokenizer.to_str()
