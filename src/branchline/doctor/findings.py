@@ -50,6 +50,8 @@ class Finding:
     behaviour: str = ""
     """What the template does, as the rest of a sentence "This template …", if the user should act on it."""
     remedy: str = ""
+    forks_after: str = ""
+    """The role of the messages after which prompts fork because of this, if they do."""
 
     @property
     def ok(self) -> bool:

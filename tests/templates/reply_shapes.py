@@ -1,0 +1,127 @@
+"""Replies in the format of any template, as a model would sample them.
+
+Templates differ in which replies they can express: with reasoning, with text next to a call, with several
+calls. This is found by probing and not listed: a reply can be expressed if a text that the template shows for
+it parses back to the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from branchline.chat.base import Tools
+from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.generic.template_probe import TOOLS as PROBE_TOOLS
+from branchline.core.message import Message, ToolCall
+from branchline.testing.reply_encoder import TemplateReplyEncoder
+
+_OPEN_REASONING, _CLOSE_REASONING = "<think>", "</think>"
+ReplyText = tuple[str, int | None]
+"""The text of a reply, and the id that ends it."""
+
+
+class ProbedReplyEncoder(TemplateReplyEncoder):
+    """A model that writes every reply in the first way in which its own parser reads it back."""
+
+    def __init__(
+        self, codec: GenericCodec, rng: Random, *, tools: Tools, vary_tokenization: bool = True
+    ) -> None:
+        super().__init__(codec, rng, vary_tokenization=vary_tokenization)
+        self._tools = tools
+        self._expressible: dict[tuple[bool, bool, int], bool] = {}
+
+    def can_express(self, message: Message) -> bool:
+        """Whether the template's format has a text for replies of this shape."""
+        shape = (bool(message.content), bool(message.reasoning_content), len(message.tool_calls))
+        if shape not in self._expressible:
+            self._expressible[shape] = self._find_text(message) is not None
+        return self._expressible[shape]
+
+    def shows(self, message: Message) -> bool:
+        """Whether the template shows a text for the reply, readable or not."""
+        return any(_shows_fields(text, message) for text, _ in self._candidates(message))
+
+    def _render(self, message: Message) -> ReplyText:
+        found = self._find_text(message)
+        assert found is not None, f"the template cannot express {message}"
+        return found
+
+    def _find_text(self, message: Message) -> ReplyText | None:
+        for text, terminator in self._candidates(message):
+            ids = self._codec.tokenizer.encode(text).tolist()
+            ids += [] if terminator is None else [terminator]
+            parsed = self._codec.parser(self._tools).parse(ids, "stop").message
+            same_reasoning = parsed.reasoning_content.strip() == message.reasoning_content.strip()
+            if parsed.key == message.key and same_reasoning:
+                return text, terminator
+        return None
+
+    def _candidates(self, message: Message) -> Iterator[ReplyText]:
+        """Yields texts of a reply after the generation prompt: as the template shows the last message, as it
+        shows a message without reasoning after reasoning that the generation prompt opened, and as plain
+        text."""
+        has_calls = bool(message.tool_calls)
+        profile = self._codec.profile(tools=has_calls)
+        terminator = self._find_terminator(message)
+        named = _with_generated_ids(message)
+        for variant in (message, named) if has_calls else (message,):
+            yield from self._shown_texts(variant, terminator)
+        prompt = profile.traits.generation_prompt
+        if message.reasoning_content and prompt.rstrip().endswith(_OPEN_REASONING):
+            plain = Message("assistant", message.content, tool_calls=named.tool_calls)
+            reasoning = f"{message.reasoning_content}\n{_CLOSE_REASONING}\n\n"
+            if has_calls:
+                for text, end in self._shown_texts(plain, terminator):
+                    yield reasoning + text, end
+            else:
+                yield reasoning + message.content, terminator
+        if message.content and not message.reasoning_content and not has_calls:
+            yield message.content, terminator
+
+    def _shown_texts(self, message: Message, terminator: int | None) -> Iterator[ReplyText]:
+        """Yields the text after the generation prompt up to each stop token, and the whole text."""
+        has_calls = bool(message.tool_calls)
+        text = self._codec.probe(tools=has_calls).render_reply(message, PROBE_TOOLS if has_calls else ())
+        if text is None:
+            return
+        for start, _, token in self._codec.segment_encoder.find_added_tokens(text):
+            if token in self._codec.stop_ids:
+                yield text[:start], token
+        yield text, terminator
+
+    def _find_terminator(self, message: Message) -> int | None:
+        """Returns the first stop token after the reply if its results or a user message follow: GLM's replies
+        end with the opener of the next message."""
+        has_calls = bool(message.tool_calls)
+        results = [
+            Message("tool", "zqresult", tool_call_id=call.id, name=call.name) for call in message.tool_calls
+        ]
+        probe = self._codec.probe(tools=has_calls)
+        following = results or [Message("user", "zqmore")]
+        text = probe.render_or_empty(
+            [Message("user", "."), message, *following], PROBE_TOOLS if has_calls else ()
+        )
+        end = text.find(following[0].content)
+        last = message.tool_calls[-1].name if has_calls else message.content
+        start = text.rfind(last, 0, end)
+        for _, _, token in self._codec.segment_encoder.find_added_tokens(text, max(0, start)):
+            if token in self._codec.stop_ids:
+                return token
+        return min(self._codec.stop_ids, default=None)
+
+
+def _with_generated_ids(message: Message) -> Message:
+    """Returns the reply with ids of calls as Kimi's models generate them."""
+    calls = tuple(
+        ToolCall(call.name, call.arguments, f"functions.{call.name}:{place}")
+        for place, call in enumerate(message.tool_calls)
+    )
+    return Message(
+        "assistant", message.content, reasoning_content=message.reasoning_content, tool_calls=calls
+    )
+
+
+def _shows_fields(text: str, message: Message) -> bool:
+    fields = (message.content, message.reasoning_content, *(call.name for call in message.tool_calls))
+    return all(field in text for field in fields)
