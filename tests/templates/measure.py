@@ -20,10 +20,10 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.core.message import Message, ToolCall
 from branchline.testing.plan_runner import ExecutedCall, PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator
+from branchline.testing.probed_reply_encoder import ProbedReplyEncoder
 from branchline.tree.tree import Turn
 from tests.templates.corpus import load_template_codec
 from tests.templates.oracle import PlainRenderer
-from tests.templates.reply_shapes import ProbedReplyEncoder
 
 PLAN_TOOLS = PlanGenerator(Random(0)).generate(0)[0].tools
 _SYSTEM, _USER = Message("system", "zqsystem"), Message("user", "zqask")
@@ -146,7 +146,7 @@ def _measure_shapes(codec: GenericCodec, measured: Measurement) -> None:
         shape = "+".join(filter(None, words))
         if encoder.can_express(message):
             shapes.append(shape)
-        elif encoder.shows(message):
+        elif encoder.shown_text(message) is not None:
             unread.append(shape)
     measured.shapes, measured.unread_shapes = tuple(shapes), tuple(unread)
 

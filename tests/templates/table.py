@@ -45,7 +45,8 @@ only grow, some with everything agents do (retries, edits, compaction, sub-agent
 
 def fork_roles(audit: TemplateAudit) -> frozenset[str]:
     """Returns the roles of the messages after which the doctor expects prompts to fork."""
-    return frozenset(finding.forks_after for finding in audit.findings if finding.forks_after)
+    roles = frozenset().union(*(finding.forks_after for finding in audit.findings))
+    return roles & {"user", "tool"}
 
 
 def measured_fork_roles(measured: Measurement) -> frozenset[str]:

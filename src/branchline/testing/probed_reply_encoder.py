@@ -7,6 +7,7 @@ it parses back to the same message.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from random import Random
 
@@ -29,18 +30,16 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
     ) -> None:
         super().__init__(codec, rng, vary_tokenization=vary_tokenization)
         self._tools = tools
-        self._expressible: dict[tuple[bool, bool, int], bool] = {}
 
     def can_express(self, message: Message) -> bool:
-        """Whether the template's format has a text for replies of this shape."""
-        shape = (bool(message.content), bool(message.reasoning_content), len(message.tool_calls))
-        if shape not in self._expressible:
-            self._expressible[shape] = self._find_text(message) is not None
-        return self._expressible[shape]
+        """Whether the template's format has a text for the reply that is read back unchanged."""
+        return self._find_text(message) is not None
 
-    def shows(self, message: Message) -> bool:
-        """Whether the template shows a text for the reply, readable or not."""
-        return any(_shows_fields(text, message) for text, _ in self._candidates(message))
+    def shown_text(self, message: Message) -> str | None:
+        """Returns the text in which the template itself shows all fields of the reply, readable or not; None
+        if it does not."""
+        texts = (text for text, _ in self._shown_texts(message, None))
+        return next((text for text in texts if _shows_fields(text, message)), None)
 
     def _render(self, message: Message) -> ReplyText:
         found = self._find_text(message)
@@ -123,5 +122,9 @@ def _with_generated_ids(message: Message) -> Message:
 
 
 def _shows_fields(text: str, message: Message) -> bool:
-    fields = (message.content, message.reasoning_content, *(call.name for call in message.tool_calls))
+    """Whether a text contains every field of a reply, with the texts in the arguments of its calls."""
+    fields = [message.content, message.reasoning_content]
+    for call in message.tool_calls:
+        values = json.loads(call.arguments).values()
+        fields += [call.name, *(value for value in values if isinstance(value, str))]
     return all(field in text for field in fields)
