@@ -51,7 +51,8 @@ class FieldMarkers:
     def __init__(self) -> None:
         self.nonce = "Zq" + secrets.token_hex(4)
         # A marker ends in a character that combines with no other, so that normalisation keeps it.
-        self._pattern = re.compile(re.escape(self.nonce) + r"\d+x\d+[ab]_")
+        self._pattern = re.compile(self.nonce + r"\d+x\d+[ab]_")
+        self._bare_nonce = re.compile(self.nonce + r"(?!\d+x\d+[ab]_)")
 
     def nonce_occurs_in(self, messages: Iterable[Message]) -> bool:
         """Whether a message contains the nonce; then other markers are needed."""
@@ -74,6 +75,11 @@ class FieldMarkers:
     def find_first(self, text: str, index: int, start: int) -> int:
         """Returns the offset of the first marker of a message, or -1."""
         return text.find(f"{self.nonce}{index}x", start)
+
+    def find_bare_nonce(self, text: str, start: int) -> int:
+        """Returns the offset of the first nonce that is not part of a marker, or -1."""
+        bare = self._bare_nonce.search(text, start)
+        return bare.start() if bare is not None else -1
 
     def find_last_end(self, text: str, index: int, message: Message, start: int) -> int:
         """Returns the offset after the last marker of a message, or -1 if a marker is missing."""
@@ -150,26 +156,56 @@ class SpanFinder:
         if stopped:
             return TextSpan(start, stop_end)
         # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
-        return TextSpan(start, stop_start if malformed or len(expected) == len(shown) else last)
+        is_closed = malformed or len(expected) == len(shown)
+        if not message.content and not message.tool_calls:
+            rendered, reply = (
+                self.markers.strip(text[start:stop_start]).encode(),
+                self._encoder.decode_bytes(body),
+            )
+            is_closed = rendered.split() == reply.split()
+        return TextSpan(start, stop_start if is_closed else last)
 
-    def find_last_reply_end(
-        self, text: str, index: int, message: Message, sampled: Ids, *, stop_opens_next_message: bool
-    ) -> int | None:
-        """Returns where a sampled message ends, even if the text does not show it in full."""
-        last = self.markers.find_last_end(text, index, message, 0)
-        if last < 0:
-            return None
+    def find_reply_end(
+        self,
+        text: str,
+        index: int,
+        message: Message,
+        sampled: Ids,
+        closing: TextSpan,
+        *,
+        stop_opens_next_message: bool,
+    ) -> int:
+        """Returns where a sampled message ends, even if the text does not show it in full. `closing` is what
+        the template writes between the message and the content of the next one."""
         start = max(0, self.markers.find_first(text, index, 0))
         span = self.find(text, index, message, sampled, start)
-        if isinstance(span, TextSpan):
+        if isinstance(span, TextSpan) and span.end <= closing.end:
             return span.end
-        stop = self.find_next_stop(text, last)
-        if stop is None:
-            return last
+        stops = [
+            token
+            for token in self._encoder.find_added_tokens(text, closing.start, closing.end)
+            if token[2] in self._reader.stop_ids
+        ]
+        if not stops:
+            return closing.start + self._sampled_length(text[closing.start : closing.end], sampled)
         if not self._reader.ends_with_stop(sampled):
-            return stop[0]
+            return stops[0][0]
+        for _, end, token in stops:
+            if token == int(sampled[-1]):
+                return end
         # If the stop opens the next message, an opener other than the sampled one must still be written.
-        return stop[0] if stop_opens_next_message and int(sampled[-1]) != stop[2] else stop[1]
+        return stops[0][0] if stop_opens_next_message else stops[0][1]
+
+    def _sampled_length(self, closing: str, sampled: Ids) -> int:
+        """Returns how many characters of a closing without stop tokens the sample ends with, whitespace
+        aside."""
+        body = sampled[:-1] if self._reader.ends_with_stop(sampled) else sampled
+        reply = "".join(self._encoder.decode_bytes(body).decode("utf-8", "replace").split())
+        offsets = [offset for offset, char in enumerate(closing) if not char.isspace()]
+        compact = "".join(closing.split())
+        lengths = (n for n in range(min(len(compact), len(reply)), 0, -1) if reply.endswith(compact[:n]))
+        length = next(lengths, 0)
+        return offsets[length - 1] + 1 if length else 0
 
     def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
         """Returns the first stop token at or after an offset, as (start, end, id)."""

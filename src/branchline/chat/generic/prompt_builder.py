@@ -15,6 +15,7 @@ from datetime import datetime
 from itertools import accumulate, pairwise
 
 import numpy as np
+from msgspec.structs import replace
 
 from branchline.chat.base import (
     ChatTemplateKwargs,
@@ -230,60 +231,89 @@ class PromptBuilder:
             # The path contains nothing sampled.
             return self.build_from_template()
         tail = [NewMessage(Message("user", ".")), *self._messages[last_reply:]]
-        for messages in (tail, self._messages) if self._profile.has_local_tail else (self._messages,):
-            for simplification in range(3):
-                extension = self._build_after_last_reply(messages, last_reply, simplification)
+        conversations = (tail, self._messages) if self._profile.has_local_tail else (self._messages,)
+        accepts_calls = False
+        for reply in _simplify_reply(self._messages[last_reply].message):
+            if self._messages[last_reply].message.tool_calls and not reply.tool_calls and not accepts_calls:
+                # A template that refuses calls refuses the conversation.
+                break
+            for messages in conversations:
+                try:
+                    extension = self._build_after_last_reply(messages, last_reply, reply)
+                except TemplateError:
+                    continue
+                accepts_calls = True
                 if extension is not None:
                     return extension
         return self.build_from_template()
 
     def _build_after_last_reply(
-        self, messages: Sequence[PromptMessage], last_reply: int, simplification: int
+        self, messages: Sequence[PromptMessage], last_reply: int, reply: Message
     ) -> Extension | None:
-        """Returns what follows the path, rendered in a conversation that ends like ours, or None if the end
-        of the path is not found in its text.
-
-        At simplification 1 the last reply is rendered without reasoning, which templates leave out once a
-        user message follows; at 2 also without its text, which some templates take apart.
-        """
+        """Returns what follows the path, rendered in a conversation that ends like ours, with `reply` in
+        place of the last reply; None if the end of the path is not found in its text. Raises TemplateError if
+        the template refuses the conversation."""
         shift = len(messages) - len(self._messages)
         reply_index = last_reply + shift
-        if simplification:
-            message = messages[reply_index].message
-            text = "." if simplification == 2 else message.content or "." * (not message.tool_calls)
-            simple = NewMessage(
-                Message("assistant", text, tool_calls=message.tool_calls), messages[reply_index].sampled_ids
-            )
-            messages = [*messages[:reply_index], simple, *messages[reply_index + 1 :]]
+        sampled = messages[reply_index].sampled_ids
+        assert sampled is not None
+        messages = [*messages[:reply_index], NewMessage(reply, sampled), *messages[reply_index + 1 :]]
         if self._finder.markers.nonce_occurs_in(entry.message for entry in messages):
             self._finder = self._finder.with_new_markers()
         first = len(self._path) + shift
         marked = {reply_index} | {i for i in range(first, len(messages)) if self._is_marked(i - shift)}
-        reply = messages[reply_index]
-        assert reply.sampled_ids is not None
         while True:
-            try:
-                text = self._render(messages, marked, include_tools=shift == 0)
-            except TemplateError:
+            text = self._render(messages, marked, include_tools=shift == 0)
+            closing = self._find_closing(text, messages, reply_index, include_tools=shift == 0)
+            if closing is None:
                 return None
-            cursor = self._finder.find_last_reply_end(
+            cursor = self._finder.find_reply_end(
                 text,
                 reply_index,
-                reply.message,
-                reply.sampled_ids,
+                reply,
+                sampled,
+                closing,
                 stop_opens_next_message=len(self._profile.terminator_ids) > 1,
             )
             for index in range(last_reply + 1, len(self._path)):
                 recorded = self._encoder.decode(self._path[index].ids)
-                if cursor is None or recorded is None or not text.startswith(recorded, cursor):
+                if recorded is None or not text.startswith(recorded, cursor):
                     return None
                 cursor += len(recorded)
-            if cursor is None:
-                return None
             layout = self._finder.locate_messages(text, messages, marked, first, cursor)
             if not layout.mismatches:
                 return self._assemble(text, layout, cursor, RewriteReason.NONE, shift)
             marked -= layout.mismatches.keys()
+
+    def _find_closing(
+        self, text: str, messages: Sequence[PromptMessage], reply_index: int, *, include_tools: bool
+    ) -> TextSpan | None:
+        """Returns the span between the fields of a reply and the content of the messages after it; None if
+        the text does not show the reply in full, or shows a field of it after that content.
+
+        Content may occur in the template's own text by chance, so the conversation is also rendered with
+        words in its place that do not.
+        """
+        reply, markers = messages[reply_index].message, self._finder.markers
+        start = markers.find_last_end(text, reply_index, reply, 0)
+        if start < 0 or reply_index + 1 == len(messages):
+            return TextSpan(start, len(text)) if start >= 0 else None
+        following = [
+            NewMessage(replace(entry.message, content=markers.nonce, parts=()))
+            for entry in messages[reply_index + 1 :]
+        ]
+        other = self._render(
+            [*messages[: reply_index + 1], *following], {reply_index}, include_tools=include_tools
+        )
+        other_start = markers.find_last_end(other, reply_index, reply, 0)
+        # The first nonce after the reply's first marker that is not part of a marker of the reply.
+        content_start = markers.find_bare_nonce(other, max(0, markers.find_first(other, reply_index, 0)))
+        if content_start < 0:
+            return TextSpan(start, len(text))
+        if not 0 <= other_start <= content_start:
+            return None
+        closing = other[other_start:content_start]
+        return TextSpan(start, start + len(closing)) if text.startswith(closing, start) else None
 
     # -- both ----------------------------------------------------------------------------------------
 
@@ -341,3 +371,20 @@ class PromptBuilder:
                 tokens.append(MessageTokens(as_ids(np.concatenate((prefix, sampled))), spans))
                 offsets = [span.end]
         return Extension(layout.first - shift, tuple(tokens), prefix, encoded_tokens, reason)
+
+
+def _simplify_reply(reply: Message) -> list[Message]:
+    """Returns replies of which a template may show the end where it does not show that of `reply`.
+
+    Templates leave out reasoning once a user message follows, text next to calls, or calls; they take text
+    apart, or refuse a second call.
+    """
+    calls, text = reply.tool_calls, reply.content
+    forms = [(text or "." * (not calls), calls)]
+    if calls:
+        forms += [("", calls), (".", calls), ("", calls[:1]), (".", calls[:1])]
+    replies = [
+        reply,
+        *(Message("assistant", content, tool_calls=some) for content, some in [*forms, (".", ())]),
+    ]
+    return [form for index, form in enumerate(replies) if form not in replies[:index]]
