@@ -79,15 +79,27 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
             yield message.content, terminator
 
     def _shown_texts(self, message: Message, terminator: int | None) -> Iterator[ReplyText]:
-        """Yields the text after the generation prompt up to each stop token, and the whole text."""
-        has_calls = bool(message.tool_calls)
-        text = self._codec.probe(tools=has_calls).render_reply(message, PROBE_TOOLS if has_calls else ())
+        """Yields the text of the reply up to each stop token, and the whole text."""
+        text = self._last_reply_text(message)
         if text is None:
             return
         for start, _, token in self._codec.segment_encoder.find_added_tokens(text):
             if token in self._codec.stop_ids:
                 yield text[:start], token
         yield text, terminator
+
+    def _last_reply_text(self, message: Message) -> str | None:
+        """Returns the text after the generation prompt if the reply is the last message; if history shows
+        another prefix than the generation prompt, the text after that."""
+        tools = PROBE_TOOLS if message.tool_calls else ()
+        probe = self._codec.probe(tools=bool(message.tool_calls))
+        text = probe.render_reply(message, tools)
+        if text is not None:
+            return text
+        user, prefix = Message("user", "."), probe.traits.history_reply_prefix
+        body = probe.render_or_empty([user], tools, add_generation_prompt=False)
+        text = probe.render_or_empty([user, message], tools, add_generation_prompt=False)
+        return text.removeprefix(body + prefix) if text.startswith(body + prefix) and prefix else None
 
     def _find_terminator(self, message: Message) -> int | None:
         """Returns the first stop token after the reply if its results or a user message follow: GLM's replies
