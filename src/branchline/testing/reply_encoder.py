@@ -26,21 +26,21 @@ class TemplateReplyEncoder:
         self._vary_tokenization = vary_tokenization
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
-        ids = self._encode(self._render(message))
-        if stop:
-            ids = np.append(ids, min(self._codec.profile(tools=True).terminator_ids))
-        return as_ids(ids)
+        text, terminator = self._render(message)
+        ids = self._encode(text)
+        return as_ids(np.append(ids, terminator)) if stop and terminator is not None else as_ids(ids)
 
-    def _render(self, message: Message) -> str:
-        """Returns the text that the template shows for the reply if it is the last message."""
+    def _render(self, message: Message) -> tuple[str, int | None]:
+        """Returns the text that the template shows for the reply if it is the last message, and the id that
+        ends it."""
         reply = self._codec.render_reply(message)
         assert reply is not None, f"the template does not show {message}"
-        text, _ = reply
+        text, terminator = reply
         if self._vary_tokenization and self._rng.random() < 0.5:
             for call in message.tool_calls:
                 compact = json.dumps(json.loads(call.arguments), separators=(",", ":"))
                 text = text.replace(json.dumps(json.loads(call.arguments)), compact)
-        return text
+        return text, terminator
 
     def _encode(self, text: str) -> Ids:
         if not self._vary_tokenization:
