@@ -16,7 +16,6 @@ _STOP_TOKENS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Seed-OSS", ("<seed:eos>",)),
     ("cohere", ("<|END_OF_TURN_TOKEN|>",)),
     ("GLM", ("<|endoftext|>", "<|user|>", "<|observation|>")),
-    ("GigaChat", ("<|message_sep|>",)),
     ("Kimi-K3", ("<|end_of_msg|>",)),
     ("MiniMax-M1", ("<end_of_sentence>",)),
     ("MiniMax-M", ("[e~[",)),

@@ -128,6 +128,10 @@ class SegmentEncoder:
         for match in self._added_pattern.finditer(text, start, len(text) if end is None else end):
             yield match.start(), match.end(), self._added_ids[match[0]]
 
+    def find_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Returns the ids of those names that are added tokens."""
+        return frozenset(self._added_ids[name] for name in names if name in self._added_ids)
+
     def control_tokens_in(self, ids: Ids) -> list[int]:
         """Returns the control tokens among ids."""
         known = ids[(ids >= 0) & (ids < len(self.is_control))]

@@ -158,6 +158,20 @@ class TokenizerDir:
         except CodecError:
             return default
 
+    def find_id(self, value: int | str, key: str) -> int:
+        """Returns the id of a token that is named by its id, also as text, or by its text.
+
+        Raises CodecError, which names `key`, if there is no such token.
+        """
+        token = int(value) if isinstance(value, int) or value.isdecimal() else -1
+        if token < 0 and isinstance(value, str):
+            ids = self.encode(value).tolist()
+            token = ids[0] if len(ids) == 1 else -1
+        if not (0 <= token < self.vocab_size and self.known_ids[token]):
+            expected = f"an id from 0 to {self.vocab_size - 1} or the text of one token of {self.path}"
+            raise CodecError(f"{key}: got {value!r}, expected {expected}")
+        return token
+
     def invalid_id_error(self, ids: Ids) -> str | None:
         """Returns None if every id is known, else an error text about the first unknown one."""
         known = (ids >= 0) & (ids < self.vocab_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Self
 
 from branchline.chat.base import (
@@ -35,6 +36,13 @@ class ReplyReader:
     stop_ids: frozenset[int]
     output_format: OutputFormat
     tools: Tools = ()
+    joins_text_to_reasoning: bool = False
+    """The template shows the text next to calls as reasoning, so the two are compared as one."""
+
+    @cached_property
+    def framing_ids(self) -> frozenset[int]:
+        """The control tokens that two replies with the same meaning may differ in."""
+        return self.segment_encoder.find_ids(self.output_format.framing_tokens)
 
     def ends_with_stop(self, sampled: Ids) -> bool:
         """Whether the model ended the output itself."""
@@ -52,6 +60,7 @@ class ReplyReader:
                     reply,
                     cut=cut,
                     ignore_arguments=ignore_arguments,
+                    join_text_to_reasoning=self.joins_text_to_reasoning,
                 )
                 for reply in (rendered, sampled)
             )

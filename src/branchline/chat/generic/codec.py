@@ -26,9 +26,9 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
 from branchline.chat.generic.prompt_builder import PromptBuilder, TemplateProfile, create_prompt_cache
+from branchline.chat.generic.reply_endings import probe_reply_endings
 from branchline.chat.generic.template_probe import (
     ARGUMENT_WORD,
-    ASSISTANT,
     ASSISTANT_WITH_REASONING,
     TOOL_CALL,
     TOOLS,
@@ -58,8 +58,9 @@ class GenericCodec(TokenizerCodec):
 
     Parsers are detected from the template unless named. `chat_template` replaces the tokenizer's own
     templates. `keep_empty_think` keeps an empty reasoning block of the generation prompt, although history
-    does not show it. `stop_ids` are ids that end an output, in addition to those found in the tokenizer's
-    files and in the template (an engine may know more).
+    does not show it. `stop_ids` and `no_stop_ids` add to and remove from the ids that end an output, which
+    are found in the tokenizer's files and in the template (`reply_endings`); each is an id or the text of a
+    token.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class GenericCodec(TokenizerCodec):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         keep_empty_think: bool = True,
-        stop_ids: Iterable[int] = (),
+        stop_ids: Iterable[int | str] = (),
+        no_stop_ids: Iterable[int | str] = (),
         now: datetime | None = None,
     ) -> None:
         super().__init__(tokenizer)
@@ -90,8 +92,15 @@ class GenericCodec(TokenizerCodec):
         self._traits = {
             template: probe_template_traits(template, now=self.now) for template in compiled.values()
         }
-        terminators = [self._find_terminators(template) for template in compiled.values()]
-        self.stop_ids = tokenizer.stop_ids.union(stop_ids, *terminators)
+        declared = tokenizer.stop_ids.union(tokenizer.find_id(value, "stop_ids") for value in stop_ids)
+        self._endings = {
+            template: probe_reply_endings(
+                TemplateProbe(template, traits, now=self.now), self.segment_encoder, declared
+            )
+            for template, traits in self._traits.items()
+        }
+        found = declared.union(*(endings.stop_ids for endings in self._endings.values()))
+        self.stop_ids = found - self._find_removed_stops(no_stop_ids, found)
         self._profiles: dict[tuple[ChatTemplate, bytes], TemplateProfile] = {}
 
     @classmethod
@@ -136,30 +145,33 @@ class GenericCodec(TokenizerCodec):
             traits = probe_template_traits(template, kwargs, self.now)
         traits = self._with_generation_prompt(template, traits, kwargs)
         output_format = self._detect_output_format(template, traits, kwargs)
-        reader = ReplyReader(self.segment_encoder, self.stop_ids, output_format)
+        endings = self._endings[template]
+        reader = ReplyReader(
+            self.segment_encoder,
+            self.stop_ids,
+            output_format,
+            joins_text_to_reasoning=traits.joins_text_to_reasoning,
+        )
         prefixes = (traits.generation_prompt, traits.history_reply_prefix)
         return TemplateProfile(
             template,
             traits,
             kwargs,
             reader,
-            self._find_terminators(template),
-            SpanFinder(reader, self.markers, prefixes),
+            endings,
+            SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
         )
 
-    def _find_terminators(self, template: ChatTemplate) -> frozenset[int]:
-        """Returns the added tokens that follow a reply if a user message or a tool result comes next."""
-        probe = TemplateProbe(template, self._traits[template], now=self.now)
-        found: set[int] = set()
-        for following in (USER, Message("tool", "t")):
-            text = probe.render_or_empty([USER, ASSISTANT, following])
-            start = text.find(ASSISTANT.content)
-            token = next(self.segment_encoder.find_added_tokens(text, start), None) if start >= 0 else None
-            if token is not None:
-                found.add(token[2])
-        return frozenset(found)
+    def _find_removed_stops(self, values: Iterable[int | str], stop_ids: frozenset[int]) -> frozenset[int]:
+        """Returns the ids of stops to remove. Raises CodecError for a value that is no stop id."""
+        removed = {value: self.tokenizer.find_id(value, "no_stop_ids") for value in values}
+        for value, token in removed.items():
+            if token not in stop_ids:
+                names = ", ".join(f"{stop} {self.decode(as_ids([stop]))!r}" for stop in sorted(stop_ids))
+                raise CodecError(f"no_stop_ids: got {value!r}, expected one of the stop ids {names}")
+        return frozenset(removed.values())
 
     def _with_generation_prompt(
         self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
@@ -269,11 +281,12 @@ class GenericCodec(TokenizerCodec):
         text = self.probe(tools=tools).render_reply(message, TOOLS if tools else ())
         if text is None:
             return None
-        stops = [
+        endings = self.profile(tools=tools).endings
+        ends = [
             (start, token)
             for start, _, token in self.segment_encoder.find_added_tokens(text)
-            if token in self.stop_ids
+            if token in self.stop_ids or token in endings.terminator_ids
         ]
-        if stops:
-            return text[: stops[-1][0]], stops[-1][1]
-        return text, min(self.profile(tools=tools).terminator_ids, default=None)
+        if ends:
+            return text[: ends[-1][0]], ends[-1][1]
+        return text, min(endings.call_terminator_ids if tools else endings.text_terminator_ids, default=None)

@@ -103,16 +103,25 @@ class FieldMarkers:
 class SpanFinder:
     """Decides where a message stands in a rendered text, and whether a sampled one is shown in full."""
 
-    def __init__(self, reader: ReplyReader, markers: FieldMarkers, reply_prefixes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        reader: ReplyReader,
+        markers: FieldMarkers,
+        reply_prefixes: Sequence[str],
+        terminator_ids: frozenset[int],
+    ) -> None:
         self._reader = reader
         self._encoder = reader.segment_encoder
         self.markers = markers
         self._reply_prefixes = reply_prefixes
         """The generation prompt, and the text that history shows in its place."""
+        self._terminator_ids = terminator_ids
+        self._end_ids = reader.stop_ids | terminator_ids
+        """The tokens that end a reply in a prompt. A template may write others than the model samples."""
 
     def with_new_markers(self) -> SpanFinder:
         """Returns a finder with another nonce."""
-        return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes)
+        return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes, self._terminator_ids)
 
     # -- one sampled message -------------------------------------------------------------------------
 
@@ -123,21 +132,22 @@ class SpanFinder:
         last = self.markers.find_last_end(text, index, message, start)
         if last < 0:
             return RewriteReason.DROPPED
-        stop_ids, is_control = self._reader.stop_ids, self._encoder.is_control
+        end_ids, framing_ids = self._end_ids, self._reader.framing_ids
         shown: list[int] = []
         for added in self._encoder.find_added_tokens(text, start):
             stop_start, stop_end, token = added
-            if stop_start >= last and token in stop_ids:
+            if stop_start >= last and token in end_ids:
                 break
-            if is_control[token]:
+            if self._encoder.is_control[token] and token not in framing_ids:
                 shown.append(token)
         else:
             return RewriteReason.NO_TERMINATOR
-        stopped = len(sampled) > 0 and int(sampled[-1]) in stop_ids
-        if stopped and int(sampled[-1]) != token:
+        # A sample may end with what the template writes there, even if it is no stop (gpt-oss: `<|end|>`).
+        stopped = len(sampled) > 0 and int(sampled[-1]) == token
+        if not stopped and self._reader.ends_with_stop(sampled):
             return RewriteReason.FOREIGN_STOP
         body = sampled[:-1] if stopped else sampled
-        expected = self._encoder.control_tokens_in(body)
+        expected = [t for t in self._encoder.control_tokens_in(body) if t not in framing_ids]
         malformed = has_malformed_arguments(message)
         if malformed:
             # What replaces malformed arguments has control tokens of its own; the reply starts the same.
@@ -208,9 +218,9 @@ class SpanFinder:
         return offsets[length - 1] + 1 if length else 0
 
     def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
-        """Returns the first stop token at or after an offset, as (start, end, id)."""
+        """Returns the first token that ends a message at or after an offset, as (start, end, id)."""
         for token in self._encoder.find_added_tokens(text, start):
-            if token[2] in self._reader.stop_ids:
+            if token[2] in self._end_ids:
                 return token
         return None
 

@@ -29,6 +29,7 @@ from branchline.chat.base import (
 )
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
+from branchline.chat.generic.reply_endings import ReplyEndings
 from branchline.chat.generic.template_probe import EMPTY_THINK
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
@@ -49,14 +50,17 @@ class TemplateProfile:
     traits: TemplateTraits
     chat_template_kwargs: ChatTemplateKwargs
     reader: ReplyReader
-    terminator_ids: frozenset[int]
-    """The added tokens that the template writes after a reply; several if a reply ends with the opener of
-    the next message (GLM)."""
+    endings: ReplyEndings
     span_finder: SpanFinder
     has_local_tail: bool
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
+
+    @property
+    def terminator_ids(self) -> frozenset[int]:
+        """The tokens that end a reply in a prompt."""
+        return self.endings.terminator_ids
 
 
 @dataclass(frozen=True)
@@ -273,7 +277,7 @@ class PromptBuilder:
                 reply,
                 sampled,
                 closing,
-                stop_opens_next_message=len(self._profile.terminator_ids) > 1,
+                stop_opens_next_message=self._profile.endings.stop_opens_next_message,
             )
             for index in range(last_reply + 1, len(self._path)):
                 recorded = self._encoder.decode(self._path[index].ids)
