@@ -114,9 +114,9 @@ def _rendered_reply(codec: GenericCodec, message: Message) -> str:
     profile = codec.profile(tools=True)
     probe = codec.probe(tools=True)
     text = probe.render_or_empty([USER, message], TOOLS, add_generation_prompt=False)
-    end = probe.render_or_empty([USER, REPLIES["text"]], TOOLS, add_generation_prompt=False)
+    plain = probe.render_or_empty([USER, REPLIES["text"]], TOOLS, add_generation_prompt=False)
     text = text[text.rfind(USER.content) + len(USER.content) :]
-    text = text.removesuffix(end[end.rfind("You.") + len("You.") :] if "You." in end else "")
+    text = text.removesuffix(plain.rpartition("You.")[2] if "You." in plain else "")
     for suffix in ENDS:
         text = text.rstrip().removesuffix(suffix)
     prompt = profile.traits.generation_prompt
