@@ -119,8 +119,7 @@ def lfm2(text: str, calls: Sequence[ToolCall]) -> str:
 
 def gemma4(text: str, calls: Sequence[ToolCall]) -> str:
     blocks = [
-        f"<|tool_call>call:{call.name}{_gemma_value(json.loads(call.arguments))}<tool_call|>"
-        for call in calls
+        f"<|tool_call>call:{call.name}{gemma_value(json.loads(call.arguments))}<tool_call|>" for call in calls
     ]
     return text + "".join(blocks)
 
@@ -256,13 +255,13 @@ def _python_call(call: ToolCall) -> str:
     return f"{call.name}({', '.join(arguments)})"
 
 
-def _gemma_value(value: Any) -> str:
+def gemma_value(value: Any) -> str:
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_gemma_value(member)}" for key, member in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{gemma_value(member)}" for key, member in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{','.join(map(_gemma_value, value))}]"
+        return f"[{','.join(map(gemma_value, value))}]"
     return json.dumps(value)
 
 
@@ -289,7 +288,8 @@ def _dsml(text: str, calls: Sequence[ToolCall], section: str) -> str:
 def _type_name(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else "boolean"
-    return {str: "string", dict: "object", list: "array"}.get(type(value), "number")
+    names: dict[type, str] = {str: "string", dict: "object", list: "array"}
+    return names.get(type(value), "number")
 
 
 WRITERS: list[tuple[str, Writer]] = [

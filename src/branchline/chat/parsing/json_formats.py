@@ -75,11 +75,10 @@ def _parse_named_objects(body: str, _: Tools) -> list[ToolCall]:
         return [ToolCall(opening[1], arguments if is_kept else body[opening.end() :].strip())]
     calls: list[ToolCall] = []
     for item in items:
-        members = split_object(item) or {}
-        names = [parse_tool_name(key) for key in members]
-        if len(names) != 1 or names[0] is None:
+        members = [(parse_tool_name(key), text) for key, text in (split_object(item) or {}).items()]
+        if len(members) != 1 or members[0][0] is None:
             return []
-        calls.append(ToolCall(names[0], *members.values()))
+        calls.append(ToolCall(members[0][0], members[0][1]))
     return calls
 
 
