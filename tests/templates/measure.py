@@ -146,7 +146,10 @@ def _measure_shapes(codec: GenericCodec, measured: Measurement) -> None:
         shape = "+".join(filter(None, words))
         if encoder.can_express(message):
             shapes.append(shape)
-        elif encoder.shown_text(message) is not None:
+        elif encoder.shown_text(message) is not None and not (
+            encoder.can_express(reply_of_shape(text, True, calls))
+        ):
+            # A template whose generation prompt opens reasoning has no reply without it.
             unread.append(shape)
     measured.shapes, measured.unread_shapes = tuple(shapes), tuple(unread)
 

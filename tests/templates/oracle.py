@@ -22,8 +22,9 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.core.message import Message
 
 _LITERAL = re.compile(r">(true|false|none|null)<", re.IGNORECASE)
-_CALL_NUMBER = re.compile(r'("tool_call_id":"?)\d+')
-"""Cohere's templates number the calls of a conversation; a reply is sampled here as if it were the first."""
+_CALL_ID = re.compile(r',?"(?:tool_call_)?id":(?:"[^"]*"|\d+)')
+"""The id of a call. Some templates number the calls of a conversation or add ids to earlier calls; a sampled
+reply keeps what the model wrote."""
 _TAG = re.compile(r"<[^<>]+>")
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _JSON_LITERALS = {"none": "null"}
@@ -78,7 +79,7 @@ class PlainRenderer:
         that only the generation prompt has."""
         text = "".join(self._codec.segment_encoder.normalize(text).split())
         text = _LITERAL.sub(lambda found: f">{_JSON_LITERALS.get(found[1].lower(), found[1].lower())}<", text)
-        text = _CALL_NUMBER.sub(r"\1", text)
+        text = _CALL_ID.sub("", text)
         prompt, shown = self._reply_prefixes
         return text.replace(prompt, shown) if prompt != shown else text
 

@@ -33,7 +33,7 @@ def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
     messages = [p.USER, reply, p.NEXT_USER]
     without_tools = _play_or_none(probe, messages, tools=False)
     played = {"user": without_tools or _play_or_none(probe, messages, tools=True)}
-    if probe.traits.shows_tool_calls and has_field:
+    if has_field and probe.player.natural_reply(call) is not None:
         played["tool"] = _play_or_none(probe, [p.USER, call, p.TOOL_RESULT], tools=True)
     stripped = {
         role: prompt
@@ -46,7 +46,7 @@ def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
         return
     if "tool" in stripped:
         when = "even between tool steps"
-    elif has_field:
+    elif p.REASONING_WORD in probe.render([p.USER, reply], tools=without_tools is None):
         when = "once a user message follows"
     else:
         when = "always"
@@ -90,30 +90,32 @@ _CONTEXTS: tuple[tuple[str, tuple[Message, ...], bool], ...] = (
 
 
 def check_append_only(probe: AuditProbe) -> Iterator[Finding]:
+    reads_calls = probe.player.natural_reply(p.ASSISTANT_WITH_CALL) is not None
     for step, messages in _STEPS:
-        if probe.traits.shows_tool_calls or not any(message.tool_calls for message in messages):
+        if reads_calls or not any(message.tool_calls for message in messages):
             yield _check_step(probe, step, messages)
 
 
 def _check_step(probe: AuditProbe, step: str, messages: tuple[Message, ...]) -> Finding:
     name, words = f"append_only.{step}", step.replace("_", " ")
     has_calls = any(message.tool_calls for message in messages)
+    with_tools = has_calls or bool(probe.user_refusal(tools=False))
     content = messages[-1].content
-    traits = probe.codec.profile(tools=has_calls).traits
+    traits = probe.codec.profile(tools=with_tools).traits
     plain = replace(traits, role_rules=UNRESTRICTED_ROLES).to_template_messages(messages)
-    refusal = probe.refusal_message(plain, tools=has_calls)
-    if refusal or content not in probe.render_raw(plain, tools=has_calls):
+    refusal = probe.refusal_message(plain, tools=with_tools)
+    if refusal or content not in probe.render_raw(plain, tools=with_tools):
         adapted = traits.to_template_messages(messages)
         is_shown = (
             step in _FALLBACKS
-            and not probe.refusal_message(adapted, tools=has_calls)
-            and content in probe.render_raw(adapted, tools=has_calls)
+            and not probe.refusal_message(adapted, tools=with_tools)
+            and content in probe.render_raw(adapted, tools=with_tools)
         )
         fallback = f"; {_FALLBACKS[step]}" if is_shown else ""
         if refusal:
             return note(name, f"It refuses this: {words}{fallback}.", {"refusal": refusal})
         if is_shown:
-            written = {"written": probe.render_raw(plain, tools=has_calls)[-120:]}
+            written = {"written": probe.render_raw(plain, tools=with_tools)[-120:]}
             return note(name, f"It leaves this out: {words}{fallback}.", written)
     for context, prefix, tools in _CONTEXTS:
         if has_calls and not tools:

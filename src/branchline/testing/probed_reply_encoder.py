@@ -58,18 +58,18 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
 
     def _candidates(self, message: Message) -> Iterator[ReplyText]:
         """Yields texts of a reply after the generation prompt: as the template shows the last message, as it
-        shows a message without reasoning after reasoning that the generation prompt opened, and as plain
-        text."""
+        shows a message without reasoning after reasoning in tags, and as plain text."""
         has_calls = bool(message.tool_calls)
         profile = self._codec.profile(tools=has_calls)
         terminator = self._find_terminator(message)
         named = _with_generated_ids(message)
         for variant in (message, named) if has_calls else (message,):
             yield from self._shown_texts(variant, terminator)
-        prompt = profile.traits.generation_prompt
-        if message.reasoning_content and prompt.rstrip().endswith(_OPEN_REASONING):
+        if message.reasoning_content:
             plain = Message("assistant", message.content, tool_calls=named.tool_calls)
-            reasoning = f"{message.reasoning_content}\n{_CLOSE_REASONING}\n\n"
+            is_open = profile.traits.generation_prompt.rstrip().endswith(_OPEN_REASONING)
+            opening = "" if is_open else f"{_OPEN_REASONING}\n"
+            reasoning = f"{opening}{message.reasoning_content}\n{_CLOSE_REASONING}\n\n"
             if has_calls:
                 for text, end in self._shown_texts(plain, terminator):
                     yield reasoning + text, end
