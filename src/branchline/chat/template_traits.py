@@ -14,10 +14,12 @@ What a template accepts is left unchanged, so the start of a conversation never 
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -35,6 +37,10 @@ MALFORMED_CALL = Message("assistant", tool_calls=(ToolCall("look", _MALFORMED_AR
 _PLACEHOLDER_KEY = "arguments"
 """The key of the object that wraps malformed arguments."""
 _SEPARATOR = "\n\n"
+_TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
+_BLOCK = re.compile(rf"(?P<opener>{_TAG})(?P<label>[^<>\[\]]*)(?P<closer>{_TAG})\s*\Z")
+_TAG_NAME = re.compile("[^a-z]|start|begin|end")
+"""What tags have besides their name: `<|START_X|>` and `<|END_X|>`, `<x>` and `</x>` have one name."""
 
 MalformedArgumentsFormat = Literal["text", "value", "object"]
 """How arguments that are not a JSON object are passed: as text; as their JSON value, or as a string if they
@@ -118,6 +124,19 @@ class TemplateTraits:
     generation_prompt: str = ""
     history_reply_prefix: str = ""
     """The text before an earlier reply; it may differ from the generation prompt."""
+
+    @cached_property
+    def empty_reasoning_block(self) -> str:
+        """The empty reasoning block at the end of the generation prompt, in the template's own spelling.
+
+        >>> TemplateTraits(generation_prompt="<|im_start|>assistant\\n<think></think>").empty_reasoning_block
+        '<think></think>'
+        """
+        block = _BLOCK.search(self.generation_prompt)
+        if block is None or (block["label"].strip() and not block["label"].endswith("\n")):
+            return ""
+        opener, closer = (_TAG_NAME.sub("", block[side].lower()) for side in ("opener", "closer"))
+        return block[0] if opener == closer and block["opener"] != block["closer"] else ""
 
     def to_template_messages(
         self, messages: Sequence[Message], markers: Mapping[int, FieldMarker] | None = None

@@ -1,7 +1,8 @@
 """Converts arguments generated as bare text between tags to JSON, typed by the tool's schema.
 
 A value that is JSON of a type the schema allows is copied exactly as generated; any other value becomes a
-string. Without a schema, numbers, booleans, null, objects and arrays are copied. If the tags are malformed,
+string. Without a schema, numbers, booleans, null, objects and arrays are copied. `True`, `False` and `None`
+are read as the JSON values where the schema allows these. If the tags are malformed,
 the arguments are the generated text itself.
 """
 
@@ -17,6 +18,7 @@ from branchline.core.message import ToolCall
 
 _NAME = re.compile(r'[^\s<>{}"]+')
 _ANY_TYPE: frozenset[str] = frozenset()
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def parse_tool_name(text: str) -> str | None:
@@ -91,9 +93,10 @@ def _schema_types(schema: object) -> frozenset[str]:
 def _value_to_json(text: str, types: frozenset[str]) -> str:
     if types == {"string"}:
         return _string_to_json(text)
-    if "boolean" in types and text.strip() in ("True", "False"):
-        # Some templates print booleans as Python does, and models learn it from them.
-        return text.strip().lower()
+    literal = _PYTHON_LITERALS.get(text.strip())
+    if literal is not None and (not types or _json_type(load_json(literal)) in types):
+        # Some templates print these values as Python does, and models learn it from them.
+        return literal
     try:
         kind = _json_type(load_json(text))
     except ValueError:
