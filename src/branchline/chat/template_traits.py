@@ -111,6 +111,8 @@ class TemplateTraits:
     malformed_arguments_format: MalformedArgumentsFormat = "text"
     requires_null_content: bool = False
     """Empty content next to tool calls must be null."""
+    requires_content_parts: bool = False
+    """Text must be passed as a list of parts; text that is no part is not shown."""
     call_id_length: int = 0
     """Call ids must have this many characters; 0: any length."""
     shows_tool_calls: bool = True
@@ -180,11 +182,11 @@ class TemplateTraits:
                 else {"type": part.kind, part.kind: part.url or part.digest}
                 for part in message.parts
             ]
-        elif mark is not None and (content or not (reasoning or message.tool_calls)):
-            # An empty field is marked only if no other field can show where the message is.
-            raw["content"] = mark(0, content)
         else:
-            raw["content"] = content
+            if mark is not None and (content or not (reasoning or message.tool_calls)):
+                # An empty field is marked only if no other field can show where the message is.
+                content = mark(0, content)
+            raw["content"] = [{"type": "text", "text": content}] if self.requires_content_parts else content
         if reasoning:
             raw[self.reasoning_field] = mark(1, reasoning) if mark else reasoning
         if message.name:
