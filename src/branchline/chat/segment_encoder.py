@@ -85,6 +85,15 @@ class SegmentEncoder:
             return text
         return unicodedata.normalize("NFC", text)
 
+    def normalize_bytes(self, data: bytes) -> bytes:
+        """Returns the bytes of a text in the same form; bytes that are no text stay as they are."""
+        if data.isascii() or not self._tokenizer.normalizes_nfc:
+            return data
+        try:
+            return unicodedata.normalize("NFC", data.decode()).encode()
+        except UnicodeDecodeError:
+            return data
+
     def split_ids(self, text: str, ids: Ids, offsets: Sequence[int]) -> tuple[list[Ids], list[int]]:
         """Splits the ids of a text at offsets in the text. A token that crosses an offset goes to its left.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from itertools import pairwise
 from random import Random
 
@@ -68,8 +69,9 @@ class TemplateReplyEncoder:
 def _with_json_style(text: str, message: Message) -> str:
     """Returns the text of a reply with compact JSON and with JSON's literals."""
     for call in message.tool_calls:
-        arguments = json.loads(call.arguments)
-        text = text.replace(json.dumps(arguments), json.dumps(arguments, separators=(",", ":")))
+        with suppress(ValueError):
+            arguments = json.loads(call.arguments)
+            text = text.replace(json.dumps(arguments), json.dumps(arguments, separators=(",", ":")))
     if message.tool_calls:
         text = _PYTHON_LITERAL.sub(lambda found: f">{found[1]}{_JSON_LITERALS[found[2]]}{found[3]}<", text)
     return text

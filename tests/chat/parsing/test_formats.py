@@ -217,6 +217,21 @@ def test_only_newlines_next_to_a_call_are_framing(name: str, output: str, text: 
     assert len(parsed.message.tool_calls) == output.count("{call}")
 
 
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("apertus", '<|tools_prefix|>[{"f": {}}]'),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        ("gigachat", '<|function_call|>{"name": "f", "arguments": {}}'),
+    ],
+)
+def test_the_end_of_an_output_closes_a_call_whose_closer_may_be_missing(name: str, output: str) -> None:
+    parsed = parse_text(name, f"Hm.{output}")
+    assert (parsed.message.content, parsed.message.tool_calls, parsed.problems) == ("Hm.", (call("f"),), ())
+    cut = parse_text(name, f"Hm.{output}", "length")
+    assert (cut.message.content, cut.message.tool_calls, cut.problems) == (f"Hm.{output}", (), CUT)
+
+
 def test_llama_accepts_a_tag_and_several_calls() -> None:
     two = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "arguments": {}}\n'
     assert [made.name for made in parse_text("llama3", two).message.tool_calls] == ["f", "g"]

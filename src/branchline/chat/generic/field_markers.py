@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from branchline.chat.base import PromptMessage, RewriteReason
+from branchline.chat.base import PromptMessage, RewriteReason, Tools
 from branchline.chat.template_traits import has_malformed_arguments
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.message import Message
@@ -123,6 +123,10 @@ class SpanFinder:
         """Returns a finder with another nonce."""
         return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes, self._terminator_ids)
 
+    def with_tools(self, tools: Tools) -> SpanFinder:
+        """Returns a finder that reads arguments by the schemas of these tools."""
+        return SpanFinder(replace(self._reader, tools=tools), self.markers, self._reply_prefixes)
+
     # -- one sampled message -------------------------------------------------------------------------
 
     def find(
@@ -158,7 +162,7 @@ class SpanFinder:
             return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
         if stopped or message.content:
             rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
-            reply = self._encoder.decode_bytes(body)
+            reply = self._encoder.normalize_bytes(self._encoder.decode_bytes(body))
             if rendered != reply and not self._reader.have_same_meaning(
                 rendered, reply, cut=not stopped, ignore_arguments=malformed
             ):

@@ -30,7 +30,6 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
-from branchline.chat.generic.template_probe import EMPTY_THINK
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.cache import ByteLimitedCache
@@ -108,7 +107,7 @@ class PromptBuilder:
         self._tools = tool_list.cached_json_dicts or None
         self._now = now
         self._encoder = profile.reader.segment_encoder
-        self._finder = profile.span_finder
+        self._finder = profile.span_finder.with_tools(tool_list) if tool_list else profile.span_finder
 
     # -- history="template" --------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class PromptBuilder:
             if reason == RewriteReason.DROPPED and self._path[kept].message.reasoning_content:
                 reason = RewriteReason.THINK_STRIP
         extension = self._assemble(text, layout, cursor, reason)
-        if self._finder is self._profile.span_finder:
+        if self._finder.markers is self._profile.span_finder.markers:
             tokens = extension.message_tokens
             last_ids = tokens[-1].ids if tokens else self._path[-1].ids
             if len(last_ids):
@@ -173,7 +172,7 @@ class PromptBuilder:
     def _remembered_prompt(self) -> RenderedPrompt | None:
         """Returns the last prompt of the path, if it is remembered."""
         covered = len(self._path) - (len(self._path) > 0 and self._is_marked(len(self._path) - 1))
-        if not covered or self._finder is not self._profile.span_finder:
+        if not covered or self._finder.markers is not self._profile.span_finder.markers:
             return None
         last_ids = self._path[covered - 1].ids
         prompt = self._cache.get(id(last_ids))
@@ -217,13 +216,16 @@ class PromptBuilder:
 
     def _match_text_at(self, text: str, offset: int, recorded: str) -> int | None:
         """Returns the end of recorded text at an offset, or None if the text differs. An empty reasoning
-        block at its end may be missing."""
+        block at the end of a generation prompt may be missing, or shown as before an earlier reply."""
         if text.startswith(recorded, offset):
             return offset + len(recorded)
-        if self._profile.keep_empty_think and recorded.endswith(EMPTY_THINK):
-            recorded = recorded.removesuffix(EMPTY_THINK)
-            if text.startswith(recorded, offset):
-                return offset + len(recorded)
+        traits = self._profile.traits
+        block = traits.empty_reasoning_block if self._profile.keep_empty_think else ""
+        if block and recorded.endswith(traits.generation_prompt):
+            before = recorded.removesuffix(traits.generation_prompt)
+            for shown in (before + traits.history_reply_prefix, recorded.removesuffix(block)):
+                if text.startswith(shown, offset):
+                    return offset + len(shown)
         return None
 
     # -- history="verbatim" --------------------------------------------------------------------------

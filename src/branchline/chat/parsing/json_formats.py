@@ -146,7 +146,13 @@ JSON_FORMATS: dict[str, CallFormat] = {
         is_json=True,
         text_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
-    "apertus": CallFormat(("<|tools_prefix|>", "<|tools_suffix|>"), _parse_named_objects, is_json=True),
+    # The closer is also a stop token.
+    "apertus": CallFormat(
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
+        _parse_named_objects,
+        is_json=True,
+        closer_is_optional=True,
+    ),
     # MiniMax-M1 writes an object per line, Apriel, Jamba and Hunyuan-A13B a list.
     "tool_calls": CallFormat(
         ("<tool_calls>", "</tool_calls>"), _parse_objects("name", "arguments"), is_json_sequence=True

@@ -43,7 +43,7 @@ class LiteralSyntax:
         """Returns the literal at an offset as JSON, and the offset after it.
 
         >>> PYTHON_LITERALS.read("{'a': [1.50, None, 'it\\\\'s']}, b")
-        ('{"a": [1.50, null, "it\\'s"]}', 27)
+        ('{"a": [1.50, null, "it\\'s"]}', 28)
         """
         try:
             return self._read_value(text, skip_space(text, at))
