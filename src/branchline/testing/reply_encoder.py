@@ -26,21 +26,20 @@ class TemplateReplyEncoder:
         self._vary_tokenization = vary_tokenization
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
-        text, terminator = self._render(message)
-        ids = self._encode(text)
+        ids = self._encode(self._render(message))
+        _, terminator = self._codec.render_reply(message) or ("", None)
         return as_ids(np.append(ids, terminator)) if stop and terminator is not None else as_ids(ids)
 
-    def _render(self, message: Message) -> tuple[str, int | None]:
-        """Returns the text that the template shows for the reply if it is the last message, and the id that
-        ends it."""
+    def _render(self, message: Message) -> str:
+        """Returns the text that the template shows for the reply if it is the last message."""
         reply = self._codec.render_reply(message)
         assert reply is not None, f"the template does not show {message}"
-        text, terminator = reply
+        text, _ = reply
         if self._vary_tokenization and self._rng.random() < 0.5:
             for call in message.tool_calls:
                 compact = json.dumps(json.loads(call.arguments), separators=(",", ":"))
                 text = text.replace(json.dumps(json.loads(call.arguments)), compact)
-        return text, terminator
+        return text
 
     def _encode(self, text: str) -> Ids:
         if not self._vary_tokenization:
