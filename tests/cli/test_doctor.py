@@ -104,6 +104,7 @@ def test_json_output_is_one_object(doctor: Doctor) -> None:
     assert output["parsers"] == {"tool_calls": "plain", "reasoning": "none", "starts_inside_reasoning": False}
     assert output["stop_ids"] == [257]
     assert output["log"] is None
+    assert json.loads(doctor(CHAT_TEMPLATE, "--json", "--stop-id", "<|start|>")[1])["stop_ids"] == [256, 257]
     for finding in output["findings"]:
         assert set(finding) == {"name", "ok", "severity", "sentence", "evidence"}
         assert finding["ok"] == (finding["severity"] == "fine")

@@ -13,9 +13,10 @@ import pytest
 
 from branchline.cli import serve
 from branchline.cli.engines import build_router
-from branchline.cli.main import main
+from branchline.cli.main import build_parser, main
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
+from tests.chat.harmony import save_harmony
 from tests.cli.harness import served_gateway
 
 
@@ -49,6 +50,19 @@ def test_missing_and_malformed_options_are_errors(
     printed = capsys.readouterr()
     assert problem in printed.err
     assert not printed.out
+
+
+def test_stop_ids_are_set_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(save_harmony(tmp_path))
+    arguments = ["serve", "--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", path]
+    changes = ["--stop-id", "<|end|>", "--stop-id", "7", "--no-stop-id", "<|call|>"]
+    options = build_parser().parse_args([*arguments, *changes])
+    codec, _ = build_router(options)
+    names = {codec.token_bytes(token).decode() for token in codec.stop_ids - {7}}
+    assert 7 in codec.stop_ids
+    assert names == {"<|return|>", "<|endoftext|>", "<|end|>"}
+    assert main([*arguments, "--stop-id", "<|eot|>"]) == 2
+    assert "stop_ids: got '<|eot|>', expected an id from 0 to " in capsys.readouterr().err
 
 
 def test_help_shows_examples_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
+from branchline.cli.engines import add_stop_id_options
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import InputError, LogError
 from branchline.doctor.findings import Finding, Severity
@@ -75,6 +76,7 @@ def add_doctor(commands: Any) -> None:
         required=True,
         help="a model's directory with tokenizer.json and its chat template",
     )
+    add_stop_id_options(parser)
     parser.add_argument(
         "--history",
         choices=get_args(HistoryPolicy),
@@ -90,7 +92,7 @@ def add_doctor(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Returns what the command prints, and its exit code."""
-    codec = GenericCodec.open(options.tokenizer)
+    codec = GenericCodec.open(options.tokenizer, stop_ids=options.stop_id, no_stop_ids=options.no_stop_id)
     reader = LogReader(
         options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error
     )

@@ -27,6 +27,24 @@ UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
 OPENAI_KEY_ENV = "OPENAI_API_KEY"
 
 
+def add_stop_id_options(parser: argparse._ActionsContainer) -> None:
+    """Adds --stop-id and --no-stop-id, which change the stop ids of a codec."""
+    parser.add_argument(
+        "--stop-id",
+        action="append",
+        default=[],
+        metavar="ID_OR_TOKEN",
+        help="an id that ends an output, besides those in the model's files and its template; repeatable",
+    )
+    parser.add_argument(
+        "--no-stop-id",
+        action="append",
+        default=[],
+        metavar="ID_OR_TOKEN",
+        help="an id that does not end an output, although the model's files or template name it; repeatable",
+    )
+
+
 def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
     """The codec and a router over all engines; raises InputError if an option is missing or malformed."""
     from branchline.runtime.router import Router, RoutingRule
@@ -80,8 +98,13 @@ def _require_url(options: argparse.Namespace) -> None:
 def _load_codec(options: argparse.Namespace, folder: Path | None = None) -> Codec:
     from branchline.chat.generic.codec import GenericCodec
 
-    parsers = {"tool_parser": options.tool_parser, "reasoning_parser": options.reasoning_parser}
-    return GenericCodec.open(options.tokenizer or folder or options.model, **parsers)
+    return GenericCodec.open(
+        options.tokenizer or folder or options.model,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+        stop_ids=options.stop_id,
+        no_stop_ids=options.no_stop_id,
+    )
 
 
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from branchline import Message
 from branchline.chat.generic.codec import GenericCodec
@@ -14,12 +14,18 @@ from tests.chat.harness import TOOLS, SessionDriver, user
 CALL = (
     '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": 1}<|call|>'
 )
+TEMPLATE_CALL = '<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"at": 1}<|call|>'
 RESULT = Message("tool", "sunny")
 
 
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> GenericCodec:
+    return GenericCodec.open(save_harmony(tmp_path_factory.mktemp("harmony")))
+
+
 @pytest.fixture
-def driver(tmp_path: Path) -> SessionDriver:
-    return SessionDriver(GenericCodec.open(save_harmony(tmp_path)))
+def driver(codec: GenericCodec) -> SessionDriver:
+    return SessionDriver(codec)
 
 
 def analysis(text: str) -> str:
@@ -40,9 +46,9 @@ def commentary(text: str) -> str:
         (analysis("hm") + commentary("Let me look.") + CALL, "hm", "Let me look."),
         (analysis("a") + commentary("b") + analysis("c") + commentary("d") + CALL, "ac", "bd"),
         (analysis("hm") + CALL.replace(" <|constrain|>json", ""), "hm", ""),
-        (CALL.replace("commentary to=functions.look ", "commentary").replace("assistant", "assistant to=functions.look", 1), "", ""),
+        (TEMPLATE_CALL, "", ""),
     ],
-)  # fmt: skip
+)
 def test_a_call_continues_with_its_sampled_ids(
     driver: SessionDriver, output: str, reasoning: str, content: str
 ) -> None:
@@ -111,3 +117,31 @@ def test_a_preamble_that_is_not_sampled_here_is_shown_as_the_template_shows_it(d
     message = driver.codec.parse(driver.codec.tokenizer.encode(driver.decode(ids)), tools=TOOLS)
     text = driver.render(user("p"), message, RESULT, tools=TOOLS)
     assert "<|channel|>analysis<|message|>hm\n\nLook.<|end|><|start|>assistant to=functions.look" in text
+
+
+_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8)
+_PART = st.tuples(st.sampled_from([analysis, commentary]), _TEXT).map(lambda part: part[0](part[1]))
+
+
+@given(
+    cycles=st.lists(
+        st.tuples(st.lists(_PART, max_size=3), st.sampled_from([CALL, TEMPLATE_CALL])), min_size=1, max_size=3
+    ),
+    result=_TEXT,
+)
+def test_every_prompt_of_a_tool_cycle_continues_what_was_sampled(
+    codec: GenericCodec, cycles: list[tuple[list[str], str]], result: str
+) -> None:
+    driver = SessionDriver(codec)
+    conversation: list[Message] = [user("p")]
+    expected = driver.prepare(*conversation, tools=TOOLS).prompt_ids.tolist()
+    for parts, call in cycles:
+        ids = driver.encode("".join([*parts, call]).removeprefix("<|start|>assistant"))
+        node = driver.commit_reply(conversation, ids, tools=TOOLS)
+        assert len(node.message.tool_calls) == 1
+        conversation += [node.message, Message("tool", result)]
+        turn = driver.prepare(*conversation, tools=TOOLS)
+        prompt = turn.prompt_ids.tolist()
+        assert (turn.parent, prompt[: len(expected) + len(ids)]) == (node, expected + ids)
+        assert driver.decode(prompt[len(expected) + len(ids) :]).startswith("<|start|>functions.look to=")
+        expected = prompt

@@ -10,51 +10,99 @@ import pytest
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import CodecError
 from tests.chat.harmony import save_harmony
-from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user
+from tests.chat.harness import SessionDriver, save_byte_level, user
 
-_TURNS = "{%- for m in messages %}"
-_END = "{%- endfor %}"
-
-CHATML = f"""{_TURNS}{{{{- '<im_start>' + m.role + '\\n' + m.content }}}}
-{{%- for c in m.tool_calls %}}{{{{- '<call>' + c.function|tojson + '</call>' }}}}{{% endfor %}}
-{{{{- '<im_end>\\n' }}}}{_END}{{% if add_generation_prompt %}}{{{{- '<im_start>assistant\\n' }}}}{{% endif %}}"""
-
-COHERE = f"""{_TURNS}{{{{- '<turn><' + m.role + '>' }}}}
-{{%- if m.tool_calls %}}{{{{- '<action>' + m.tool_calls[0].function|tojson + '</action>' }}}}
-{{%- elif m.role == 'assistant' %}}
-{{%- if m.reasoning_content %}}{{{{- '<thinking>' + m.reasoning_content + '</thinking>' }}}}{{% endif %}}
-{{{{- '<response>' + m.content + '</response>' }}}}
-{{%- else %}}{{{{- m.content }}}}{{% endif %}}
-{{{{- '</turn>' }}}}{_END}"""
+CHATML = """\
+{%- for m in messages %}
+{{- '<im_start>' + m.role + '\n' + m.content }}
+{%- for c in m.tool_calls %}
+{{- '<call>' + c.function|tojson + '</call>' }}
+{%- endfor %}
+{{- '<im_end>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<im_start>assistant\n' }}
+{%- endif %}"""
+COHERE = """\
+{%- for m in messages %}
+{{- '<turn><' + m.role + '>' }}
+{%- if m.tool_calls %}
+{{- '<action>' + m.tool_calls[0].function|tojson + '</action>' }}
+{%- elif m.role == 'assistant' %}
+{%- if m.reasoning_content %}
+{{- '<thinking>' + m.reasoning_content + '</thinking>' }}
+{%- endif %}
+{{- '<response>' + m.content + '</response>' }}
+{%- else %}
+{{- m.content }}
+{%- endif %}
+{{- '</turn>' }}
+{%- endfor %}"""
 COHERE_PROMPT = "{% if add_generation_prompt %}{{- '<turn><assistant>' }}{% endif %}"
 COHERE_ALWAYS_PROMPT = "{{- '<turn><assistant>' }}"
-
-KIMI3 = f"""{_TURNS}{{{{- '<open>' + m.role + '<sep>' }}}}
-{{%- if m.reasoning_content %}}{{{{- '<open>think<sep>' + m.reasoning_content + '<close>think<sep>' }}}}{{% endif %}}
-{{%- if m.role == 'assistant' %}}{{{{- '<open>response<sep>' + m.content + '<close>response<sep>' }}}}
-{{%- for c in m.tool_calls %}}{{{{- '<open>call<sep>' + c.function|tojson + '<close>call<sep>' }}}}{{% endfor %}}
-{{%- else %}}{{{{- m.content }}}}{{% endif %}}
-{{{{- '<close>message<sep><end_of_msg>' }}}}{_END}
-{{%- if add_generation_prompt %}}{{{{- '<open>assistant<sep>' }}}}{{% endif %}}"""
-
-GLM = f"""{_TURNS}{{{{- '<observation>' if m.role == 'tool' else '<' + m.role + '>' }}}}
-{{{{- '\\n' + m.content }}}}
-{{%- for c in m.tool_calls %}}{{{{- '\\n<call>' + c.function|tojson + '</call>' }}}}{{% endfor %}}{_END}
-{{%- if add_generation_prompt %}}{{{{- '<assistant>' }}}}{{% endif %}}"""
-
-APERTUS = f"""{_TURNS}
-{{%- if m.role == 'assistant' %}}
-{{{{- '' if loop.index0 and messages[loop.index0 - 1].role == 'tool' else '<assistant>' }}}}{{{{- m.content }}}}
-{{%- if m.tool_calls %}}{{{{- '<tools_prefix>' + m.tool_calls[0].function|tojson + '<tools_suffix>' }}}}
-{{%- elif not loop.last %}}{{{{- '<assistant_end>' }}}}{{% endif %}}
-{{%- elif m.role == 'tool' %}}{{{{- '[' + m.content + ']' }}}}
-{{%- else %}}{{{{- '<' + m.role + '>' + m.content + '<user_end>' }}}}{{% endif %}}{_END}
-{{%- if add_generation_prompt and messages[-1].role != 'tool' %}}{{{{- '<assistant>' }}}}{{% endif %}}"""
-
-TEXT_TAGS = f"""{_TURNS}{{{{- '[' + m.role + ']' }}}}
-{{%- if m.role == 'tool' %}}{{{{- '<tool_response>' }}}}{{% endif %}}{{{{- m.content }}}}
-{{%- for c in m.tool_calls %}}{{{{- '<call>' + c.function|tojson + '</call>' }}}}{{% endfor %}}
-{{{{- '[/' + m.role + ']\\n' }}}}{_END}{{% if add_generation_prompt %}}{{{{- '[assistant]<think>' }}}}{{% endif %}}"""
+KIMI3 = """\
+{%- for m in messages %}
+{{- '<open>' + m.role + '<sep>' }}
+{%- if m.reasoning_content %}
+{{- '<open>think<sep>' + m.reasoning_content + '<close>think<sep>' }}
+{%- endif %}
+{%- if m.role == 'assistant' %}
+{{- '<open>response<sep>' + m.content + '<close>response<sep>' }}
+{%- for c in m.tool_calls %}
+{{- '<open>call<sep>' + c.function|tojson + '<close>call<sep>' }}
+{%- endfor %}
+{%- else %}
+{{- m.content }}
+{%- endif %}
+{{- '<close>message<sep><end_of_msg>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<open>assistant<sep>' }}
+{%- endif %}"""
+GLM = """\
+{%- for m in messages %}
+{{- '<observation>' if m.role == 'tool' else '<' + m.role + '>' }}
+{{- '\n' + m.content }}
+{%- for c in m.tool_calls %}
+{{- '\n<call>' + c.function|tojson + '</call>' }}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<assistant>' }}
+{%- endif %}"""
+APERTUS = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '' if loop.index0 and messages[loop.index0 - 1].role == 'tool' else '<assistant>' }}{{- m.content }}
+{%- if m.tool_calls %}
+{{- '<tools_prefix>' + m.tool_calls[0].function|tojson + '<tools_suffix>' }}
+{%- elif not loop.last %}
+{{- '<assistant_end>' }}
+{%- endif %}
+{%- elif m.role == 'tool' %}
+{{- '[' + m.content + ']' }}
+{%- else %}
+{{- '<' + m.role + '>' + m.content + '<user_end>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+{{- '<assistant>' }}
+{%- endif %}"""
+TEXT_TAGS = """\
+{%- for m in messages %}
+{{- '[' + m.role + ']' }}
+{%- if m.role == 'tool' %}
+{{- '<tool_response>' }}
+{%- endif %}
+{{- m.content }}
+{%- for c in m.tool_calls %}
+{{- '<call>' + c.function|tojson + '</call>' }}
+{%- endfor %}
+{{- '[/' + m.role + ']\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '[assistant]<think>' }}
+{%- endif %}"""
 
 TOKENS = (
     *("<im_start>", "<im_end>", "<call>", "</call>", "<eos>", "<other>", "<think>", "<tool_response>"),

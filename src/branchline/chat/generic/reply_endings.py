@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from branchline.chat.generic.template_probe import (
@@ -71,16 +71,18 @@ class _ReplyShape:
 _WORDS = (REASONING_WORD, ASSISTANT.content, ARGUMENT_WORD, OTHER_ARGUMENT_WORD)
 """The words of a reply, in the order in which a model writes them."""
 _AFTER_RESULT = (USER, ASSISTANT_WITH_CALL, TOOL_RESULT)
+_NEXT, _RESULT, _RESULTS = [NEXT_USER], [TOOL_RESULT], [TOOL_RESULT, OTHER_TOOL_RESULT]
 _SHAPES = (
-    _ReplyShape("text", [USER], ASSISTANT, [NEXT_USER]),
-    _ReplyShape("text with reasoning", [USER], ASSISTANT_WITH_REASONING, [NEXT_USER]),
-    _ReplyShape("text after a tool result", _AFTER_RESULT, ASSISTANT, [NEXT_USER]),
-    _ReplyShape("text and reasoning after a tool result", _AFTER_RESULT, ASSISTANT_WITH_REASONING, [NEXT_USER]),
-    _ReplyShape("a tool call", [USER], ASSISTANT_WITH_CALL, [TOOL_RESULT]),
-    _ReplyShape("text and a tool call", [USER], ASSISTANT_WITH_TEXT_AND_CALL, [TOOL_RESULT]),
-    _ReplyShape("reasoning and a tool call", [USER], ASSISTANT_WITH_REASONING_AND_CALL, [TOOL_RESULT]),
-    _ReplyShape("two tool calls", [USER], ASSISTANT_WITH_TWO_CALLS, [TOOL_RESULT, OTHER_TOOL_RESULT]),
-)  # fmt: skip
+    _ReplyShape("text", [USER], ASSISTANT, _NEXT),
+    _ReplyShape("text with reasoning", [USER], ASSISTANT_WITH_REASONING, _NEXT),
+    _ReplyShape("text after a tool result", _AFTER_RESULT, ASSISTANT, _NEXT),
+    _ReplyShape("text with reasoning after a tool result", _AFTER_RESULT, ASSISTANT_WITH_REASONING, _NEXT),
+    _ReplyShape("a tool call", [USER], ASSISTANT_WITH_CALL, _RESULT),
+    _ReplyShape("text and a tool call", [USER], ASSISTANT_WITH_TEXT_AND_CALL, _RESULT),
+    _ReplyShape("reasoning and a tool call", [USER], ASSISTANT_WITH_REASONING_AND_CALL, _RESULT),
+    _ReplyShape("two tool calls", [USER], ASSISTANT_WITH_TWO_CALLS, _RESULTS),
+)
+"""Texts come first: whether a call ends with the opener of the next message depends on them."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,11 @@ class _EndingFinder:
                     unstopped.append(tail.shape.name)
                 else:
                     stops.add(stop)
-            # Texts come first: a call ends with the opener of the next message only if a text does.
             opens_next_message = opens_next_message or (not tail.has_calls and self._is_opener(tail, stops))
         terminators: dict[bool, set[int]] = {False: set(), True: set()}
         for tail in self._tails:
             terminator = next((token for token in self._tokens(tail.before_next) if token in stops), None)
-            if terminator is None:
+            if terminator is None and not tail.has_calls:
                 terminator = self._last_token(tail.before_prompt)
             if terminator is not None:
                 terminators[tail.has_calls].add(terminator)
@@ -149,23 +150,16 @@ class _EndingFinder:
 
     def _find_stop(self, tail: _ReplyTail, opens_next_message: bool) -> int | None:
         """Returns the token that ends a reply of this shape, if no reply continues after it."""
+        candidates: list[int | None] = []
         if tail.at_end is None:
             # The end of the reply is not visible, so the token must follow replies of every shape.
             shared = frozenset.intersection(*(frozenset(self._tokens(t.before_next)) for t in self._tails))
-            candidates = self._tokens(tail.before_next)
+            candidates += [token for token in self._tokens(tail.before_next) if token in shared]
         else:
-            shared = frozenset()
-            candidates = [self._last_token(tail.at_end)]
+            candidates.append(self._last_token(tail.at_end))
             if opens_next_message or not tail.has_calls:
                 candidates.append(self._next_token(tail))
-        for token in candidates:
-            if (
-                token is not None
-                and token not in self._inside
-                and (tail.at_end is not None or token in shared)
-            ):
-                return token
-        return None
+        return next((token for token in candidates if token is not None and token not in self._inside), None)
 
     def _is_opener(self, tail: _ReplyTail, stops: Collection[int]) -> bool:
         """Whether the stop after a reply is not its own end, but all that opens the next message."""
@@ -213,8 +207,9 @@ class _EndingFinder:
         """Whether the template writes a generation prompt that was not requested."""
         text = self._probe.render_or_empty([USER], shape.tools, add_generation_prompt=False)
         after_user = text[text.rfind(USER.content) + len(USER.content) :]
-        common = commonprefix([at_end[::-1], after_user[::-1]])[::-1]
-        return not self._prompt and bool(self._tokens(common))
+        pairs = zip(reversed(at_end), reversed(after_user), strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return not self._prompt and bool(self._tokens(at_end[len(at_end) - common :]))
 
     # -- tokens --------------------------------------------------------------------------------------
 
