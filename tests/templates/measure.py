@@ -211,13 +211,14 @@ def _judge_fork(
     codec: GenericCodec, oracle: PlainRenderer, extended: _ExtendedPath, is_growing: bool
 ) -> Fork:
     """Returns the fork of a prompt. It is needless if the template shows the path up to and including the
-    message at which it forked."""
+    message at which it forked: replies apart from whitespace and style, everything else exactly."""
     entries: list[PromptMessage] = [*extended.path, *extended.new]
     messages = [entry.message for entry in entries]
-    rendered = oracle.normalize(oracle.render(messages, extended.tools))
+    text = oracle.render(messages, extended.tools)
+    rendered = oracle.normalize(text)
     forked = extended.path[: extended.extension.kept + 1]
     recorded = oracle.normalize("".join(codec.decode(node.ids) for node in forked))
-    is_needless = rendered.startswith(recorded)
+    is_needless = rendered.startswith(recorded) and _shows_context(codec, text, forked)
     return Fork(
         str(extended.extension.rewrite_reason),
         is_needless,
@@ -225,6 +226,22 @@ def _judge_fork(
         is_growing,
         "" if is_needless else _difference(recorded, rendered),
     )
+
+
+def _shows_context(codec: GenericCodec, text: str, path: Sequence[PathMessage]) -> bool:
+    """Whether a text has everything of a path that was not sampled, in order and with its whitespace."""
+    cursor = 0
+    prompts = {codec.profile(tools=tools).traits.generation_prompt for tools in (False, True)}
+    for node in path:
+        sampled = node.sampled_ids if node.ends_sampled else None
+        context = codec.decode(node.ids[: len(node.ids) - (len(sampled) if sampled is not None else 0)])
+        for prompt in prompts:
+            context = context.removesuffix(prompt)
+        start = text.find(codec.segment_encoder.normalize(context), cursor)
+        if start < 0:
+            return False
+        cursor = start + len(context)
+    return True
 
 
 def _difference(one: str, other: str) -> str:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 import jinja2
@@ -90,13 +91,21 @@ class PlainRenderer:
         user, reply = Message("user", "zqask"), Message("assistant", "zqsaid")
         try:
             body = self.render([user], add_generation_prompt=False)
-            prompt = "".join(self.render([user]).removeprefix(body).split())
-            text = self.render([user, reply, user]).removeprefix(body)
+            prompt = self.render([user]).removeprefix(body)
+            # Some templates write it whether requested or not.
+            prompt = prompt or self._codec.profile().traits.generation_prompt
+            text = self.render([user, reply, user]).removeprefix(body.removesuffix(prompt))
         except _REFUSALS:
             return "", ""
+        prompt = "".join(prompt.split())
         shown = "".join(text.partition(reply.content)[0].split())
-        has_closed_block = prompt.startswith(shown) and len(_TAG.findall(prompt[len(shown) :])) > 1
-        return (prompt, shown) if shown and has_closed_block else ("", "")
+        common = len(commonprefix([prompt, shown]))  # noqa: RUF071
+        while common and shown[:common].count("<") > shown[:common].count(">"):
+            common -= 1
+        if len(_TAG.findall(prompt[common:])) < 2:
+            return "", ""
+        # What else history shows before a reply, the model writes.
+        return prompt, shown if shown[common:] in prompt else shown[:common]
 
 
 def _to_json(

@@ -27,33 +27,37 @@ from branchline.doctor.played_conversation import PlayedPrompt
 
 def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
     reply, call = p.ASSISTANT_WITH_REASONING, p.ASSISTANT_WITH_REASONING_AND_CALL
-    has_field = probe.player.natural_reply(reply) is not None
-    if not has_field:
+    cycle = [p.USER, call, p.TOOL_RESULT]
+    reads_reply, reads_call = (probe.player.natural_reply(message) is not None for message in (reply, call))
+    if not reads_reply and not reads_call:
         reply = Message("assistant", f"<think>\n{p.REASONING_WORD}\n</think>\n\n{p.ASSISTANT.content}")
-    messages = [p.USER, reply, p.NEXT_USER]
-    without_tools = _play_or_none(probe, messages, tools=False)
-    played = {"user": without_tools or _play_or_none(probe, messages, tools=True)}
-    if has_field and probe.player.natural_reply(call) is not None:
-        played["tool"] = _play_or_none(probe, [p.USER, call, p.TOOL_RESULT], tools=True)
+    after_user = [*cycle, p.NEXT_USER] if reads_call and not reads_reply else [p.USER, reply, p.NEXT_USER]
+    without_tools = _play_or_none(probe, after_user, tools=False)
+    played = {
+        "user": without_tools or _play_or_none(probe, after_user, tools=True),
+        "tool": _play_or_none(probe, cycle, tools=True) if reads_call else None,
+    }
     stripped = {
         role: prompt
         for role, prompt in played.items()
         if prompt is not None and prompt.forks and p.REASONING_WORD not in prompt.text
     }
+    has_field = reads_reply or reads_call
     if not stripped:
         how = "also later" if has_field else "as part of the text: it has no field for it"
         yield fine("thinking", f"Thinking is shown, {how}.")
         return
-    if "tool" in stripped:
-        when = "even between tool steps"
-    elif p.REASONING_WORD in probe.render([p.USER, reply], tools=without_tools is None):
-        when = "once a user message follows"
-    else:
+    last_reply = probe.render(after_user[:-2] if reads_call and not reads_reply else after_user[:-1])
+    if p.REASONING_WORD not in last_reply:
         when = "always"
+    elif "tool" in stripped:
+        when = "even between tool steps"
+    else:
+        when = "once a user message follows"
     prompt = next(iter(stripped.values()))
     evidence = diff_excerpt(prompt.sampled_text, prompt.text)
-    # Without a field for it, replies do not have thinking in the first place.
     behaviour = "leaves earlier thinking out"
+    # Without a parser for it, replies have no thinking in the first place.
     roles = stripped if has_field else ()
     yield note("thinking", f"It {behaviour} {when}: prompts fork there.", evidence, behaviour, roles)
 
@@ -63,6 +67,7 @@ def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
 _STEPS: tuple[tuple[str, tuple[Message, ...]], ...] = (
     ("user_after_assistant", (p.USER, p.ASSISTANT, p.NEXT_USER)),
     ("tool_after_call", (p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT)),
+    ("tool_after_text_and_call", (p.USER, p.ASSISTANT_WITH_TEXT_AND_CALL, p.TOOL_RESULT)),
     (
         "assistant_after_tool",
         (p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT, p.ASSISTANT, p.NEXT_USER),

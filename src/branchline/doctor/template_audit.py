@@ -102,6 +102,13 @@ def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
     elif probe.traits.shows_tool_calls:
         parser = output_format.tool_format
         yield _check_reply(probe, "parses_calls", "a tool call", p.ASSISTANT_WITH_CALL, parser)
+        for name, what, message in (
+            ("parses_text_and_call", "text and a tool call", p.ASSISTANT_WITH_TEXT_AND_CALL),
+            ("parses_two_calls", "two tool calls", p.ASSISTANT_WITH_TWO_CALLS),
+        ):
+            # Other checks report a template that does not show such a reply.
+            if probe.player.encoder.shown_text(message) is not None:
+                yield _check_reply(probe, name, what, message, parser)
     if probe.traits.shows_reasoning:
         parser = output_format.reasoning_format
         yield _check_reply(probe, "parses_reasoning", "reasoning", p.ASSISTANT_WITH_REASONING, parser)

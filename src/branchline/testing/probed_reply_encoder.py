@@ -8,16 +8,19 @@ it parses back to the same message.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from random import Random
 
 from branchline.chat.base import Tools
+from branchline.chat.generic.chat_template import first_difference
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.generic.template_probe import TOOLS as PROBE_TOOLS
 from branchline.core.message import Message, ToolCall
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 
 _OPEN_REASONING, _CLOSE_REASONING = "<think>", "</think>"
+_TAG = re.compile(r"\s*<[^<>]+>")
 ReplyText = tuple[str, int | None]
 """The text of a reply, and the id that ends it."""
 
@@ -80,26 +83,38 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
 
     def _shown_texts(self, message: Message, terminator: int | None) -> Iterator[ReplyText]:
         """Yields the text of the reply up to each stop token, and the whole text."""
-        text = self._last_reply_text(message)
-        if text is None:
-            return
-        for start, _, token in self._codec.segment_encoder.find_added_tokens(text):
-            if token in self._codec.stop_ids:
-                yield text[:start], token
-        yield text, terminator
+        for text in self._last_reply_texts(message):
+            for start, _, token in self._codec.segment_encoder.find_added_tokens(text):
+                if token in self._codec.stop_ids:
+                    yield text[:start], token
+            yield text, terminator
 
-    def _last_reply_text(self, message: Message) -> str | None:
-        """Returns the text after the generation prompt if the reply is the last message; if history shows
-        another prefix than the generation prompt, the text after that."""
+    def _last_reply_texts(self, message: Message) -> Iterator[str]:
+        """Yields the text after the generation prompt if the reply is the last message. If history does not
+        show the generation prompt, what it shows in its place is written by the model, apart from tags that
+        the generation prompt has too."""
         tools = PROBE_TOOLS if message.tool_calls else ()
         probe = self._codec.probe(tools=bool(message.tool_calls))
         text = probe.render_reply(message, tools)
         if text is not None:
-            return text
-        user, prefix = Message("user", "."), probe.traits.history_reply_prefix
-        body = probe.render_or_empty([user], tools, add_generation_prompt=False)
-        text = probe.render_or_empty([user, message], tools, add_generation_prompt=False)
-        return text.removeprefix(body + prefix) if text.startswith(body + prefix) and prefix else None
+            yield text
+            return
+        user, prompt = Message("user", "."), probe.traits.generation_prompt
+        body, text = (
+            probe.render_or_empty(messages, tools, add_generation_prompt=False).removesuffix(prompt)
+            for messages in ([user], [user, message])
+        )
+        shown = text.removeprefix(body)
+        common = first_difference(prompt, shown)
+        while common and shown[:common].count("<") > shown[:common].count(">"):
+            common -= 1
+        if not text.startswith(body) or not common:
+            return
+        rest = shown[common:]
+        while (tag := _TAG.match(rest)) is not None and tag[0].strip() in prompt[common:]:
+            rest = rest[tag.end() :]
+        yield rest
+        yield shown[common:]
 
     def _find_terminator(self, message: Message) -> int | None:
         """Returns the first stop token after the reply if its results or a user message follow: GLM's replies

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
 from itertools import pairwise
 from random import Random
 
 import numpy as np
 
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.message import Message
+from branchline.core.message import Message, Notation
 from branchline.core.token_arrays import Ids, as_ids
 
 _PYTHON_LITERAL = re.compile(r">(\s*)(True|False|None)(\s*)<")
@@ -69,7 +68,7 @@ class TemplateReplyEncoder:
 def _with_json_style(text: str, message: Message) -> str:
     """Returns the text of a reply with compact JSON and with JSON's literals."""
     for call in message.tool_calls:
-        with suppress(ValueError):
+        if call.notation == Notation.JSON:
             arguments = json.loads(call.arguments)
             text = text.replace(json.dumps(arguments), json.dumps(arguments, separators=(",", ":")))
     if message.tool_calls:

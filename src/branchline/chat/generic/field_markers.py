@@ -125,7 +125,8 @@ class SpanFinder:
 
     def with_tools(self, tools: Tools) -> SpanFinder:
         """Returns a finder that reads arguments by the schemas of these tools."""
-        return SpanFinder(replace(self._reader, tools=tools), self.markers, self._reply_prefixes)
+        reader = replace(self._reader, tools=tools)
+        return SpanFinder(reader, self.markers, self._reply_prefixes, self._terminator_ids)
 
     # -- one sampled message -------------------------------------------------------------------------
 
