@@ -9,8 +9,8 @@ changed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate, pairwise
 
@@ -56,6 +56,8 @@ class TemplateProfile:
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
+    closed_by_stop: set[Hashable] = field(default_factory=set)
+    """Kinds of replies and next messages between which the template was seen to write one stop token."""
 
 
 @dataclass(frozen=True)
@@ -293,13 +295,22 @@ class PromptBuilder:
         """Returns the span between the fields of a reply and the content of the messages after it; None if
         the text does not show the reply in full, or shows a field of it after that content.
 
-        Content may occur in the template's own text by chance, so the conversation is also rendered with
-        words in its place that do not.
+        Content may occur in the template's own text by chance, so the conversation is also rendered with a
+        nonce in its place, once for each kind of reply and next messages that one stop token separates.
         """
         reply, markers = messages[reply_index].message, self._finder.markers
         start = markers.find_last_end(text, reply_index, reply, 0)
         if start < 0 or reply_index + 1 == len(messages):
             return TextSpan(start, len(text)) if start >= 0 else None
+        fields = (bool(reply.content), bool(reply.reasoning_content), min(len(reply.tool_calls), 2))
+        kind = (
+            include_tools,
+            fields,
+            *(entry.message.role for entry in messages[reply_index + 1 : reply_index + 3]),
+        )
+        stop = self._finder.find_next_stop(text, start) if kind in self._profile.closed_by_stop else None
+        if stop is not None:
+            return TextSpan(start, stop[1])
         following = [
             NewMessage(replace(entry.message, content=markers.nonce, parts=()))
             for entry in messages[reply_index + 1 :]
@@ -315,7 +326,12 @@ class PromptBuilder:
         if not 0 <= other_start <= content_start:
             return None
         closing = other[other_start:content_start]
-        return TextSpan(start, start + len(closing)) if text.startswith(closing, start) else None
+        if not text.startswith(closing, start):
+            return None
+        stop = self._finder.find_next_stop(closing, 0)
+        if stop is not None and self._finder.find_next_stop(closing, stop[1]) is None:
+            self._profile.closed_by_stop.add(kind)
+        return TextSpan(start, start + len(closing))
 
     # -- both ----------------------------------------------------------------------------------------
 
