@@ -32,7 +32,6 @@ def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         (["--engine", "vllm"], "expected --engine-url URL"),
-        (["--engine", "vllm", "--engine-url", "http://h:1"], "expected --tokenizer DIR or --model DIR"),
         (["--engine", "sglang", "--engine-url", "h:1", "--tokenizer", "."], "expected http://HOST:PORT"),
         (["--engine", "openai", *2 * ["--engine-url", "http://h:1"]], "expected one; --upstream adds more"),
         (["--engine", "scripted", "--rule", "haiku"], "expected model="),
@@ -101,7 +100,7 @@ def _sent_keys(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_openai_key_is_not_sent_to_engine_servers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchline.cli.engines._load_codec", lambda options: None)
+    monkeypatch.setattr("branchline.cli.engines._load_codec", lambda options, tokenizer: None)
     server = {"engine": engine, "engine_url": ["http://h:1"], "tokenizer": Path()}
     assert _sent_keys(monkeypatch, ("OPENAI_API_KEY",), **server) == {"main": ""}
     assert _sent_keys(monkeypatch, ("OPENAI_API_KEY", "BRANCHLINE_ENGINE_KEY"), **server) == {"main": "ek"}

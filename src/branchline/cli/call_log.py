@@ -92,10 +92,10 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="a model directory with tokenizer.json. With it ids are checked, drift is repaired by comparing "
-        "bytes, forks are shown as text, and calls without token ids are encoded",
+        metavar="DIR|NAME",
+        help="a folder with tokenizer.json, or a Hugging Face name such as Qwen/Qwen3-8B. With it ids are "
+        "checked, drift is repaired by comparing bytes, forks are shown as text, and calls "
+        "without token ids are encoded",
     )
     parser.add_argument(
         "--compare",

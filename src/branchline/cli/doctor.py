@@ -37,7 +37,7 @@ tokens. Ends with safe (exit code 0) or unsafe (1), and one sentence of advice.
 """
 _EPILOG = """\
 example:
-  branchline doctor --tokenizer ~/models/Qwen3-8B
+  branchline doctor --tokenizer Qwen/Qwen3-8B
   branchline doctor --tokenizer ~/models/Qwen3-8B calls.jsonl --history verbatim
   branchline doctor --tokenizer ~/models/Qwen3-8B --json | jq '.findings[] | select(.ok | not)'
 
@@ -70,10 +70,9 @@ def add_doctor(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="DIR",
+        metavar="DIR|NAME",
         required=True,
-        help="a model's directory with tokenizer.json and its chat template",
+        help="a folder with tokenizer.json and the chat template, or a Hugging Face name",
     )
     parser.add_argument(
         "--history",

@@ -43,7 +43,7 @@ of every sampled token. With --samples, writes training samples to a file.
 """
 _EPILOG = f"""\
 example:
-  branchline merge calls.jsonl --tokenizer ~/models/Qwen3-8B --samples samples.jsonl
+  branchline merge calls.jsonl --tokenizer Qwen/Qwen3-8B --samples samples.jsonl
 
 {LOG_FORMAT_HELP}"""
 

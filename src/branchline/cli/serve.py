@@ -42,15 +42,21 @@ examples:
       SmolLM2-135M-Instruct in this process, on a GPU or a CPU; needs no configuration
   branchline serve --engine scripted
       no model: echoes the last message, for testing a client
-  branchline serve --engine vllm --engine-url http://127.0.0.1:8000 --tokenizer ~/models/Qwen3-8B
-      a vLLM server that runs the same model; repeat --engine-url for each replica
-  branchline serve --engine hf --model ~/models/Qwen3-0.6B --journal run.journal
+  branchline serve --engine vllm --engine-url http://127.0.0.1:8000
+      a vLLM server, with the tokenizer of its model; repeat --engine-url for each replica
+  branchline serve --engine vllm --engine-url http://host:8000 --tokenizer ~/models/Qwen3-8B
+      the same with the tokenizer in a folder, for a server whose model is not known here
+  branchline serve --engine hf --model Qwen/Qwen3-0.6B --journal run.journal
       another model in this process; sessions survive a restart
   branchline serve --engine openai --engine-url https://host/v1
       record any OpenAI-compatible upstream; its token ids are unknown, so samples are inexact
   branchline serve --rule 'model=*haiku*,train=no' --rule 'agent=judge,engine=big,train=no' \\
       --upstream big=https://host/v1
       exclude calls from training, or send them to an upstream, by model or agent name
+
+A model or tokenizer is a folder or a Hugging Face name, NAME or NAME@REVISION. A name is looked up in the
+local cache (HF_HUB_CACHE) first; what is missing there is fetched from the hub. Without access to the hub,
+give a folder, or fill the cache elsewhere: hf download NAME
 
 Open a session and point an agent at it:
   curl -X POST $URL/sessions -H "authorization: Bearer $ADMIN_KEY"
@@ -83,10 +89,15 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="what generates: a model in this process (hf), a server, or a script (default: %(default)s)",
     )
     group.add_argument(
-        "--model", type=Path, metavar="DIR", help="the model's folder (default: SmolLM2, unpacked once)"
+        "--model",
+        metavar="DIR|NAME",
+        help="the model: a folder or a Hugging Face name (default with --engine hf: SmolLM2, unpacked once)",
     )
     group.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="the tokenizer's folder (default: the model's)"
+        "--tokenizer",
+        metavar="DIR|NAME",
+        help="the tokenizer and its chat template: a folder or a Hugging Face name (default: the model's; "
+        "with --engine vllm or sglang, that of the model that the server reports)",
     )
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")

@@ -205,6 +205,10 @@ class HttpEngine:
         """Raises EngineError until the server answers."""
         raise NotImplementedError
 
+    async def tokenizer_name(self) -> str:
+        """Returns the tokenizer that the server reports: a folder there, or a Hugging Face name."""
+        raise NotImplementedError
+
     def release_session(self, session: str) -> None:
         pass  # The prompt cache is bounded and drops the least recently used session.
 

@@ -105,6 +105,12 @@ class SglangEngine(HttpEngine):
         which generates a token by default."""
         await self.load_model_info()
 
+    async def tokenizer_name(self) -> str:
+        match info := await self.client.get_json("/get_model_info"):
+            case {"tokenizer_path": str(path)} | {"model_path": str(path)} if path:
+                return path
+        raise EngineError(f"{self.name}: /get_model_info returned {info!r}, expected a tokenizer_path")
+
     def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
         rid = uuid.uuid4().hex
         extra = dict(params.extra)

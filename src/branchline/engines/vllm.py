@@ -115,6 +115,13 @@ class VllmEngine(HttpEngine):
         model = await self.load_model_info()
         self.model = self.model or model
 
+    async def tokenizer_name(self) -> str:
+        """Returns the model that `vllm serve` was started with; a separate `--tokenizer` is not reported."""
+        match models := await self.client.get_json("/v1/models"):
+            case {"data": [{"root": str(root)}, *_]} if root:
+                return root
+        raise EngineError(f"{self.name}: /v1/models returned {models!r}, expected the root of a model")
+
     def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
         prompt = self.prompt_encoder.encode(prompt_ids, session)
         body: dict[str, Any] = {

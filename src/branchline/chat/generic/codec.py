@@ -66,7 +66,7 @@ class GenericCodec(TokenizerCodec):
         super().__init__(tokenizer)
         self.now = now or datetime.now()
         """The time that template clocks show; one time for a whole session."""
-        self.name = f"generic:{tokenizer.path.name}"
+        self.name = f"generic:{tokenizer.name}"
         self.markers = FieldMarkers()
         self.prompt_cache = create_prompt_cache()
         self._tool_parser = tool_parser
@@ -84,7 +84,7 @@ class GenericCodec(TokenizerCodec):
 
     @classmethod
     def open(cls, path: str | Path, **options: Any) -> GenericCodec:
-        """Opens the codec of a tokenizer directory."""
+        """Opens the codec of a tokenizer directory or of a Hugging Face name such as `Qwen/Qwen3-8B`."""
         return cls(TokenizerDir.open(path), **options)
 
     def with_clock(self, now: datetime) -> GenericCodec:

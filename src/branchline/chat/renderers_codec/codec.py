@@ -65,7 +65,7 @@ class RenderersCodec(TokenizerCodec):
         self.family = family.lower().replace("-", "_").replace(".", "_")
         if self.family not in FAMILIES:
             raise CodecError(f"family: got {family!r}, expected one of {', '.join(FAMILIES)}")
-        self.name = f"renderers:{self.family}:{tokenizer.path.name}"
+        self.name = f"renderers:{self.family}:{tokenizer.name}"
         self._family_config = FAMILIES[self.family]
         self._options = options
         self._renderer_tokenizer = RendererTokenizer(tokenizer, self.segment_encoder)
@@ -83,7 +83,7 @@ class RenderersCodec(TokenizerCodec):
 
     @classmethod
     def open(cls, path: str | Path, family: str, **options: Any) -> RenderersCodec:
-        """Opens the codec of a tokenizer directory and a family."""
+        """Opens the codec of a tokenizer directory or Hugging Face name, and a family."""
         return cls(TokenizerDir.open(path), family, **options)
 
     def parser(

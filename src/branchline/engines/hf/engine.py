@@ -30,7 +30,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from branchline.core.errors import EngineError
+from branchline.core.errors import EngineError, InputError
+from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, StepOutput
@@ -105,18 +106,23 @@ class HfEngine:
         dtype: str | None = None,
         **options: Any,
     ) -> HfEngine:
-        """Loads a model folder; `options` go to `from_pretrained`. The default dtype is float32 on a CPU and
-        the model's own on a GPU."""
+        """Loads a model folder or a model by its Hugging Face name (`NAME` or `NAME@REVISION`).
+
+        `options` go to `from_pretrained`. The default dtype is float32 on a CPU and the model's own on a GPU.
+        """
+        if "revision" in options:
+            raise InputError(f"revision: got {options['revision']!r}, expected it in the name: NAME@REVISION")
+        folder = find_model_folder(path, MODEL_FILES)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if device == "cpu" else "auto")
         auto: Any = transformers.AutoModelForCausalLM
         logs: Any = transformers.utils.logging
         logs.disable_progress_bar()
         try:
-            model = auto.from_pretrained(str(path), dtype=dtype, **options)
+            model = auto.from_pretrained(str(folder), dtype=dtype, **options)
         except (OSError, ValueError) as error:
             raise EngineError(f"model {str(path)!r}: {error}") from error
-        return cls(model.to(device), config, name=f"hf:{Path(path).name}")
+        return cls(model.to(device), config, name=f"hf:{model_name(folder)}")
 
     @property
     def stats(self) -> HfStats:
