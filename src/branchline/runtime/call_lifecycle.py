@@ -94,7 +94,7 @@ async def run_call(
     call = await commit_call(managed, turn, generations, record)
     answers = [builder.answer(generation) for builder, generation in zip(builders, generations, strict=True)]
     try:
-        yield build_result(record, call, turn, answers)
+        yield record_result(record, call, turn, answers)
     except (GeneratorExit, asyncio.CancelledError):
         record_delivery(managed, call, Delivery.LOST)
         raise
@@ -151,7 +151,7 @@ async def commit_call(
     return committed.call
 
 
-def build_result(
+def record_result(
     record: CallRecord, call: Call, turn: Turn, answers: Sequence[Answer], usage: TokenUsage | None = None
 ) -> CallResult:
     """Returns the result of a committed call and keeps it in its record."""
