@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from branchline.cli.engines import build_router
 from branchline.cli.main import main
 from branchline.core.errors import EngineError, InputError
 from tests.chat.harness import save_byte_level
+from tests.cli.harness import serve_options
 from tests.core.fake_hub import fake_hub, use_cache
 from tests.engines.fake_servers import FakeServer, FakeSglang, FakeVllm
 
@@ -58,15 +58,7 @@ def model_server(engine: str, name: str | None) -> Iterator[str]:
 
 
 def build_codec(engine: str, *urls: str, **options: object) -> GenericCodec:
-    defaults: dict[str, object] = {
-        "tokenizer": None,
-        "model": None,
-        "tool_parser": None,
-        "reasoning_parser": None,
-        "rule": [],
-        "upstream": [],
-    }
-    codec, router = build_router(Namespace(engine=engine, engine_url=list(urls), **{**defaults, **options}))
+    codec, router = build_router(serve_options(engine=engine, engine_url=list(urls), **options))
     asyncio.run(router.close())
     assert isinstance(codec, GenericCodec)
     return codec

@@ -16,7 +16,7 @@ from branchline.cli.engines import build_router
 from branchline.cli.main import main
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
-from tests.cli.harness import served_gateway
+from tests.cli.harness import serve_options, served_gateway
 
 
 def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
@@ -77,14 +77,7 @@ def _sent_keys(
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, value)
-    defaults: dict[str, object] = {
-        "tokenizer": None,
-        "model": None,
-        "tool_parser": None,
-        "reasoning_parser": None,
-        "rule": [],
-    }
-    _, router = build_router(Namespace(**{**defaults, "engine_url": [], "upstream": [], **options}))
+    _, router = build_router(serve_options(**options))
     engine = router.default_engine
     clients = {"main": getattr(engine.engines[0] if isinstance(engine, Replicas) else engine, "client", None)}
     for name in router.engine_names[1:]:

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
+from branchline.cli.call_log import no_calls_error, skipped_lines, skipped_to_json
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
-from branchline.core.errors import InputError, LogError
+from branchline.core.errors import LogError
 from branchline.doctor.findings import Finding, Severity
 from branchline.doctor.replay_report import (
     MAX_FORK_RATE,
@@ -51,7 +52,6 @@ history policies:
 _EXIT_UNSAFE = 1
 _STYLES = {Severity.FINE: "green", Severity.NOTE: "yellow", Severity.UNSAFE: "bold red"}
 _MAX_REFUSALS = 5
-_MAX_SKIPPED = 10
 
 JsonDict = dict[str, Any]
 
@@ -108,9 +108,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _read_calls(reader: LogReader) -> list[LoggedCall]:
     calls = list(reader)
     if not calls:
-        bad = reader.errors
-        problem = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
-        raise InputError(f"{reader.path}: no calls in it, expected one JSON object a line{problem}")
+        raise no_calls_error(reader)
     return calls
 
 
@@ -142,7 +140,7 @@ def _report_to_json(
         "parsers": dict(audit.parsers),
         "stop_ids": list(audit.stop_ids),
         "log": {report.history: _replay_to_json(report) for report in replays} or None,
-        "skipped": [{"line": error.line, "problem": error.problem} for error in skipped],
+        "skipped": skipped_to_json(skipped),
     }
 
 
@@ -189,10 +187,7 @@ def _render_report(
         yield _replay_table(replays)
         for report in replays:
             yield from _render_replay(report)
-    if skipped:
-        yield Text(f"skipped {pluralize(len(skipped), 'bad line')}")
-        for error in skipped[:_MAX_SKIPPED]:
-            yield Text(f"  {sanitize(str(error))}")
+    yield from skipped_lines(skipped)
     counts = [f"{len(audit.findings_of(severity))} {severity}" for severity in Severity]
     chosen = [report for report in replays if report.history == history]
     figures = "; ".join(
