@@ -25,9 +25,8 @@ from msgspec import Meta
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import NO_IDS, Ids
-from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams, remaining_request
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
-from branchline.engines.continuation import remaining_request
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 STREAM_INTERVAL = 32
