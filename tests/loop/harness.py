@@ -21,6 +21,7 @@ import numpy as np
 from branchline.chat.base import Codec
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.toy import ToyCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Chunk, SamplingParams
@@ -154,7 +155,12 @@ class ResumableScriptedEngine:
         self._arrived = asyncio.Condition()
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         self.requests.append((session, prompt_ids))
         if self.failure is not None:

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -30,6 +30,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
@@ -123,7 +124,12 @@ class HfEngine:
         return self._scheduler.stats
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         check_request(prompt_ids, params, self._vocab_size, self.max_context)
         seed = secrets.randbits(64) if params.seed is None else params.seed
