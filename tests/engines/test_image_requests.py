@@ -1,4 +1,4 @@
-"""Images in the requests of HTTP engines: one placeholder each is sent, and the server's prompt is compared."""
+"""Images in the requests of HTTP engines: one placeholder each, and the server's prompt is compared."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def test_a_vllm_server_without_the_endpoint_is_a_clear_input_error() -> None:
             engine = VllmEngine(server.url)
             with pytest.raises(EngineInputError, match=r"images: .* expected .* --enable-scale-out"):
                 await collect(engine.generate(PROMPT, params(8), images=IMAGES))
+            grammar = {"type": "json_object"}
             with pytest.raises(EngineInputError, match="response_format"):
-                grammar = {"type": "json_object"}
                 await collect(engine.generate(PROMPT, params(8, grammar=grammar), images=IMAGES))
             await engine.close()
 

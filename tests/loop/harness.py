@@ -139,6 +139,7 @@ class ResumableScriptedEngine:
     name: str = "scripted"
     version: int = 0
     logprob_kind: Any = "processed"
+    supports_images: bool = False
     max_context: int | None = None
     prompts_by_session: dict[str, list[Ids]] = field(default_factory=dict)
     """The prompts of each session, in order; replicas share one."""

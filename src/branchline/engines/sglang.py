@@ -5,8 +5,8 @@ repeats all output so far, unless the server runs with `--incremental-streaming-
 `meta_info.completion_tokens` counts from the start, which tells the new tokens of an event.
 
 Images are sent as `image_data`, with one placeholder each among the ids. SGLang decodes and encodes such a
-prompt again unless it runs with `SGLANG_MM_AVOID_RETOKENIZE=1`; it reports the prompt that it saw, and one that
-differs from ours in any id is an error.
+prompt again unless it runs with `SGLANG_MM_AVOID_RETOKENIZE=1`; it reports the prompt that it saw, and one
+that differs from ours in any id is an error.
 """
 
 from __future__ import annotations

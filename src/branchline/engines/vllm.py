@@ -19,7 +19,7 @@ from msgspec import Raw, Struct
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
-from branchline.core.token_arrays import NO_IDS, Ids
+from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, Chunk, FinishReason, LogprobKind, SamplingParams
 from branchline.engines.client import ServerConfig
 from branchline.engines.error_responses import error_from_event
@@ -118,8 +118,8 @@ _decode_tokens_event = msgspec.json.Decoder(VllmTokensEvent).decode
 class VllmImagesRequest(EngineRequest):
     """A request to `/inference/v1/generate`. Its first event has the prompt that the server saw."""
 
-    prompt_ids: Ids = NO_IDS
-    is_prompt_checked: bool = False
+    expected_prompt: Ids | None = None
+    """None once the server's prompt was checked."""
 
     async def next_chunk(self, not_before: float) -> Chunk | None:
         try:
@@ -140,9 +140,9 @@ class VllmImagesRequest(EngineRequest):
                 raise EngineError(f"{self.engine}: {error} in {data[:200]!r}") from error
             if event.choices is None:
                 raise error_from_event(self.engine, data)
-            if not self.is_prompt_checked:
-                check_server_prompt(self.engine, event.prompt_token_ids or (), self.prompt_ids)
-                self.is_prompt_checked = True
+            if self.expected_prompt is not None:
+                check_server_prompt(self.engine, event.prompt_token_ids or (), self.expected_prompt)
+                self.expected_prompt = None
             for choice in event.choices:
                 ids = choice.token_ids or []
                 logprobs = (choice.logprobs.content if choice.logprobs else None) or []
@@ -242,7 +242,7 @@ class VllmEngine(HttpEngine):
         if self.model:
             body["model"] = self.model
         response = self.client.request("POST", "/inference/v1/generate", msgspec.json.encode(body))
-        return VllmImagesRequest(self.name, response, self.version, prompt_ids=prompt_ids)
+        return VllmImagesRequest(self.name, response, self.version, expected_prompt=prompt_ids)
 
 
 def _sampling_params(params: SamplingParams, prompt_length: int) -> dict[str, Any]:
