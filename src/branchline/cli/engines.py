@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
     from branchline.runtime.router import Router
 
 ENGINE_NAMES = ("hf", "vllm", "sglang", "scripted", "openai")
+CODEC_NAMES = ("generic", "renderers")
 ENGINE_KEY_ENV = "BRANCHLINE_ENGINE_KEY"
 UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
 OPENAI_KEY_ENV = "OPENAI_API_KEY"
@@ -80,8 +81,28 @@ def _require_url(options: argparse.Namespace) -> None:
 def _load_codec(options: argparse.Namespace, folder: Path | None = None) -> Codec:
     from branchline.chat.generic.codec import GenericCodec
 
+    path = options.tokenizer or folder or options.model
     parsers = {"tool_parser": options.tool_parser, "reasoning_parser": options.reasoning_parser}
-    return GenericCodec.open(options.tokenizer or folder or options.model, **parsers)
+    if options.codec == "renderers":
+        return _load_renderers_codec(path, options.family, parsers)
+    if options.family:
+        raise InputError(f"--family: got {options.family!r}, expected it with --codec renderers only")
+    return GenericCodec.open(path, **parsers)
+
+
+def _load_renderers_codec(path: Path, family: str | None, parsers: Mapping[str, str | None]) -> Codec:
+    from branchline.chat.renderers_codec.codec import RenderersCodec
+    from branchline.chat.renderers_codec.families import FAMILIES
+
+    if not family:
+        raise InputError(f"--codec renderers: expected --family NAME, one of {', '.join(FAMILIES)}")
+    for name, value in parsers.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"{option}: got {value!r}, expected none: --codec renderers has parsers of its own"
+            )
+    return RenderersCodec.open(path, family)
 
 
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
