@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from branchline.chat.word_cache import WordCache
 from branchline.core.errors import CodecError
 from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import Ids
@@ -84,7 +83,9 @@ class TokenizerDir:
         self, path: Path, tokenizer: Tokenizer, file: _TokenizerFile, config: Mapping[str, Any]
     ) -> None:
         self.path = path
-        self._tokenizer = tokenizer
+        self.backend = tokenizer
+        self.normalizer, self.pre_tokenizer = file.normalizer, file.pre_tokenizer
+        """Two steps of the tokenizer as its file describes them."""
         self.normalizes_nfc = _contains_step(file.normalizer, "NFC")
         """Whether text is composed (Unicode NFC) before it is encoded."""
         is_byte_level = _contains_step([file.decoder, file.pre_tokenizer], "ByteLevel")
@@ -95,8 +96,6 @@ class TokenizerDir:
             token.lstrip or token.rstrip or token.single_word or not token.content for token in added.values()
         )
         """Whether every added token splits a text, whatever surrounds it."""
-        self.word_cache = WordCache.open(tokenizer, file.normalizer, file.pre_tokenizer)
-        """Ids of words in ASCII text; None if the tokenizer does not encode word by word."""
         ids = np.fromiter(tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
         self.vocab_size = int(ids.max(initial=-1)) + 1
         """The highest id plus one."""
@@ -139,7 +138,7 @@ class TokenizerDir:
     def encode(self, text: str) -> Ids:
         """Returns the ids of a text, without adding any; an added token (`<|im_end|>`) in it is one id."""
         text = text if text.isascii() else replace_surrogates(text)
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         ids.flags.writeable = False
         return ids

@@ -11,9 +11,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from msgspec import Struct
 
 from branchline.chat.vision import ImageSpan
+from branchline.core.errors import EngineError
 from branchline.core.token_arrays import NO_IDS, Floats, Ids
 
 FinishReason = Literal["stop", "length"]
@@ -125,3 +127,28 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def remaining_request(
+    prompt_ids: Ids, params: SamplingParams, yielded: Sequence[Chunk], version: int
+) -> tuple[Ids, SamplingParams] | Chunk:
+    """Returns the prompt and the parameters of the request that continues a generation after the chunks that
+    it has yielded. If no token is left to sample, returns the final chunk, which the engine did not report;
+    `version` is its version if nothing was yielded.
+
+    Raises EngineError if a grammar prevents a continuation: an engine matches it against the output of one
+    request, and would begin again. Penalties on the output alone do not count tokens from before a
+    continuation; `repetition_penalty` counts prompt and output and so includes them.
+    """
+    ids = np.concatenate([prompt_ids, *[chunk.ids for chunk in yielded]]) if yielded else prompt_ids
+    produced = len(ids) - len(prompt_ids)
+    version = yielded[-1].version if yielded else version
+    if produced and int(ids[-1]) in params.stop_ids:
+        return Chunk(version=version, finish_reason="stop")
+    if produced >= params.max_tokens:
+        return Chunk(version=version, finish_reason="length")
+    if not produced:
+        return prompt_ids, params
+    if params.grammar is not None:
+        raise EngineError(f"cannot continue after {produced} ids: the grammar would begin again")
+    return ids, params.for_continuation(produced)

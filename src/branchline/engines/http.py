@@ -28,9 +28,8 @@ from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import EngineError
 from branchline.core.message import Media
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
-from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams, remaining_request
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
-from branchline.engines.continuation import remaining_request
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 STREAM_INTERVAL = 32

@@ -20,11 +20,61 @@ from typing import Any
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams
-from branchline.engines.continuation import CancellableStream, remaining_request
+from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams, remaining_request
 
 # The least recently used session beyond this number gets a new replica on its next call, at a prefill's cost.
 MAX_STICKY_SESSIONS = 100_000
+
+
+class CancellableStream:
+    """A stream that is read in its consumer's task, and that other code can end while the consumer waits.
+
+    `cancel` cancels the wait and not the task: to the consumer the stream has ended. A stream that ends
+    without a finish reason and without `cancel` raises EngineError.
+    """
+
+    def __init__(self, stream: AsyncGenerator[Chunk, None]) -> None:
+        self._stream = stream
+        self._is_cancelled = self._is_finished = False
+        self._waiting_task: asyncio.Task[Any] | None = None
+        self._cancelled_task: asyncio.Task[Any] | None = None
+
+    def cancel(self) -> None:
+        """Ends the stream after the chunks it has yielded; its consumer closes it."""
+        if not self._is_cancelled:
+            self._is_cancelled, self._cancelled_task = True, self._waiting_task
+            if self._cancelled_task is not None:
+                self._cancelled_task.cancel()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def __aiter__(self) -> CancellableStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_cancelled:
+            raise StopAsyncIteration
+        self._waiting_task = task = asyncio.current_task()
+        assert task is not None, "streams are read in tasks"
+        cancelling = task.cancelling()
+        try:
+            chunk = await anext(self._stream)
+        except StopAsyncIteration:
+            if not self._is_finished:
+                raise EngineError("the stream ended before its generation did") from None
+            raise
+        except asyncio.CancelledError:
+            # The stream ends, unless the consumer's task was cancelled as well.
+            if self._cancelled_task is not None and task.cancelling() <= cancelling + 1:
+                raise StopAsyncIteration from None
+            raise
+        finally:
+            self._waiting_task = None
+            if self._cancelled_task is not None:
+                self._cancelled_task.uncancel()
+        self._is_finished = chunk.finish_reason is not None
+        return chunk
 
 
 @dataclass(eq=False)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.chat import word_cache
-from branchline.chat.word_cache import WordCache
-from tests.chat.families import FAMILIES, load_tokenizer
+from branchline.chat import segment_encoder
+from branchline.chat.segment_encoder import WordCache
+from tests.chat.families import FAMILIES, load_codec, load_tokenizer
 
 every_family = pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "llama3_2", "mistral_nemo"])
 
@@ -24,7 +25,7 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_cache(family: str) -> WordCache:
-    cache = load_tokenizer(family).word_cache
+    cache = load_codec(family).segment_encoder.word_cache
     assert cache is not None, f"{family} should be encoded word by word"
     return cache
 
@@ -46,7 +47,7 @@ def test_other_text_is_left_to_the_tokenizer(family: str) -> None:
 
 
 def test_tokenizers_that_encode_otherwise_have_no_cache() -> None:
-    assert {family for family in FAMILIES if load_tokenizer(family).word_cache is None} == {
+    assert {family for family in FAMILIES if load_codec(family).segment_encoder.word_cache is None} == {
         "deepseek_v3",
         "gemma3",
     }
@@ -54,16 +55,16 @@ def test_tokenizers_that_encode_otherwise_have_no_cache() -> None:
 
 def test_the_number_and_the_length_of_words_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer("qwen3")
-    cache = WordCache(str.split, tokenizer._tokenizer)
+    cache = WordCache(str.split, tokenizer.backend)
     monkeypatch.setattr(cache, "_find_words", open_cache("qwen3")._find_words)
-    monkeypatch.setattr(word_cache, "_MAX_WORDS", 50)
+    monkeypatch.setattr(segment_encoder, "_MAX_WORDS", 50)
     for number in range(40):
         text = " ".join(f"w{chr(97 + number % 26)}{chr(97 + k % 26)}x{k}" for k in range(100)) + "y" * 100
         ids = cache.encode(text)
         assert ids is not None
         assert ids.tolist() == tokenizer.encode(text).tolist()
         assert len(cache._ids) <= 50
-        assert max(map(len, cache._ids)) <= word_cache._MAX_WORD_LENGTH
+        assert max(map(len, cache._ids)) <= segment_encoder._MAX_WORD_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -90,4 +91,6 @@ def test_the_number_and_the_length_of_words_are_limited(monkeypatch: pytest.Monk
 def test_a_tokenizer_that_does_more_than_split_into_words_has_no_cache(
     normalizer: Any, pre_tokenizer: Any
 ) -> None:
-    assert WordCache.open(load_tokenizer("qwen3")._tokenizer, normalizer, pre_tokenizer) is None
+    tokenizer = copy(load_tokenizer("qwen3"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    assert WordCache.open(tokenizer) is None
