@@ -58,11 +58,12 @@ def conversation(protocol: str) -> list[dict[str, Any]]:
 
 
 async def post(one: Agent, protocol: str, messages: list[dict[str, Any]], *, stream: bool) -> None:
-    path, body = {
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("chat/completions", {"messages": messages}),
         "responses": ("responses", {"input": messages}),
         "messages": ("messages", {"messages": messages, "max_tokens": 100}),
-    }[protocol]
+    }
+    path, body = bodies[protocol]
     response = await one.http.post(
         f"{one.session.base_url}/{path}",
         json={"model": "m", "stream": stream, **body},
