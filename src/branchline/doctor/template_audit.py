@@ -17,6 +17,7 @@ from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 from branchline.doctor.findings import (
+    NAME_A_PARSER,
     USE_RENDERERS,
     AuditProbe,
     Finding,
@@ -92,7 +93,12 @@ def _stop_token_texts(codec: GenericCodec) -> dict[int, str]:
 def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
     output_format = probe.codec.profile(tools=True).reader.output_format
     yield _check_reply(probe, "parses_text", "text", p.ASSISTANT, "plain")
-    if probe.traits.shows_tool_calls:
+    if probe.codec.unread_calls:
+        evidence = {"written": probe.codec.unread_calls[0]}
+        yield unsafe(
+            "parses_calls", "shows tool calls in a form that no parser reads", evidence, NAME_A_PARSER
+        )
+    elif probe.traits.shows_tool_calls:
         parser = output_format.tool_format
         yield _check_reply(probe, "parses_calls", "a tool call", p.ASSISTANT_WITH_CALL, parser)
     if probe.traits.shows_reasoning:

@@ -7,6 +7,7 @@ replace the marked text (`prompt_builder`); the text between is encoded segment 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -26,13 +27,16 @@ from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
 from branchline.chat.generic.prompt_builder import PromptBuilder, TemplateProfile, create_prompt_cache
 from branchline.chat.generic.template_probe import (
+    ARGUMENT_WORD,
     ASSISTANT,
+    ASSISTANT_WITH_REASONING,
+    TOOL_CALL,
     TOOLS,
     USER,
     TemplateProbe,
     probe_template_traits,
 )
-from branchline.chat.parsing.detection import detect_output_format
+from branchline.chat.parsing.detection import RenderedCall, detect_output_format
 from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
@@ -48,6 +52,12 @@ from branchline.chat.vision import (
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
+
+log = logging.getLogger("branchline.chat")
+UNREAD_CALL = (
+    "%s: the chat template shows tool calls in a form that no parser reads: %r. Calls in outputs stay text; "
+    "--tool-parser NAME selects a parser"
+)
 
 
 class GenericCodec(TokenizerCodec):
@@ -80,6 +90,8 @@ class GenericCodec(TokenizerCodec):
         self.markers = FieldMarkers()
         self.prompt_cache = create_prompt_cache()
         self._tool_parser = tool_parser
+        self.unread_calls: list[str] = []
+        """Calls as the templates show them, if no parser reads them."""
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
         self._open_image_processor(vision, image_token)
@@ -153,7 +165,7 @@ class GenericCodec(TokenizerCodec):
         if kwargs:
             traits = probe_template_traits(template, kwargs, self.now)
         traits = self._with_generation_prompt(template, traits, kwargs)
-        output_format = self._detect_output_format(template, traits)
+        output_format = self._detect_output_format(template, traits, kwargs)
         reader = ReplyReader(self.segment_encoder, self.stop_ids, output_format)
         prefixes = (traits.generation_prompt, traits.history_reply_prefix)
         return TemplateProfile(
@@ -193,18 +205,42 @@ class GenericCodec(TokenizerCodec):
                 return replace(traits, generation_prompt=prompt, history_reply_prefix=prompt)
         return traits
 
-    def _detect_output_format(self, template: ChatTemplate, traits: TemplateTraits) -> OutputFormat:
+    def _detect_output_format(
+        self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
+    ) -> OutputFormat:
+        probe = TemplateProbe(template, traits, kwargs, self.now)
         detected = detect_output_format(
-            template.source, traits.generation_prompt, self.tokenizer.added_tokens
+            template.source,
+            traits.generation_prompt,
+            self.tokenizer.added_tokens,
+            self._render_call(probe),
+            probe.render_or_empty([USER, ASSISTANT_WITH_REASONING]) if traits.shows_reasoning else "",
         )
+        output_format = detected.output_format
         if self._tool_parser is not None:
-            detected = replace(detected, tool_format=self._tool_parser)
+            output_format = replace(output_format, tool_format=self._tool_parser)
+        elif detected.unread_call and detected.unread_call not in self.unread_calls:
+            self.unread_calls.append(detected.unread_call)
+            log.warning(UNREAD_CALL, self.tokenizer.path, detected.unread_call)
         if self._reasoning_parser is not None:
-            return replace(detected, reasoning_format=self._reasoning_parser)
-        if not traits.shows_reasoning:
-            # Reasoning that is parsed out and never shown again would fork every call.
-            return replace(detected, reasoning_format=NO_REASONING, starts_in_reasoning=False)
-        return detected
+            return replace(output_format, reasoning_format=self._reasoning_parser)
+        if (
+            traits.shows_reasoning
+            or output_format.starts_in_reasoning
+            or probe.strips_reasoning(output_format.reasoning_format)
+        ):
+            return output_format
+        # History shows reasoning as part of the text. Parsed out, it would be lost there.
+        return replace(output_format, reasoning_format=NO_REASONING)
+
+    def _render_call(self, probe: TemplateProbe) -> RenderedCall | None:
+        """Returns a reply with one call as the template shows it, or None if the template shows no calls."""
+        text = probe.render_call()
+        if not text:
+            return None
+        added = self.segment_encoder.find_added_tokens(text, text.rfind(ARGUMENT_WORD))
+        stops = [start for start, _, token in added if token in self.stop_ids]
+        return RenderedCall(text[: stops[-1]] if stops else text, TOOL_CALL, TOOLS)
 
     # -- ids to messages -----------------------------------------------------------------------------
 

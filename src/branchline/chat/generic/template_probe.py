@@ -16,6 +16,7 @@ from typing import Any
 
 from branchline.chat.base import ChatTemplateKwargs
 from branchline.chat.generic.chat_template import ChatTemplate
+from branchline.chat.parsing.output_parser import NO_REASONING, REASONING_MARKERS
 from branchline.chat.template_traits import (
     MALFORMED_CALL,
     UNRESTRICTED_ROLES,
@@ -195,6 +196,31 @@ class TemplateProbe:
             return None
         reply = text[len(prompt) :]
         return reply if message.reasoning_content else reply.removeprefix(EMPTY_THINK)
+
+    def render_call(self) -> str:
+        """Returns a reply with one call, from the start of its text or its marker to the end of the
+        conversation; empty if the template shows no calls."""
+        for messages in ([USER, ASSISTANT_WITH_CALL], [USER, ASSISTANT_WITH_CALL, TOOL_RESULT]):
+            text = self.render_or_empty(messages, TOOLS, add_generation_prompt=False)
+            text = text[text.rfind(USER.content) + len(USER.content) :]
+            if ARGUMENT_WORD not in text:
+                continue
+            text = text.partition(TOOL_RESULT.content)[0]
+            for prefix in (self.traits.generation_prompt, self.traits.history_reply_prefix):
+                before, found, reply = text.partition(prefix.strip()) if prefix.strip() else (text, "", "")
+                if found and ARGUMENT_WORD not in before:
+                    return reply.lstrip()
+            return text
+        return ""
+
+    def strips_reasoning(self, reasoning_format: str) -> bool:
+        """Whether the template removes reasoning that stands in the text of an earlier reply."""
+        if reasoning_format == NO_REASONING:
+            return False
+        opener, closer = REASONING_MARKERS[reasoning_format]
+        reply = Message("assistant", f"{opener}\n{REASONING_WORD}\n{closer}\n\n{ASSISTANT.content}")
+        text = self.render_or_empty([USER, reply, NEXT_USER])
+        return ASSISTANT.content in text and REASONING_WORD not in text
 
     def verify_engines(self) -> None:
         """Renders all verification conversations with both engines; a difference disables minijinja."""

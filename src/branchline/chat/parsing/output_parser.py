@@ -21,17 +21,12 @@ from branchline.chat.parsing.base import (
     TextParser,
     Tools,
 )
-from branchline.chat.parsing.framed import (
-    DeepSeekParser,
-    GlmParser,
-    HermesParser,
-    KimiParser,
-    MiniMaxParser,
-    Qwen3CoderParser,
-)
 from branchline.chat.parsing.harmony import HarmonyParser
+from branchline.chat.parsing.json_formats import JSON_FORMATS
+from branchline.chat.parsing.literal_formats import LITERAL_FORMATS, Llama4Parser
 from branchline.chat.parsing.llama3 import Llama3Parser
 from branchline.chat.parsing.mistral import MistralParser
+from branchline.chat.parsing.tagged_formats import TAGGED_FORMATS
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
 
@@ -39,21 +34,28 @@ NO_REASONING = "none"
 REASONING_MARKERS: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "hunyuan": ("<think:opensource>", "</think:opensource>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "solar": ("<|think|>", "<|end|>"),
+    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 }
 """Opener and closer of each reasoning format."""
 _REASONING_SPLITTERS = {name: MarkerSplitter(*markers) for name, markers in REASONING_MARKERS.items()}
 
 TOOL_FORMATS: dict[str, Callable[[Tools], TextParser]] = {
     "plain": PlainParser,
-    "hermes": HermesParser,
-    "qwen3_coder": Qwen3CoderParser,
+    **JSON_FORMATS,
+    **TAGGED_FORMATS,
+    **LITERAL_FORMATS,
     "harmony": HarmonyParser,
     "llama3": Llama3Parser,
+    "llama4": Llama4Parser,
     "mistral": MistralParser,
-    "deepseek": DeepSeekParser,
-    "glm": GlmParser,
-    "kimi": KimiParser,
-    "minimax": MiniMaxParser,
 }
 
 
@@ -147,6 +149,10 @@ class ReasoningParser:
                 if is_marker and text == self._open:
                     self._held_newlines = ""
                     self._state = _ReasoningState.OPENED
+                elif is_marker:
+                    # A closer alone is empty reasoning.
+                    self._held_newlines = ""
+                    self._state = _ReasoningState.CLOSED
                 elif text.isspace():
                     self._held_newlines += text
                 else:
