@@ -34,6 +34,14 @@ def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
         (["--engine", "vllm"], "expected --engine-url URL"),
         (["--engine", "sglang", "--engine-url", "h:1", "--tokenizer", "."], "expected http://HOST:PORT"),
         (["--engine", "openai", *2 * ["--engine-url", "http://h:1"]], "expected one; --upstream adds more"),
+        (
+            ["--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", ".", "--codec", "renderers"],
+            "--codec renderers: expected --family NAME, one of deepseek_r1",
+        ),
+        (
+            ["--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", ".", "--family", "qwen3"],
+            "--family: got 'qwen3', expected it with --codec renderers only",
+        ),
         (["--engine", "scripted", "--rule", "haiku"], "expected model="),
         (["--engine", "scripted", "--rule", "engine=big"], "expected one of the named ones: none"),
         (["--engine", "scripted", "--upstream", "big"], "expected NAME=URL"),

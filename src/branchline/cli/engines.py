@@ -11,7 +11,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extr
     from branchline.runtime.router import Router
 
 ENGINE_NAMES = ("hf", "vllm", "sglang", "scripted", "openai")
+CODEC_NAMES = ("generic", "renderers")
 ENGINE_KEY_ENV = "BRANCHLINE_ENGINE_KEY"
 UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
 OPENAI_KEY_ENV = "OPENAI_API_KEY"
@@ -107,7 +108,28 @@ def _load_codec(options: argparse.Namespace, tokenizer: str | Path) -> Codec:
     from branchline.chat.generic.codec import GenericCodec
 
     parsers = {"tool_parser": options.tool_parser, "reasoning_parser": options.reasoning_parser}
+    if options.codec == "renderers":
+        return _load_renderers_codec(tokenizer, options.family, parsers)
+    if options.family:
+        raise InputError(f"--family: got {options.family!r}, expected it with --codec renderers only")
     return GenericCodec.open(tokenizer, **parsers)
+
+
+def _load_renderers_codec(
+    tokenizer: str | Path, family: str | None, parsers: Mapping[str, str | None]
+) -> Codec:
+    from branchline.chat.renderers_codec.codec import RenderersCodec
+    from branchline.chat.renderers_codec.families import FAMILIES
+
+    if not family:
+        raise InputError(f"--codec renderers: expected --family NAME, one of {', '.join(FAMILIES)}")
+    for name, value in parsers.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"{option}: got {value!r}, expected none: --codec renderers has parsers of its own"
+            )
+    return RenderersCodec.open(tokenizer, family)
 
 
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:

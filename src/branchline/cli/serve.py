@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.cli.engines import (
+    CODEC_NAMES,
     ENGINE_KEY_ENV,
     ENGINE_NAMES,
     OPENAI_KEY_ENV,
@@ -75,7 +76,9 @@ def add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_engine_options(parser.add_argument_group("engine"))
-    _add_server_options(parser.add_argument_group("server"))
+    server_options = parser.add_argument_group("server")
+    _add_server_options(server_options)
+    _add_image_options(server_options)
     _add_session_options(parser.add_argument_group("sessions"))
     add_observability_options(parser)
     parser.set_defaults(run=run)
@@ -99,6 +102,14 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="the tokenizer and its chat template: a folder or a Hugging Face name (default: the model's; "
         "with --engine vllm or sglang, that of the model that the server reports)",
     )
+    group.add_argument(
+        "--codec",
+        choices=CODEC_NAMES,
+        default="generic",
+        help="what writes prompts: the tokenizer's chat template (generic), or the renderers package for a "
+        "named --family (default: %(default)s)",
+    )
+    group.add_argument("--family", metavar="NAME", help="the model family of --codec renderers")
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
     group.add_argument(
@@ -169,6 +180,19 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_image_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--allow-image-urls",
+        nargs="?",
+        choices=("public", "any"),
+        const="public",
+        default=GatewayConfig.image_urls,
+        dest="image_urls",
+        help="fetch images that clients send as http(s) links: from public addresses, or from any, also "
+        "local ones (default: links are refused; without a value: public)",
+    )
+
+
 def _add_session_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--journal", type=Path, metavar="FILE", help="record sessions in FILE, so that they survive a restart"
@@ -233,6 +257,7 @@ async def _serve(
             drain_s=options.drain_s,
             idle_s=options.idle_s,
             explain_forks=options.explain_forks,
+            image_urls=options.image_urls,
         ),
         observers=observability.observers,
         on_session_end=observability.on_end,

@@ -40,7 +40,6 @@ from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import (
     ImageProcessor,
-    ImageSpan,
     VisionConfig,
     check_media,
     find_image_spans,
@@ -48,7 +47,7 @@ from branchline.chat.vision import (
 )
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Message
-from branchline.core.token_arrays import Ids, as_ids
+from branchline.core.token_arrays import as_ids
 
 _INSTALL = "pip install 'branchline[renderers]'"
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}
@@ -69,9 +68,8 @@ class RenderersCodec(TokenizerCodec):
         self._family_config = FAMILIES[self.family]
         self._options = options
         self._renderer_tokenizer = RendererTokenizer(tokenizer, self.segment_encoder)
-        self.image_processor: ImageProcessor | None = None
-        """None if the family reads text only."""
         if self._family_config.image_pad_token:
+            self.image_token = self._family_config.image_pad_token
             self.image_processor = ImageProcessor(vision or VisionConfig.from_directory(tokenizer.path))
         self._renderers: dict[bytes, Any] = {}
         self._output_formats: dict[bytes, OutputFormat] = {}
@@ -131,16 +129,6 @@ class RenderersCodec(TokenizerCodec):
                 return extension
         return splicer.build_from_template(len(path))
 
-    def image_spans(self, messages: Sequence[Message], prompt_ids: Ids) -> tuple[ImageSpan, ...]:
-        """Returns the images of a prompt and where their placeholders stand."""
-        if self.image_processor is None:
-            return ()
-        return find_image_spans(messages, prompt_ids, self._image_pad_id)
-
-    @property
-    def _image_pad_id(self) -> int:
-        return self.tokenizer.added_tokens[self._family_config.image_pad_token]
-
     # -- the renderer --------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], tools: Tools, kwargs: ChatTemplateKwargs) -> RenderedIds:
@@ -195,20 +183,15 @@ class RenderersCodec(TokenizerCodec):
     ) -> None:
         """Raises TemplateError unless each image has as many placeholders as its size requires, and no text
         contains a placeholder."""
-        padded = set(render.message_indices[render.ids == self._image_pad_id].tolist())
+        pad = self.tokenizer.added_tokens[self.image_token]
+        padded = set(render.message_indices[render.ids == pad].tolist())
         for index, message in enumerate(messages):
             if not message.media and index not in padded:
                 continue
             try:
-                spans = find_image_spans([message], render.message_ids(index), self._image_pad_id)
+                find_image_spans([message], render.message_ids(index), pad, processor)
             except CodecError as error:
                 raise TemplateError(f"messages[{index}], {message.role}: {error}") from error
-            for span in spans:
-                expected = processor.config.placeholder_count(*processor.image_size(span.media))
-                if span.length != expected:
-                    raise TemplateError(
-                        f"messages[{index}]: got {span.length} placeholders for an image, expected {expected}"
-                    )
 
     def _to_renderer_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         raw_messages = self._traits.to_template_messages(messages)
