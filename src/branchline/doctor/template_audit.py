@@ -59,7 +59,7 @@ class TemplateAudit:
 
 def audit_template(codec: GenericCodec) -> TemplateAudit:
     """Checks a codec's chat template and tokenizer."""
-    name = codec.tokenizer.path.resolve().name
+    name = codec.tokenizer.name
     probe = AuditProbe(codec)
     try:
         probe.render([p.USER], add_generation_prompt=True)

@@ -266,13 +266,21 @@ class SpanFinder:
         return end
 
 
+def _texts(message: Message) -> list[str]:
+    """Returns the texts that a template shows in one piece: those between images, or the content."""
+    if message.parts and message.media:
+        return [part.strip() for part in message.parts if isinstance(part, str)]
+    return [message.content.strip()]
+
+
 def _first_text(message: Message) -> str:
-    return message.content.strip() or (message.tool_calls[0].name if message.tool_calls else "")
+    text = next(filter(None, _texts(message)), "")
+    return text or (message.tool_calls[0].name if message.tool_calls else "")
 
 
 def _content_end(text: str, message: Message, cursor: int, limit: int) -> int:
     """Returns the offset after the content and the call names of a message, as far as they occur."""
-    for needle in (message.content.strip(), *(call.name for call in message.tool_calls)):
+    for needle in (*_texts(message), *(call.name for call in message.tool_calls)):
         start = text.find(needle, cursor, limit) if needle else -1
         if start >= 0:
             cursor = start + len(needle)

@@ -30,8 +30,9 @@ from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
 from branchline.chat.generic.template_probe import EMPTY_THINK
-from branchline.chat.template_traits import TemplateTraits
+from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
+from branchline.chat.vision import ImageExpander
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.call import ToolList
 from branchline.core.errors import TemplateError
@@ -55,6 +56,8 @@ class TemplateProfile:
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
+    image_expander: ImageExpander | None = None
+    """None if the model reads text only."""
 
     @property
     def terminator_ids(self) -> frozenset[int]:
@@ -304,7 +307,15 @@ class PromptBuilder:
         markers = {index: self._finder.markers.field_marker(index) for index in marked}
         raw = profile.traits.to_template_messages([entry.message for entry in messages], markers)
         tools = self._tools if include_tools else None
-        text = profile.template.render(raw, tools, profile.chat_template_kwargs, now=self._now)
+        media = [part for entry in messages if entry.message.parts for part in entry.message.media]
+
+        def render(raw_messages: Sequence[TemplateMessage]) -> str:
+            return profile.template.render(raw_messages, tools, profile.chat_template_kwargs, now=self._now)
+
+        if media and profile.image_expander is not None:
+            text = profile.image_expander.render(render, raw, media)
+        else:
+            text = render(raw)
         return text if text.isascii() else self._encoder.normalize(text)
 
     def _assemble(
