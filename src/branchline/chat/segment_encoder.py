@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, product
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,10 @@ class SegmentEncoder:
         """Yields the added tokens in a text as (start, end, id)."""
         for match in self._added_pattern.finditer(text, start, len(text) if end is None else end):
             yield match.start(), match.end(), self._added_ids[match[0]]
+
+    def find_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Returns the ids of those names that are added tokens."""
+        return frozenset(self._added_ids[name] for name in names if name in self._added_ids)
 
     def control_tokens_in(self, ids: Ids) -> list[int]:
         """Returns the control tokens among ids."""

@@ -5,6 +5,7 @@ and in which order of roles they allow. `TemplateTraits` describes one template.
 rules, so whatever a template would refuse is written in the nearest form that it accepts:
 
 - arguments that are not a JSON object are shown as text or inside an object (`MalformedArgumentsFormat`);
+- text next to both reasoning and calls is added to the reasoning, if the template shows it there;
 - a late system message becomes a user message, consecutive user or system messages become one, and a user
   message after a tool result becomes part of the result (`RoleRules`).
 
@@ -120,6 +121,8 @@ class TemplateTraits:
     shows_tools: bool = True
     reasoning_field: str = "reasoning_content"
     """The message field from which the template reads reasoning."""
+    joins_text_to_reasoning: bool = False
+    """The template shows the text next to calls as reasoning; it may refuse a message with both."""
     role_aliases: Mapping[str, str] = field(default_factory=dict)
     """The roles that replace unknown ones, such as `system` for `developer`."""
     role_rules: RoleRules = UNRESTRICTED_ROLES
@@ -189,6 +192,9 @@ class TemplateTraits:
             raw["content"] = [{"type": "text", "text": content}] if self.requires_content_parts else content
         if reasoning:
             raw[self.reasoning_field] = mark(1, reasoning) if mark else reasoning
+            if self.joins_text_to_reasoning and message.tool_calls and isinstance(raw["content"], str):
+                raw[self.reasoning_field] += f"{_SEPARATOR}{raw['content']}" if raw["content"] else ""
+                raw["content"] = ""
         if message.name:
             raw["name"] = message.name
         return raw

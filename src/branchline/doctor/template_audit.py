@@ -59,7 +59,7 @@ class TemplateAudit:
 
 def audit_template(codec: GenericCodec) -> TemplateAudit:
     """Checks a codec's chat template and tokenizer."""
-    name = codec.tokenizer.path.resolve().name
+    name = codec.tokenizer.name
     probe = AuditProbe(codec)
     try:
         probe.render([p.USER], add_generation_prompt=True)
@@ -129,13 +129,20 @@ def _check_reply(probe: AuditProbe, name: str, what: str, message: Message, pars
 
 def _check_stop_ids(probe: AuditProbe) -> Iterator[Finding]:
     codec = probe.codec
-    terminators = codec.profile().terminator_ids
+    endings = codec.profile(tools=True).endings
     texts = ", ".join(f"{token} {text!r}" for token, text in _stop_token_texts(codec).items())
-    unnamed = terminators - codec.tokenizer.stop_ids
-    if not terminators:
+    unnamed = endings.stop_ids & codec.stop_ids
+    unstopped = endings.unstopped_shapes
+    if not endings.terminator_ids:
         evidence = {"written": excerpt(probe.render([p.USER, p.ASSISTANT, p.NEXT_USER]), 0)}
         behaviour = "writes no token after a reply, so its end cannot be recognised"
         yield unsafe("stop_ids", behaviour, evidence, USE_RENDERERS)
+    elif unstopped:
+        sentence = (
+            f"No stop id ends a reply with {unstopped[0]} in the template: if outputs do not end, name the "
+            "model's own with --stop-id."
+        )
+        yield note("stop_ids", sentence, {"stop ids": texts, "replies": "; ".join(unstopped)})
     elif unnamed and codec.tokenizer.stop_ids:
         names = ", ".join(repr(codec.decode(as_ids([token]))) for token in sorted(unnamed))
         sentence = (

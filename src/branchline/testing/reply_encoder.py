@@ -27,9 +27,8 @@ class TemplateReplyEncoder:
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
         ids = self._encode(self._render(message))
-        if stop:
-            ids = np.append(ids, min(self._codec.profile(tools=True).terminator_ids))
-        return as_ids(ids)
+        _, terminator = self._codec.render_reply(message) or ("", None)
+        return as_ids(np.append(ids, terminator)) if stop and terminator is not None else as_ids(ids)
 
     def _render(self, message: Message) -> str:
         """Returns the text that the template shows for the reply if it is the last message."""

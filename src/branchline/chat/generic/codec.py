@@ -26,9 +26,9 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
 from branchline.chat.generic.prompt_builder import PromptBuilder, TemplateProfile, create_prompt_cache
+from branchline.chat.generic.reply_endings import probe_reply_endings
 from branchline.chat.generic.template_probe import (
     ARGUMENT_WORD,
-    ASSISTANT,
     ASSISTANT_WITH_REASONING,
     TOOL_CALL,
     TOOLS,
@@ -41,7 +41,14 @@ from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, Ou
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
-from branchline.chat.vision import reject_media
+from branchline.chat.vision import (
+    ImageExpander,
+    ImageProcessor,
+    VisionConfig,
+    check_media,
+    find_image_token,
+    reject_media,
+)
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
@@ -58,8 +65,10 @@ class GenericCodec(TokenizerCodec):
 
     Parsers are detected from the template unless named. `chat_template` replaces the tokenizer's own
     templates. `keep_empty_think` keeps an empty reasoning block of the generation prompt, although history
-    does not show it. `stop_ids` are ids that end an output, in addition to those found in the tokenizer's
-    files and in the template (an engine may know more).
+    does not show it. `stop_ids` and `no_stop_ids` add to and remove from the ids that end an output, which
+    are found in the tokenizer's files and in the template (`reply_endings`); each is an id or the text of a
+    token. `vision` and `image_token` replace the settings of the image processor and the
+    placeholder token that the tokenizer directory names.
     """
 
     def __init__(
@@ -70,13 +79,16 @@ class GenericCodec(TokenizerCodec):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         keep_empty_think: bool = True,
-        stop_ids: Iterable[int] = (),
+        stop_ids: Iterable[int | str] = (),
+        no_stop_ids: Iterable[int | str] = (),
+        vision: VisionConfig | None = None,
+        image_token: str = "",
         now: datetime | None = None,
     ) -> None:
         super().__init__(tokenizer)
         self.now = now or datetime.now()
         """The time that template clocks show; one time for a whole session."""
-        self.name = f"generic:{tokenizer.path.name}"
+        self.name = f"generic:{tokenizer.name}"
         self.markers = FieldMarkers()
         self.prompt_cache = create_prompt_cache()
         self._tool_parser = tool_parser
@@ -84,20 +96,47 @@ class GenericCodec(TokenizerCodec):
         """Calls as the templates show them, if no parser reads them."""
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
+        self._open_image_processor(vision, image_token)
         sources = {tools: chat_template or tokenizer.template_source(tools=tools) for tools in (False, True)}
         compiled = {source: self._compile(source) for source in sources.values()}
         self._templates = {tools: compiled[source] for tools, source in sources.items()}
         self._traits = {
             template: probe_template_traits(template, now=self.now) for template in compiled.values()
         }
-        terminators = [self._find_terminators(template) for template in compiled.values()]
-        self.stop_ids = tokenizer.stop_ids.union(stop_ids, *terminators)
+        declared = tokenizer.stop_ids.union(tokenizer.find_id(value, "stop_ids") for value in stop_ids)
+        self._endings = {
+            template: probe_reply_endings(
+                TemplateProbe(template, traits, now=self.now), self.segment_encoder, declared
+            )
+            for template, traits in self._traits.items()
+        }
+        found = declared.union(*(endings.stop_ids for endings in self._endings.values()))
+        self.stop_ids = found - self._find_removed_stops(no_stop_ids, found)
         self._profiles: dict[tuple[ChatTemplate, bytes], TemplateProfile] = {}
 
     @classmethod
     def open(cls, path: str | Path, **options: Any) -> GenericCodec:
-        """Opens the codec of a tokenizer directory."""
+        """Opens the codec of a tokenizer directory or of a Hugging Face name such as `Qwen/Qwen3-8B`."""
         return cls(TokenizerDir.open(path), **options)
+
+    def _open_image_processor(self, vision: VisionConfig | None, image_token: str) -> None:
+        """A directory with an image processor of another kind is that of a text model, with a reason."""
+        self._image_expander: ImageExpander | None = None
+        self._no_images_reason = ""
+        try:
+            vision = vision or VisionConfig.find(self.tokenizer.path)
+        except CodecError as error:
+            self._no_images_reason = str(error)
+        added_tokens = self.tokenizer.added_tokens
+        if vision is None:
+            return
+        self.image_token = image_token or find_image_token(self.tokenizer.path, added_tokens)
+        if self.image_token not in added_tokens:
+            expected = "an added token of the tokenizer"
+            self._no_images_reason = f"image_token: got {self.image_token!r}, expected {expected}"
+            return
+        self.image_processor = ImageProcessor(vision)
+        self._image_expander = ImageExpander(self.image_processor, self.image_token)
 
     def with_clock(self, now: datetime) -> GenericCodec:
         """Returns the same codec with another time; both share all caches."""
@@ -136,30 +175,34 @@ class GenericCodec(TokenizerCodec):
             traits = probe_template_traits(template, kwargs, self.now)
         traits = self._with_generation_prompt(template, traits, kwargs)
         output_format = self._detect_output_format(template, traits, kwargs)
-        reader = ReplyReader(self.segment_encoder, self.stop_ids, output_format)
+        endings = self._endings[template]
+        reader = ReplyReader(
+            self.segment_encoder,
+            self.stop_ids,
+            output_format,
+            joins_text_to_reasoning=traits.joins_text_to_reasoning,
+        )
         prefixes = (traits.generation_prompt, traits.history_reply_prefix)
         return TemplateProfile(
             template,
             traits,
             kwargs,
             reader,
-            self._find_terminators(template),
-            SpanFinder(reader, self.markers, prefixes),
+            endings,
+            SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
+            self._image_expander,
         )
 
-    def _find_terminators(self, template: ChatTemplate) -> frozenset[int]:
-        """Returns the added tokens that follow a reply if a user message or a tool result comes next."""
-        probe = TemplateProbe(template, self._traits[template], now=self.now)
-        found: set[int] = set()
-        for following in (USER, Message("tool", "t")):
-            text = probe.render_or_empty([USER, ASSISTANT, following])
-            start = text.find(ASSISTANT.content)
-            token = next(self.segment_encoder.find_added_tokens(text, start), None) if start >= 0 else None
-            if token is not None:
-                found.add(token[2])
-        return frozenset(found)
+    def _find_removed_stops(self, values: Iterable[int | str], stop_ids: frozenset[int]) -> frozenset[int]:
+        """Returns the ids of stops to remove. Raises CodecError for a value that is no stop id."""
+        removed = {value: self.tokenizer.find_id(value, "no_stop_ids") for value in values}
+        for value, token in removed.items():
+            if token not in stop_ids:
+                names = ", ".join(f"{stop} {self.decode(as_ids([stop]))!r}" for stop in sorted(stop_ids))
+                raise CodecError(f"no_stop_ids: got {value!r}, expected one of the stop ids {names}")
+        return frozenset(removed.values())
 
     def _with_generation_prompt(
         self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
@@ -232,7 +275,10 @@ class GenericCodec(TokenizerCodec):
         history: HistoryPolicy = "template",
     ) -> Extension:
         if any(entry.message.parts for entry in new):
-            reject_media([entry.message for entry in new], self.name, first_index=len(path))
+            messages = [entry.message for entry in new]
+            if self.image_processor is None:
+                reject_media(messages, self.name, len(path), self._no_images_reason)
+            check_media(messages, self.name, len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
         builder = PromptBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:
@@ -269,11 +315,12 @@ class GenericCodec(TokenizerCodec):
         text = self.probe(tools=tools).render_reply(message, TOOLS if tools else ())
         if text is None:
             return None
-        stops = [
+        endings = self.profile(tools=tools).endings
+        ends = [
             (start, token)
             for start, _, token in self.segment_encoder.find_added_tokens(text)
-            if token in self.stop_ids
+            if token in self.stop_ids or token in endings.terminator_ids
         ]
-        if stops:
-            return text[: stops[-1][0]], stops[-1][1]
-        return text, min(self.profile(tools=tools).terminator_ids, default=None)
+        if ends:
+            return text[: ends[-1][0]], ends[-1][1]
+        return text, min(endings.call_terminator_ids if tools else endings.text_terminator_ids, default=None)

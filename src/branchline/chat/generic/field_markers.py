@@ -103,20 +103,30 @@ class FieldMarkers:
 class SpanFinder:
     """Decides where a message stands in a rendered text, and whether a sampled one is shown in full."""
 
-    def __init__(self, reader: ReplyReader, markers: FieldMarkers, reply_prefixes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        reader: ReplyReader,
+        markers: FieldMarkers,
+        reply_prefixes: Sequence[str],
+        terminator_ids: frozenset[int],
+    ) -> None:
         self._reader = reader
         self._encoder = reader.segment_encoder
         self.markers = markers
         self._reply_prefixes = reply_prefixes
         """The generation prompt, and the text that history shows in its place."""
+        self._terminator_ids = terminator_ids
+        self._end_ids = reader.stop_ids | terminator_ids
+        """The tokens that end a reply in a prompt. A template may write others than the model samples."""
 
     def with_new_markers(self) -> SpanFinder:
         """Returns a finder with another nonce."""
-        return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes)
+        return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes, self._terminator_ids)
 
     def with_tools(self, tools: Tools) -> SpanFinder:
         """Returns a finder that reads arguments by the schemas of these tools."""
-        return SpanFinder(replace(self._reader, tools=tools), self.markers, self._reply_prefixes)
+        reader = replace(self._reader, tools=tools)
+        return SpanFinder(reader, self.markers, self._reply_prefixes, self._terminator_ids)
 
     # -- one sampled message -------------------------------------------------------------------------
 
@@ -127,21 +137,22 @@ class SpanFinder:
         last = self.markers.find_last_end(text, index, message, start)
         if last < 0:
             return RewriteReason.DROPPED
-        stop_ids, is_control = self._reader.stop_ids, self._encoder.is_control
+        end_ids, framing_ids = self._end_ids, self._reader.framing_ids
         shown: list[int] = []
         for added in self._encoder.find_added_tokens(text, start):
             stop_start, stop_end, token = added
-            if stop_start >= last and token in stop_ids:
+            if stop_start >= last and token in end_ids:
                 break
-            if is_control[token]:
+            if self._encoder.is_control[token] and token not in framing_ids:
                 shown.append(token)
         else:
             return RewriteReason.NO_TERMINATOR
-        stopped = len(sampled) > 0 and int(sampled[-1]) in stop_ids
-        if stopped and int(sampled[-1]) != token:
+        # A sample may end with what the template writes there, even if it is no stop (gpt-oss: `<|end|>`).
+        stopped = len(sampled) > 0 and int(sampled[-1]) == token
+        if not stopped and self._reader.ends_with_stop(sampled):
             return RewriteReason.FOREIGN_STOP
         body = sampled[:-1] if stopped else sampled
-        expected = self._encoder.control_tokens_in(body)
+        expected = [t for t in self._encoder.control_tokens_in(body) if t not in framing_ids]
         malformed = has_malformed_arguments(message)
         if malformed:
             # What replaces malformed arguments has control tokens of its own; the reply starts the same.
@@ -162,11 +173,8 @@ class SpanFinder:
         # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
         is_closed = malformed or len(expected) == len(shown)
         if not message.content and not message.tool_calls:
-            rendered, reply = (
-                self.markers.strip(text[start:stop_start]).encode(),
-                self._encoder.decode_bytes(body),
-            )
-            is_closed = rendered.split() == reply.split()
+            rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
+            is_closed = rendered.split() == self._encoder.decode_bytes(body).split()
         return TextSpan(start, stop_start if is_closed else last)
 
     def find_reply_end(
@@ -188,11 +196,13 @@ class SpanFinder:
         stops = [
             token
             for token in self._encoder.find_added_tokens(text, closing.start, closing.end)
-            if token[2] in self._reader.stop_ids
+            if token[2] in self._end_ids
         ]
+        is_ended = len(sampled) > 0 and int(sampled[-1]) in self._end_ids
         if not stops:
-            return closing.start + self._sampled_length(text[closing.start : closing.end], sampled)
-        if not self._reader.ends_with_stop(sampled):
+            body = sampled[:-1] if is_ended else sampled
+            return closing.start + self._sampled_length(text[closing.start : closing.end], body)
+        if not is_ended:
             return stops[0][0]
         for _, end, token in stops:
             if token == int(sampled[-1]):
@@ -200,10 +210,9 @@ class SpanFinder:
         # If the stop opens the next message, an opener other than the sampled one must still be written.
         return stops[0][0] if stop_opens_next_message else stops[0][1]
 
-    def _sampled_length(self, closing: str, sampled: Ids) -> int:
+    def _sampled_length(self, closing: str, body: Ids) -> int:
         """Returns how many characters of a closing without stop tokens the sample ends with, whitespace
         aside."""
-        body = sampled[:-1] if self._reader.ends_with_stop(sampled) else sampled
         reply = "".join(self._encoder.decode_bytes(body).decode("utf-8", "replace").split())
         offsets = [offset for offset, char in enumerate(closing) if not char.isspace()]
         compact = "".join(closing.split())
@@ -212,9 +221,9 @@ class SpanFinder:
         return offsets[length - 1] + 1 if length else 0
 
     def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
-        """Returns the first stop token at or after an offset, as (start, end, id)."""
+        """Returns the first token that ends a message at or after an offset, as (start, end, id)."""
         for token in self._encoder.find_added_tokens(text, start):
-            if token[2] in self._reader.stop_ids:
+            if token[2] in self._end_ids:
                 return token
         return None
 
@@ -296,13 +305,21 @@ class SpanFinder:
         return end
 
 
+def _texts(message: Message) -> list[str]:
+    """Returns the texts that a template shows in one piece: those between images, or the content."""
+    if message.parts and message.media:
+        return [part.strip() for part in message.parts if isinstance(part, str)]
+    return [message.content.strip()]
+
+
 def _first_text(message: Message) -> str:
-    return message.content.strip() or (message.tool_calls[0].name if message.tool_calls else "")
+    text = next(filter(None, _texts(message)), "")
+    return text or (message.tool_calls[0].name if message.tool_calls else "")
 
 
 def _content_end(text: str, message: Message, cursor: int, limit: int) -> int:
     """Returns the offset after the content and the call names of a message, as far as they occur."""
-    for needle in (message.content.strip(), *(call.name for call in message.tool_calls)):
+    for needle in (*_texts(message), *(call.name for call in message.tool_calls)):
         start = text.find(needle, cursor, limit) if needle else -1
         if start >= 0:
             cursor = start + len(needle)

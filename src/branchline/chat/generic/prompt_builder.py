@@ -29,8 +29,10 @@ from branchline.chat.base import (
 )
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
-from branchline.chat.template_traits import TemplateTraits
+from branchline.chat.generic.reply_endings import ReplyEndings
+from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
+from branchline.chat.vision import ImageExpander
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.call import ToolList
 from branchline.core.errors import TemplateError
@@ -48,16 +50,21 @@ class TemplateProfile:
     traits: TemplateTraits
     chat_template_kwargs: ChatTemplateKwargs
     reader: ReplyReader
-    terminator_ids: frozenset[int]
-    """The added tokens that the template writes after a reply; several if a reply ends with the opener of
-    the next message (GLM)."""
+    endings: ReplyEndings
     span_finder: SpanFinder
     has_local_tail: bool
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
+    image_expander: ImageExpander | None = None
+    """None if the model reads text only."""
     closed_by_stop: set[Hashable] = field(default_factory=set)
     """Kinds of replies and next messages between which the template was seen to write one stop token."""
+
+    @property
+    def terminator_ids(self) -> frozenset[int]:
+        """The tokens that end a reply in a prompt."""
+        return self.endings.terminator_ids
 
 
 @dataclass(frozen=True)
@@ -277,7 +284,7 @@ class PromptBuilder:
                 reply,
                 sampled,
                 closing,
-                stop_opens_next_message=len(self._profile.terminator_ids) > 1,
+                stop_opens_next_message=self._profile.endings.stop_opens_next_message,
             )
             for index in range(last_reply + 1, len(self._path)):
                 recorded = self._encoder.decode(self._path[index].ids)
@@ -348,7 +355,15 @@ class PromptBuilder:
         markers = {index: self._finder.markers.field_marker(index) for index in marked}
         raw = profile.traits.to_template_messages([entry.message for entry in messages], markers)
         tools = self._tools if include_tools else None
-        text = profile.template.render(raw, tools, profile.chat_template_kwargs, now=self._now)
+        media = [part for entry in messages if entry.message.parts for part in entry.message.media]
+
+        def render(raw_messages: Sequence[TemplateMessage]) -> str:
+            return profile.template.render(raw_messages, tools, profile.chat_template_kwargs, now=self._now)
+
+        if media and profile.image_expander is not None:
+            text = profile.image_expander.render(render, raw, media)
+        else:
+            text = render(raw)
         return text if text.isascii() else self._encoder.normalize(text)
 
     def _assemble(

@@ -31,7 +31,7 @@ from branchline.core.reader import REASONING_TEXT_FIELDS
 
 PROBE_TIME = datetime(2001, 2, 3, 4, 5, 6)
 EMPTY_THINK = "<think>\n\n</think>\n\n"
-REASONING_WORD, ARGUMENT_WORD = "zqthought", "zqargument"
+REASONING_WORD, ARGUMENT_WORD, OTHER_ARGUMENT_WORD = "zqthought", "zqargument", "zqother"
 TOOL_NAME, TOOL_DESCRIPTION = "zqlook", "zqpurpose"
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -44,7 +44,7 @@ TOOLS: tuple[dict[str, Any], ...] = (
     },
 )
 TOOL_CALL = ToolCall(TOOL_NAME, f'{{"at": "{ARGUMENT_WORD}"}}', "abcdefgh1")
-OTHER_TOOL_CALL = ToolCall(TOOL_NAME, '{"at": "zqother"}', "abcdefgh2")
+OTHER_TOOL_CALL = ToolCall(TOOL_NAME, f'{{"at": "{OTHER_ARGUMENT_WORD}"}}', "abcdefgh2")
 
 SYSTEM = Message("system", "zqsystem")
 LATE_SYSTEM = Message("system", "zqlater")
@@ -350,5 +350,14 @@ def _probe_reasoning(probe: TemplateProbe) -> TemplateProbe:
     for name in REASONING_TEXT_FIELDS:
         candidate = probe.with_traits(reasoning_field=name)
         if any(REASONING_WORD in candidate.render_or_empty(messages) for messages in conversations):
-            return candidate.with_traits(shows_reasoning=True)
+            joins = _shows_text_as_reasoning(candidate)
+            return candidate.with_traits(shows_reasoning=True, joins_text_to_reasoning=joins)
     return probe
+
+
+def _shows_text_as_reasoning(probe: TemplateProbe) -> bool:
+    """Whether the template shows text next to a call exactly as it shows reasoning there."""
+    reply = ASSISTANT_WITH_REASONING_AND_CALL
+    as_text = Message("assistant", REASONING_WORD, tool_calls=reply.tool_calls)
+    one, other = (probe.render_or_empty([USER, message, TOOL_RESULT], TOOLS) for message in (reply, as_text))
+    return one == other and REASONING_WORD in one

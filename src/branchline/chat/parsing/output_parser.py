@@ -57,6 +57,7 @@ TOOL_FORMATS: dict[str, Callable[[Tools], TextParser]] = {
     "llama4": Llama4Parser,
     "mistral": MistralParser,
 }
+_FRAMING_TOKENS = {"harmony": HarmonyParser.splitter.markers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,12 @@ class OutputFormat:
         if self.reasoning_format not in (NO_REASONING, *REASONING_MARKERS):
             expected = ", ".join([NO_REASONING, *REASONING_MARKERS])
             raise CodecError(f"reasoning format: got {self.reasoning_format!r}, expected one of {expected}")
+
+    @property
+    def framing_tokens(self) -> tuple[str, ...]:
+        """The control tokens that only frame the parts of an output; outputs that differ in no more than
+        these may mean the same."""
+        return _FRAMING_TOKENS.get(self.tool_format, ())
 
     def create_parser(self, tools: Tools = ()) -> TextParser:
         """Returns a parser for one output. `tools` give the argument types for formats that write arguments
@@ -302,15 +309,24 @@ class OutputParser:
 
 
 def parse_reply_bytes(
-    parser: TextParser, reply: bytes, *, cut: bool, ignore_arguments: bool = False
+    parser: TextParser,
+    reply: bytes,
+    *,
+    cut: bool,
+    ignore_arguments: bool = False,
+    join_text_to_reasoning: bool = False,
 ) -> tuple[str, str, list[tuple[str, bytes]]]:
     """Returns the text, the reasoning and the calls of a reply for comparison with another spelling of it.
 
-    Whitespace is removed. With `ignore_arguments` calls are compared by name only.
+    Whitespace is removed. With `ignore_arguments` calls are compared by name only, with
+    `join_text_to_reasoning` text next to calls counts as the end of the reasoning.
     """
     # The reply is fed as if it were one token.
     message = OutputParser(parser, lambda _: reply).parse([0], "length" if cut else "stop").message
     calls = [
         (call.name, b"" if ignore_arguments else call.canonical_arguments) for call in message.tool_calls
     ]
-    return "".join(message.content.split()), "".join(message.reasoning_content.split()), calls
+    content, reasoning = "".join(message.content.split()), "".join(message.reasoning_content.split())
+    if join_text_to_reasoning and calls:
+        return "", reasoning + content, calls
+    return content, reasoning, calls
