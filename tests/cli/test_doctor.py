@@ -160,6 +160,8 @@ def test_bad_lines_are_an_error_or_skipped(doctor: Doctor) -> None:
     code, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), "{"])
     assert code == 0
     assert "skipped 1 bad line" in output
+    _, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), *["{"] * 12])
+    assert "2 more; --json lists them all" in output
     code, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=["{"])
     assert code == 2
     assert "no calls in it" in output

@@ -17,7 +17,7 @@ from branchline.cli.main import build_parser, main
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
 from tests.chat.harmony import save_harmony
-from tests.cli.harness import served_gateway
+from tests.cli.harness import serve_options, served_gateway
 
 
 def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
@@ -33,9 +33,23 @@ def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         (["--engine", "vllm"], "expected --engine-url URL"),
-        (["--engine", "vllm", "--engine-url", "http://h:1"], "expected --tokenizer DIR or --model DIR"),
         (["--engine", "sglang", "--engine-url", "h:1", "--tokenizer", "."], "expected http://HOST:PORT"),
         (["--engine", "openai", *2 * ["--engine-url", "http://h:1"]], "expected one; --upstream adds more"),
+        (
+            ["--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", ".", "--codec", "renderers"],
+            "--codec renderers: expected --family NAME, one of deepseek_r1",
+        ),
+        (
+            [
+                *("--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", "."),
+                *("--codec", "renderers", "--family", "qwen3", "--stop-id", "7"),
+            ],
+            "--stop-id, --no-stop-id: got ['7'], expected none with --codec renderers",
+        ),
+        (
+            ["--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", ".", "--family", "qwen3"],
+            "--family: got 'qwen3', expected it with --codec renderers only",
+        ),
         (["--engine", "scripted", "--rule", "haiku"], "expected model="),
         (["--engine", "scripted", "--rule", "engine=big"], "expected one of the named ones: none"),
         (["--engine", "scripted", "--upstream", "big"], "expected NAME=URL"),
@@ -92,14 +106,7 @@ def _sent_keys(
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, value)
-    defaults: dict[str, object] = {
-        "tokenizer": None,
-        "model": None,
-        "tool_parser": None,
-        "reasoning_parser": None,
-        "rule": [],
-    }
-    _, router = build_router(Namespace(**{**defaults, "engine_url": [], "upstream": [], **options}))
+    _, router = build_router(serve_options(**options))
     engine = router.default_engine
     clients = {"main": getattr(engine.engines[0] if isinstance(engine, Replicas) else engine, "client", None)}
     for name in router.engine_names[1:]:
@@ -115,7 +122,7 @@ def _sent_keys(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_openai_key_is_not_sent_to_engine_servers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchline.cli.engines._load_codec", lambda options: None)
+    monkeypatch.setattr("branchline.cli.engines._load_codec", lambda options, tokenizer: None)
     server = {"engine": engine, "engine_url": ["http://h:1"], "tokenizer": Path()}
     assert _sent_keys(monkeypatch, ("OPENAI_API_KEY",), **server) == {"main": ""}
     assert _sent_keys(monkeypatch, ("OPENAI_API_KEY", "BRANCHLINE_ENGINE_KEY"), **server) == {"main": "ek"}

@@ -7,10 +7,11 @@ real engine does: at the stop ids it is given.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, scripted_logprobs
@@ -44,7 +45,12 @@ class HarmonyEngine(ScriptedEngine):
         self.sampled: list[list[int]] = []
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         self.received_prompts.append(prompt_ids)
         output = self.codec.encode(OUTPUTS[len(self.received_prompts) - 1] + NEVER_SAMPLED).tolist()

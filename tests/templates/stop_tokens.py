@@ -1,7 +1,8 @@
-"""The stop tokens that the config files of real models declare, by template of the corpus.
+"""The stop tokens that real models declare, by template of the corpus.
 
-The corpus has templates without config files. The first token of an entry is the `eos_token`; all of them are
-the `eos_token_id` list of `generation_config.json`. A template without an entry gets an invented `eos_token`.
+The corpus has templates without config files. This table was written by hand and not read from the files of
+the models. The first token of an entry is the `eos_token`; all of them are the `eos_token_id` list of
+`generation_config.json`. A template without an entry gets an invented `eos_token`.
 """
 
 from __future__ import annotations

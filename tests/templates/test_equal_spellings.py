@@ -59,10 +59,9 @@ def test_an_empty_reasoning_block_does_not_fork(name: str, kwargs: dict[str, boo
     if not profile.traits.empty_reasoning_block or not profile.terminator_ids:
         pytest.skip("no empty reasoning block")
     driver = SessionDriver(codec)
-    fields = {"chat_template_kwargs": kwargs}
     ids = [*driver.encode("yes"), min(profile.terminator_ids)]
     conversation = [user("p")]
     for question in ("q", "r"):
-        node = driver.commit_reply(conversation, ids, **fields)
+        node = driver.commit_reply(conversation, ids, chat_template_kwargs=kwargs)
         conversation += [node.message, user(question)]
-        assert driver.prepare(*conversation, **fields).parent is node
+        assert driver.prepare(*conversation, chat_template_kwargs=kwargs).parent is node

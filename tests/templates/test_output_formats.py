@@ -32,8 +32,11 @@ UNREAD = {
 """Templates that show calls in a form that no parser reads, with the reason."""
 DIFFERENT = {
     ("llama_cpp/openai-gpt-oss-120b", "text and call"): "shows text next to a call as analysis",
+    ("llama_cpp/openai-gpt-oss-120b", "reasoning and call"): "shows text next to a call as analysis",
     ("trl/gptoss", "text and call"): "shows text next to a call as analysis",
+    ("trl/gptoss", "reasoning and call"): "shows text next to a call as analysis",
     ("trl/gptoss_training", "text and call"): "shows text next to a call as analysis",
+    ("trl/gptoss_training", "reasoning and call"): "shows text next to a call as analysis",
     ("llama_cpp/NVIDIA-Nemotron-Nano-v2", "text"): "shows text inside the reasoning that its prompt opens",
     ("llama_cpp/NVIDIA-Nemotron-Nano-v2", "text and call"): "shows text and call as two replies",
     (

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from branchline.core.errors import CodecError
+from branchline.core.model_folder import find_model_folder, model_name
 from branchline.core.reader import replace_surrogates
 from branchline.core.token_arrays import Ids
 
@@ -77,12 +78,13 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class TokenizerDir:
-    """The tokenizer of one model. Open it with `TokenizerDir.open(path)`."""
+    """The tokenizer of one model. Open it with `TokenizerDir.open(path)`; `name` is the model's name."""
 
     def __init__(
         self, path: Path, tokenizer: Tokenizer, file: _TokenizerFile, config: Mapping[str, Any]
     ) -> None:
         self.path = path
+        self.name = model_name(path)
         self.backend = tokenizer
         self.normalizer, self.pre_tokenizer = file.normalizer, file.pre_tokenizer
         """Two steps of the tokenizer as its file describes them."""
@@ -114,10 +116,11 @@ class TokenizerDir:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenizerDir:
-        """Reads `tokenizer.json`, and the config and chat template in the same directory if they exist."""
-        path = Path(path)
-        if not path.is_dir():
-            raise CodecError(f"{path}: not a directory, expected one with a tokenizer.json")
+        """Reads `tokenizer.json`, and the config and chat template in the same directory if they exist.
+
+        `path` is a directory or a Hugging Face name (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`).
+        """
+        path = find_model_folder(path)
         # The fast method encodes batches; a thread pool would not help a batch of one and warns after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:

@@ -12,6 +12,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from branchline.chat.base import (
     ChatTemplateKwargs,
     Extension,
@@ -24,6 +27,7 @@ from branchline.chat.base import (
 from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, parse_reply_bytes
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.vision import ImageProcessor, ImageSpan, find_image_spans
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 
@@ -77,6 +81,10 @@ class TokenizerCodec:
     def __init__(self, tokenizer: TokenizerDir) -> None:
         self.tokenizer = tokenizer
         self.segment_encoder = SegmentEncoder(tokenizer)
+        self.image_processor: ImageProcessor | None = None
+        """None if the model reads text only."""
+        self.image_token = ""
+        """The placeholder token of images."""
 
     def with_clock(self, now: datetime) -> Self:
         return self
@@ -91,6 +99,14 @@ class TokenizerCodec:
         history: HistoryPolicy = "template",
     ) -> Extension:
         raise NotImplementedError
+
+    def image_spans(
+        self, messages: Sequence[Message], prompt_ids: Ids, is_sampled: NDArray[np.bool_] | None = None
+    ) -> tuple[ImageSpan, ...]:
+        if self.image_processor is None:
+            return ()
+        pad = self.tokenizer.added_tokens[self.image_token]
+        return find_image_spans(messages, prompt_ids, pad, self.image_processor, is_sampled)
 
     def count_tokens(
         self,

@@ -59,7 +59,7 @@ class TemplateAudit:
 
 def audit_template(codec: GenericCodec) -> TemplateAudit:
     """Checks a codec's chat template and tokenizer."""
-    name = codec.tokenizer.path.resolve().name
+    name = codec.tokenizer.name
     probe = AuditProbe(codec)
     findings: list[Finding] = []
     if refusal := probe.user_refusal(tools=False):

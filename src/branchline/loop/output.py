@@ -84,7 +84,7 @@ async def build_output(state: LoopState, model: Model) -> LoopOutput:
 
 
 def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:
-    """The sample's media with their bytes: a sample from HTTP has digests only, the state has the bytes."""
+    """The sample's media as the state has them, with their bytes and details."""
     known = {media.digest: media for message in state.messages for media in message.media}
     found: dict[MediaKind, tuple[Media, ...]] = {}
     for media in sample.media:

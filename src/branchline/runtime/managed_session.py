@@ -264,7 +264,7 @@ class ManagedSession:
             self.state, self.reason = record.state, record.reason
             self.ended_event.set()
         else:
-            self.session.tree.apply(record)
+            self.session.apply_record(record)
 
     def export(self) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.

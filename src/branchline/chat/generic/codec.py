@@ -41,7 +41,14 @@ from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, Ou
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
-from branchline.chat.vision import reject_media
+from branchline.chat.vision import (
+    ImageExpander,
+    ImageProcessor,
+    VisionConfig,
+    check_media,
+    find_image_token,
+    reject_media,
+)
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
@@ -60,7 +67,8 @@ class GenericCodec(TokenizerCodec):
     templates. `keep_empty_think` keeps an empty reasoning block of the generation prompt, although history
     does not show it. `stop_ids` and `no_stop_ids` add to and remove from the ids that end an output, which
     are found in the tokenizer's files and in the template (`reply_endings`); each is an id or the text of a
-    token.
+    token. `vision` and `image_token` replace the settings of the image processor and the
+    placeholder token that the tokenizer directory names.
     """
 
     def __init__(
@@ -73,12 +81,14 @@ class GenericCodec(TokenizerCodec):
         keep_empty_think: bool = True,
         stop_ids: Iterable[int | str] = (),
         no_stop_ids: Iterable[int | str] = (),
+        vision: VisionConfig | None = None,
+        image_token: str = "",
         now: datetime | None = None,
     ) -> None:
         super().__init__(tokenizer)
         self.now = now or datetime.now()
         """The time that template clocks show; one time for a whole session."""
-        self.name = f"generic:{tokenizer.path.name}"
+        self.name = f"generic:{tokenizer.name}"
         self.markers = FieldMarkers()
         self.prompt_cache = create_prompt_cache()
         self._tool_parser = tool_parser
@@ -86,6 +96,7 @@ class GenericCodec(TokenizerCodec):
         """Calls as the templates show them, if no parser reads them."""
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
+        self._open_image_processor(vision, image_token)
         sources = {tools: chat_template or tokenizer.template_source(tools=tools) for tools in (False, True)}
         compiled = {source: self._compile(source) for source in sources.values()}
         self._templates = {tools: compiled[source] for tools, source in sources.items()}
@@ -105,8 +116,27 @@ class GenericCodec(TokenizerCodec):
 
     @classmethod
     def open(cls, path: str | Path, **options: Any) -> GenericCodec:
-        """Opens the codec of a tokenizer directory."""
+        """Opens the codec of a tokenizer directory or of a Hugging Face name such as `Qwen/Qwen3-8B`."""
         return cls(TokenizerDir.open(path), **options)
+
+    def _open_image_processor(self, vision: VisionConfig | None, image_token: str) -> None:
+        """A directory with an image processor of another kind is that of a text model, with a reason."""
+        self._image_expander: ImageExpander | None = None
+        self._no_images_reason = ""
+        try:
+            vision = vision or VisionConfig.find(self.tokenizer.path)
+        except CodecError as error:
+            self._no_images_reason = str(error)
+        added_tokens = self.tokenizer.added_tokens
+        if vision is None:
+            return
+        self.image_token = image_token or find_image_token(self.tokenizer.path, added_tokens)
+        if self.image_token not in added_tokens:
+            expected = "an added token of the tokenizer"
+            self._no_images_reason = f"image_token: got {self.image_token!r}, expected {expected}"
+            return
+        self.image_processor = ImageProcessor(vision)
+        self._image_expander = ImageExpander(self.image_processor, self.image_token)
 
     def with_clock(self, now: datetime) -> GenericCodec:
         """Returns the same codec with another time; both share all caches."""
@@ -162,6 +192,7 @@ class GenericCodec(TokenizerCodec):
             SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
+            self._image_expander,
         )
 
     def _find_removed_stops(self, values: Iterable[int | str], stop_ids: frozenset[int]) -> frozenset[int]:
@@ -244,7 +275,10 @@ class GenericCodec(TokenizerCodec):
         history: HistoryPolicy = "template",
     ) -> Extension:
         if any(entry.message.parts for entry in new):
-            reject_media([entry.message for entry in new], self.name, first_index=len(path))
+            messages = [entry.message for entry in new]
+            if self.image_processor is None:
+                reject_media(messages, self.name, len(path), self._no_images_reason)
+            check_media(messages, self.name, len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
         builder = PromptBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:

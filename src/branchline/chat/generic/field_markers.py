@@ -173,11 +173,8 @@ class SpanFinder:
         # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
         is_closed = malformed or len(expected) == len(shown)
         if not message.content and not message.tool_calls:
-            rendered, reply = (
-                self.markers.strip(text[start:stop_start]).encode(),
-                self._encoder.decode_bytes(body),
-            )
-            is_closed = rendered.split() == reply.split()
+            rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
+            is_closed = rendered.split() == self._encoder.decode_bytes(body).split()
         return TextSpan(start, stop_start if is_closed else last)
 
     def find_reply_end(
@@ -199,11 +196,13 @@ class SpanFinder:
         stops = [
             token
             for token in self._encoder.find_added_tokens(text, closing.start, closing.end)
-            if token[2] in self._reader.stop_ids
+            if token[2] in self._end_ids
         ]
+        is_ended = len(sampled) > 0 and int(sampled[-1]) in self._end_ids
         if not stops:
-            return closing.start + self._sampled_length(text[closing.start : closing.end], sampled)
-        if not self._reader.ends_with_stop(sampled):
+            body = sampled[:-1] if is_ended else sampled
+            return closing.start + self._sampled_length(text[closing.start : closing.end], body)
+        if not is_ended:
             return stops[0][0]
         for _, end, token in stops:
             if token == int(sampled[-1]):
@@ -211,10 +210,9 @@ class SpanFinder:
         # If the stop opens the next message, an opener other than the sampled one must still be written.
         return stops[0][0] if stop_opens_next_message else stops[0][1]
 
-    def _sampled_length(self, closing: str, sampled: Ids) -> int:
+    def _sampled_length(self, closing: str, body: Ids) -> int:
         """Returns how many characters of a closing without stop tokens the sample ends with, whitespace
         aside."""
-        body = sampled[:-1] if self._reader.ends_with_stop(sampled) else sampled
         reply = "".join(self._encoder.decode_bytes(body).decode("utf-8", "replace").split())
         offsets = [offset for offset, char in enumerate(closing) if not char.isspace()]
         compact = "".join(closing.split())
@@ -307,13 +305,21 @@ class SpanFinder:
         return end
 
 
+def _texts(message: Message) -> list[str]:
+    """Returns the texts that a template shows in one piece: those between images, or the content."""
+    if message.parts and message.media:
+        return [part.strip() for part in message.parts if isinstance(part, str)]
+    return [message.content.strip()]
+
+
 def _first_text(message: Message) -> str:
-    return message.content.strip() or (message.tool_calls[0].name if message.tool_calls else "")
+    text = next(filter(None, _texts(message)), "")
+    return text or (message.tool_calls[0].name if message.tool_calls else "")
 
 
 def _content_end(text: str, message: Message, cursor: int, limit: int) -> int:
     """Returns the offset after the content and the call names of a message, as far as they occur."""
-    for needle in (message.content.strip(), *(call.name for call in message.tool_calls)):
+    for needle in (*_texts(message), *(call.name for call in message.tool_calls)):
         start = text.find(needle, cursor, limit) if needle else -1
         if start >= 0:
             cursor = start + len(needle)

@@ -9,8 +9,8 @@ changed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate, pairwise
 
@@ -30,8 +30,9 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
-from branchline.chat.template_traits import TemplateTraits
+from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
+from branchline.chat.vision import ImageExpander
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.call import ToolList
 from branchline.core.errors import TemplateError
@@ -55,6 +56,10 @@ class TemplateProfile:
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
+    image_expander: ImageExpander | None = None
+    """None if the model reads text only."""
+    closed_by_stop: set[Hashable] = field(default_factory=set)
+    """Kinds of replies and next messages between which the template was seen to write one stop token."""
 
     @property
     def terminator_ids(self) -> frozenset[int]:
@@ -297,13 +302,22 @@ class PromptBuilder:
         """Returns the span between the fields of a reply and the content of the messages after it; None if
         the text does not show the reply in full, or shows a field of it after that content.
 
-        Content may occur in the template's own text by chance, so the conversation is also rendered with
-        words in its place that do not.
+        Content may occur in the template's own text by chance, so the conversation is also rendered with a
+        nonce in its place, once for each kind of reply and next messages that one stop token separates.
         """
         reply, markers = messages[reply_index].message, self._finder.markers
         start = markers.find_last_end(text, reply_index, reply, 0)
         if start < 0 or reply_index + 1 == len(messages):
             return TextSpan(start, len(text)) if start >= 0 else None
+        fields = (bool(reply.content), bool(reply.reasoning_content), min(len(reply.tool_calls), 2))
+        kind = (
+            include_tools,
+            fields,
+            *(entry.message.role for entry in messages[reply_index + 1 : reply_index + 3]),
+        )
+        stop = self._finder.find_next_stop(text, start) if kind in self._profile.closed_by_stop else None
+        if stop is not None:
+            return TextSpan(start, stop[1])
         following = [
             NewMessage(replace(entry.message, content=markers.nonce, parts=()))
             for entry in messages[reply_index + 1 :]
@@ -319,7 +333,12 @@ class PromptBuilder:
         if not 0 <= other_start <= content_start:
             return None
         closing = other[other_start:content_start]
-        return TextSpan(start, start + len(closing)) if text.startswith(closing, start) else None
+        if not text.startswith(closing, start):
+            return None
+        stop = self._finder.find_next_stop(closing, 0)
+        if stop is not None and self._finder.find_next_stop(closing, stop[1]) is None:
+            self._profile.closed_by_stop.add(kind)
+        return TextSpan(start, start + len(closing))
 
     # -- both ----------------------------------------------------------------------------------------
 
@@ -336,7 +355,15 @@ class PromptBuilder:
         markers = {index: self._finder.markers.field_marker(index) for index in marked}
         raw = profile.traits.to_template_messages([entry.message for entry in messages], markers)
         tools = self._tools if include_tools else None
-        text = profile.template.render(raw, tools, profile.chat_template_kwargs, now=self._now)
+        media = [part for entry in messages if entry.message.parts for part in entry.message.media]
+
+        def render(raw_messages: Sequence[TemplateMessage]) -> str:
+            return profile.template.render(raw_messages, tools, profile.chat_template_kwargs, now=self._now)
+
+        if media and profile.image_expander is not None:
+            text = profile.image_expander.render(render, raw, media)
+        else:
+            text = render(raw)
         return text if text.isascii() else self._encoder.normalize(text)
 
     def _assemble(

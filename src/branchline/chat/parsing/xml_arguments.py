@@ -121,16 +121,14 @@ def value_to_json(text: str, types: frozenset[str]) -> str:
 
 
 def _python_value_to_json(text: str, types: frozenset[str]) -> str:
-    """Returns a value that Python prints and the schema allows, or an empty text. Without a schema these are
-    `True`, `False` and `None`.
+    """Returns a value that Python prints and the schema allows, or an empty text.
 
     Some templates print booleans, null, objects and arrays as Python does, and models learn it from them.
     """
-    allowed = types - {"string"} if types else {"boolean", "null"}
     try:
         value, end = PYTHON_LITERALS.read(text)
         is_whole = end == len(text.rstrip())
-        return value if is_whole and _json_type(load_json(value)) in allowed else ""
+        return value if is_whole and _json_type(load_json(value)) in types - {"string"} else ""
     except ValueError:
         return ""
 

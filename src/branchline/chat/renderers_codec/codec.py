@@ -40,7 +40,6 @@ from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import (
     ImageProcessor,
-    ImageSpan,
     VisionConfig,
     check_media,
     find_image_spans,
@@ -48,7 +47,7 @@ from branchline.chat.vision import (
 )
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Message
-from branchline.core.token_arrays import Ids, as_ids
+from branchline.core.token_arrays import as_ids
 
 _INSTALL = "pip install 'branchline[renderers]'"
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}
@@ -65,13 +64,12 @@ class RenderersCodec(TokenizerCodec):
         self.family = family.lower().replace("-", "_").replace(".", "_")
         if self.family not in FAMILIES:
             raise CodecError(f"family: got {family!r}, expected one of {', '.join(FAMILIES)}")
-        self.name = f"renderers:{self.family}:{tokenizer.path.name}"
+        self.name = f"renderers:{self.family}:{tokenizer.name}"
         self._family_config = FAMILIES[self.family]
         self._options = options
         self._renderer_tokenizer = RendererTokenizer(tokenizer, self.segment_encoder)
-        self.image_processor: ImageProcessor | None = None
-        """None if the family reads text only."""
         if self._family_config.image_pad_token:
+            self.image_token = self._family_config.image_pad_token
             self.image_processor = ImageProcessor(vision or VisionConfig.from_directory(tokenizer.path))
         self._renderers: dict[bytes, Any] = {}
         self._output_formats: dict[bytes, OutputFormat] = {}
@@ -83,7 +81,7 @@ class RenderersCodec(TokenizerCodec):
 
     @classmethod
     def open(cls, path: str | Path, family: str, **options: Any) -> RenderersCodec:
-        """Opens the codec of a tokenizer directory and a family."""
+        """Opens the codec of a tokenizer directory or Hugging Face name, and a family."""
         return cls(TokenizerDir.open(path), family, **options)
 
     def parser(
@@ -130,16 +128,6 @@ class RenderersCodec(TokenizerCodec):
             if extension is not None:
                 return extension
         return splicer.build_from_template(len(path))
-
-    def image_spans(self, messages: Sequence[Message], prompt_ids: Ids) -> tuple[ImageSpan, ...]:
-        """Returns the images of a prompt and where their placeholders stand."""
-        if self.image_processor is None:
-            return ()
-        return find_image_spans(messages, prompt_ids, self._image_pad_id)
-
-    @property
-    def _image_pad_id(self) -> int:
-        return self.tokenizer.added_tokens[self._family_config.image_pad_token]
 
     # -- the renderer --------------------------------------------------------------------------------
 
@@ -195,20 +183,15 @@ class RenderersCodec(TokenizerCodec):
     ) -> None:
         """Raises TemplateError unless each image has as many placeholders as its size requires, and no text
         contains a placeholder."""
-        padded = set(render.message_indices[render.ids == self._image_pad_id].tolist())
+        pad = self.tokenizer.added_tokens[self.image_token]
+        padded = set(render.message_indices[render.ids == pad].tolist())
         for index, message in enumerate(messages):
             if not message.media and index not in padded:
                 continue
             try:
-                spans = find_image_spans([message], render.message_ids(index), self._image_pad_id)
+                find_image_spans([message], render.message_ids(index), pad, processor)
             except CodecError as error:
                 raise TemplateError(f"messages[{index}], {message.role}: {error}") from error
-            for span in spans:
-                expected = processor.config.placeholder_count(*processor.image_size(span.media))
-                if span.length != expected:
-                    raise TemplateError(
-                        f"messages[{index}]: got {span.length} placeholders for an image, expected {expected}"
-                    )
 
     def _to_renderer_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         raw_messages = self._traits.to_template_messages(messages)
