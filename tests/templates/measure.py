@@ -218,7 +218,7 @@ def _judge_fork(
     rendered = oracle.normalize(text)
     forked = extended.path[: extended.extension.kept + 1]
     recorded = oracle.normalize("".join(codec.decode(node.ids) for node in forked))
-    is_needless = rendered.startswith(recorded) and _shows_context(codec, text, forked)
+    is_needless = rendered.startswith(recorded) and _shows_context(codec, oracle, text, forked)
     return Fork(
         str(extended.extension.rewrite_reason),
         is_needless,
@@ -228,16 +228,22 @@ def _judge_fork(
     )
 
 
-def _shows_context(codec: GenericCodec, text: str, path: Sequence[PathMessage]) -> bool:
-    """Whether a text has everything of a path that was not sampled, in order and with its whitespace."""
+def _shows_context(
+    codec: GenericCodec, oracle: PlainRenderer, text: str, path: Sequence[PathMessage]
+) -> bool:
+    """Whether a text has everything of a path that was not sampled, in order and with its whitespace. An empty
+    block of reasoning in the generation prompt may be missing."""
     cursor = 0
     prompts = {codec.profile(tools=tools).traits.generation_prompt for tools in (False, True)}
     for node in path:
         sampled = node.sampled_ids if node.ends_sampled else None
         context = codec.decode(node.ids[: len(node.ids) - (len(sampled) if sampled is not None else 0)])
-        for prompt in prompts:
-            context = context.removesuffix(prompt)
-        start = text.find(codec.segment_encoder.normalize(context), cursor)
+        context = codec.segment_encoder.normalize(context)
+        start = text.find(context, cursor)
+        if start < 0 and oracle.prompt_has_empty_reasoning:
+            for prompt in prompts:
+                context = context.removesuffix(prompt)
+            start = text.find(context, cursor)
         if start < 0:
             return False
         cursor = start + len(context)

@@ -84,6 +84,11 @@ class PlainRenderer:
         prompt, shown = self._reply_prefixes
         return text.replace(prompt, shown) if prompt != shown else text
 
+    @property
+    def prompt_has_empty_reasoning(self) -> bool:
+        """Whether the generation prompt has an empty block of reasoning that history does not show."""
+        return self._reply_prefixes != ("", "")
+
     @cached_property
     def _reply_prefixes(self) -> tuple[str, str]:
         """Returns the generation prompt and what history shows in its place, if the generation prompt has a

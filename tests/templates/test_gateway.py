@@ -95,9 +95,9 @@ class TemplateEngine(ScriptedEngine):
         super().__init__(ReplyCodec(), replies(*self.script))  # type: ignore[arg-type]
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self, prompt_ids: Ids, params: SamplingParams, **options: Any
     ) -> AsyncGenerator[Chunk, None]:
-        async for chunk in super().generate(prompt_ids, params, session=session):
+        async for chunk in super().generate(prompt_ids, params, **options):
             stops = [place for place, token in enumerate(chunk.ids.tolist()) if token in params.stop_ids]
             if not stops:
                 yield chunk

@@ -15,7 +15,8 @@ from random import Random
 from typing import Any
 
 from branchline.core.call import Delivery
-from branchline.core.message import Message, ToolCall, WireShape
+from branchline.core.message import Message, ToolCall
+from branchline.testing.reply_variants import echo_as_client, similar_replies
 from branchline.timelines.causes import Cause
 
 
@@ -163,24 +164,9 @@ class PlanGenerator:
         """Returns the reply, or the most similar one that the model's format can express."""
         if self._can_express(message):
             return message
-        text, reasoning = message.content, message.reasoning_content
         other_text, other_reasoning = self._unique_text("reply"), self._unique_text("thought")
-        for count in range(len(message.tool_calls), -1, -1):
-            for candidate in (
-                Message(
-                    "assistant", content, reasoning_content=thought, tool_calls=message.tool_calls[:count]
-                )
-                for content, thought in (
-                    (text, reasoning),
-                    (text, "" if reasoning else other_reasoning),
-                    ("" if text else other_text, reasoning),
-                    ("" if text else other_text, "" if reasoning else other_reasoning),
-                )
-            ):
-                is_empty = not (candidate.content or candidate.tool_calls)
-                if not is_empty and self._can_express(candidate):
-                    return candidate
-        return message
+        candidates = similar_replies(message, other_text, other_reasoning)
+        return next(filter(self._can_express, candidates), message)
 
     # -- calls -------------------------------------------------------------------------------------------
 
@@ -211,7 +197,7 @@ class PlanGenerator:
     def _append_output(self, conversation: ScriptedConversation, call: int, choice: int = 0) -> Message:
         """Adds an output to the agent's history in the form in which a client sends it back."""
         output = self.calls[call].outputs[choice].message
-        shown = _echo_as_client(output, self._rng) if self._style.reserialize_echoes else output
+        shown = echo_as_client(output, self._rng) if self._style.reserialize_echoes else output
         conversation.messages.append(shown)
         conversation.depends_on.add(call)
         return shown
@@ -371,32 +357,3 @@ class PlanGenerator:
             return
         conversation.tools = (*conversation.tools[:2], _tool(f"extra{len(self.calls)}"))
         self._turn(conversation, expected_cause=Cause.TOOLS_CHANGED)
-
-
-def _echo_as_client(output: Message, rng: Random) -> Message:
-    """Returns a reply as a client sends it back: the same meaning in another form."""
-    calls = list(output.tool_calls)
-    shape = 0
-    if calls:
-        if rng.random() < 0.3:
-            calls = [
-                ToolCall(call.name, _reserialize_arguments(call.arguments, rng), call.id) for call in calls
-            ]
-        if len(calls) > 1 and rng.random() < 0.3:
-            calls.reverse()
-    if not output.content and rng.random() < 0.5:
-        shape |= rng.choice((WireShape.NULL_CONTENT, WireShape.ABSENT_CONTENT))
-    elif rng.random() < 0.2:
-        shape |= WireShape.PART_LIST
-    text = output.content if rng.random() < 0.8 else f" {output.content}\n"
-    reasoning = output.reasoning_content if rng.random() < 0.5 else ""
-    return Message(
-        "assistant", text, reasoning_content=reasoning, tool_calls=tuple(calls), wire_shape=int(shape)
-    )
-
-
-def _reserialize_arguments(arguments: str, rng: Random) -> str:
-    value = json.loads(arguments)
-    if rng.random() < 0.3:
-        return repr(value)
-    return json.dumps(dict(reversed(value.items())), separators=(",", ":"))

@@ -35,7 +35,11 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
         self._tools = tools
 
     def can_express(self, message: Message) -> bool:
-        """Whether the template's format has a text for the reply that is read back unchanged."""
+        """Whether the template's format has a text for the reply that is read back unchanged. If the
+        generation prompt opens reasoning, only replies with reasoning count."""
+        output_format = self._codec.profile(tools=bool(message.tool_calls)).reader.output_format
+        if output_format.starts_in_reasoning and not message.reasoning_content:
+            return False
         return self._find_text(message) is not None
 
     def shown_text(self, message: Message) -> str | None:
@@ -109,6 +113,9 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
         while common and shown[:common].count("<") > shown[:common].count(">"):
             common -= 1
         if not text.startswith(body) or not common:
+            return
+        if message.reasoning_content and _TAG.search(prompt[common:]):
+            # The generation prompt has closed the reasoning.
             return
         rest = shown[common:]
         while (tag := _TAG.match(rest)) is not None and tag[0].strip() in prompt[common:]:
