@@ -231,8 +231,8 @@ def _judge_fork(
 def _shows_context(
     codec: GenericCodec, oracle: PlainRenderer, text: str, path: Sequence[PathMessage]
 ) -> bool:
-    """Whether a text has everything of a path that was not sampled, in order and with its whitespace. An empty
-    block of reasoning in the generation prompt may be missing."""
+    """Whether a text has everything of a path that was not sampled, in order and with its whitespace. An
+    empty block of reasoning in the generation prompt may be missing."""
     cursor = 0
     prompts = {codec.profile(tools=tools).traits.generation_prompt for tools in (False, True)}
     for node in path:
