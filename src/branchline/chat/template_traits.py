@@ -143,6 +143,14 @@ class TemplateTraits:
         opener, closer = (_TAG_NAME.sub("", block[side].lower()) for side in ("opener", "closer"))
         return block[0] if opener == closer and block["opener"] != block["closer"] else ""
 
+    @cached_property
+    def history_reasoning_block(self) -> str:
+        """The end of the empty reasoning block that the template shows before an earlier reply."""
+        block = self.empty_reasoning_block
+        before = self.generation_prompt.removesuffix(block)
+        shown = self.history_reply_prefix.removeprefix(before)
+        return shown if self.history_reply_prefix.startswith(before) and block.endswith(shown) else ""
+
     def to_template_messages(
         self, messages: Sequence[Message], markers: Mapping[int, FieldMarker] | None = None
     ) -> list[TemplateMessage]:

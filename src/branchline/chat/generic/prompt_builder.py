@@ -221,14 +221,14 @@ class PromptBuilder:
 
     def _match_text_at(self, text: str, offset: int, recorded: str) -> int | None:
         """Returns the end of recorded text at an offset, or None if the text differs. An empty reasoning
-        block at the end of a generation prompt may be missing, or shown as before an earlier reply."""
+        block at its end may be missing, or be shown in part."""
         if text.startswith(recorded, offset):
             return offset + len(recorded)
         traits = self._profile.traits
         block = traits.empty_reasoning_block if self._profile.keep_empty_think else ""
-        if block and recorded.endswith(traits.generation_prompt):
-            before = recorded.removesuffix(traits.generation_prompt)
-            for shown in (before + traits.history_reply_prefix, recorded.removesuffix(block)):
+        if block and recorded.endswith(block):
+            before = recorded.removesuffix(block)
+            for shown in (before + traits.history_reasoning_block, before):
                 if text.startswith(shown, offset):
                     return offset + len(shown)
         return None
