@@ -15,7 +15,15 @@ from random import Random
 from typing import Any
 
 from branchline import Session
-from branchline.chat.base import Extension, HistoryPolicy, NewMessage, PathMessage, PromptMessage, Tools
+from branchline.chat.base import (
+    Extension,
+    HistoryPolicy,
+    NewMessage,
+    PathMessage,
+    PromptMessage,
+    RewriteReason,
+    Tools,
+)
 from branchline.chat.generic.codec import GenericCodec
 from branchline.core.message import Message, ToolCall
 from branchline.testing.plan_runner import ExecutedCall, PlanRunner, causal_order
@@ -218,7 +226,9 @@ def _judge_fork(
     rendered = oracle.normalize(text)
     forked = extended.path[: extended.extension.kept + 1]
     recorded = oracle.normalize("".join(codec.decode(node.ids) for node in forked))
-    is_needless = rendered.startswith(recorded) and _shows_context(codec, oracle, text, forked)
+    # Without a stop token nothing in the text shows where a reply ends.
+    has_end = extended.extension.rewrite_reason != RewriteReason.NO_TERMINATOR
+    is_needless = has_end and rendered.startswith(recorded) and _shows_context(codec, oracle, text, forked)
     return Fork(
         str(extended.extension.rewrite_reason),
         is_needless,

@@ -36,11 +36,14 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
 
     def can_express(self, message: Message) -> bool:
         """Whether the template's format has a text for the reply that is read back unchanged. If the
-        generation prompt opens reasoning, only replies with reasoning count."""
-        output_format = self._codec.profile(tools=bool(message.tool_calls)).reader.output_format
-        if output_format.starts_in_reasoning and not message.reasoning_content:
-            return False
-        return self._find_text(message) is not None
+        generation prompt opens reasoning, only replies with reasoning count; if it closes reasoning, only
+        those without."""
+        profile = self._codec.profile(tools=bool(message.tool_calls))
+        if message.reasoning_content:
+            is_possible = not profile.traits.generation_prompt.rstrip().endswith(_CLOSE_REASONING)
+        else:
+            is_possible = not profile.reader.output_format.starts_in_reasoning
+        return is_possible and self._find_text(message) is not None
 
     def shown_text(self, message: Message) -> str | None:
         """Returns the text in which the template itself shows all fields of the reply, readable or not; None
@@ -65,13 +68,16 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
 
     def _candidates(self, message: Message) -> Iterator[ReplyText]:
         """Yields texts of a reply after the generation prompt: as the template shows the last message, as it
-        shows a message without reasoning after reasoning in tags, and as plain text."""
+        shows a message without reasoning after reasoning in tags, and as plain text if it shows nothing."""
         has_calls = bool(message.tool_calls)
         profile = self._codec.profile(tools=has_calls)
         terminator = self._find_terminator(message)
         named = _with_generated_ids(message)
+        is_shown = False
         for variant in (message, named) if has_calls else (message,):
-            yield from self._shown_texts(variant, terminator)
+            for candidate in self._shown_texts(variant, terminator):
+                is_shown = True
+                yield candidate
         if message.reasoning_content:
             plain = Message("assistant", message.content, tool_calls=named.tool_calls)
             is_open = profile.traits.generation_prompt.rstrip().endswith(_OPEN_REASONING)
@@ -82,7 +88,7 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
                     yield reasoning + text, end
             else:
                 yield reasoning + message.content, terminator
-        if message.content and not message.reasoning_content and not has_calls:
+        if not (is_shown or message.reasoning_content or has_calls):
             yield message.content, terminator
 
     def _shown_texts(self, message: Message, terminator: int | None) -> Iterator[ReplyText]:
