@@ -26,7 +26,7 @@ from branchline.chat.base import (
 )
 from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, parse_reply_bytes
 from branchline.chat.segment_encoder import SegmentEncoder
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.vision import ImageProcessor, ImageSpan, find_image_spans
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
@@ -139,7 +139,8 @@ class TokenizerCodec:
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
         """Returns the ids of the reply as plain text, without a terminator: no template shows its format."""
-        return self.tokenizer.encode(reply_to_text(message))
+        escaper = self.segment_encoder.escaper
+        return self.segment_encoder.encode(escaper.escape(reply_to_text(message)), ORDINARY)
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)
