@@ -219,12 +219,15 @@ def _judge_fork(
     codec: GenericCodec, oracle: PlainRenderer, extended: _ExtendedPath, is_growing: bool
 ) -> Fork:
     """Returns the fork of a prompt. It is needless if the template shows the path up to and including the
-    message at which it forked: replies apart from whitespace and style, everything else exactly."""
+    reply at which it forked: replies apart from whitespace and style, everything else exactly."""
     entries: list[PromptMessage] = [*extended.path, *extended.new]
     messages = [entry.message for entry in entries]
     text = oracle.render(messages, extended.tools)
     rendered = oracle.normalize(text)
-    forked = extended.path[: extended.extension.kept + 1]
+    kept = extended.extension.kept
+    # A prompt may fork before the message that changed, if rendering that one changes an earlier one.
+    is_reply = extended.path[kept].sampled_ids is not None
+    forked = extended.path[: kept + 1] if is_reply else extended.path
     recorded = oracle.normalize("".join(codec.decode(node.ids) for node in forked))
     # Without a stop token nothing in the text shows where a reply ends.
     has_end = extended.extension.rewrite_reason != RewriteReason.NO_TERMINATOR

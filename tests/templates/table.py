@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from branchline.chat.base import RewriteReason
 from branchline.doctor.replay_report import assess_safety
 from branchline.doctor.template_audit import TemplateAudit
 from tests.templates.measure import Measurement
@@ -35,11 +36,12 @@ only grow, some with everything agents do (retries, edits, compaction, sub-agent
 - **corrupted prompts**: the prompt's text is not what jinja2 alone renders for the conversation, apart from
   whitespace and the style of JSON in sampled replies.
 - **forks by cause**: prompts that do not keep the path as it was sampled. A fork is *needless* if the
-  template shows the message at which it forks as it was sampled.
+  template shows the reply at which it forks as it was sampled, and everything before it.
 - **tool calls**, **reasoning**: the parsers that the template selects. **replies**: the kinds of replies that
   the template shows and the parsers read back; only these were played.
 - **doctor**: the verdict of `branchline doctor`, and after which messages it expects forks. It is *right* if
-  conversations that only grow forked after exactly these.
+  conversations that only grow forked after exactly these, if a template that it calls safe lost nothing (no
+  refused call, no reply that no parser reads), and if one that it calls unsafe did.
 """
 
 
@@ -62,7 +64,20 @@ def doctor_problem(measured: Measurement, audit: TemplateAudit) -> str:
     lost = bool(measured.corrupted or measured.unread_shapes or measured.refused_calls)
     if safe and lost:
         return "the doctor calls it safe"
+    if not safe and not lost and _expresses_all(measured) and not _never_ends(measured):
+        return "the doctor calls it unsafe"
     return ""
+
+
+def _expresses_all(measured: Measurement) -> bool:
+    """Whether replies can have text, calls, several calls, and text next to calls."""
+    shapes = {shape.removeprefix("reasoning+") for shape in measured.shapes}
+    return shapes >= {"text", "call", "calls", "text+call", "text+calls"}
+
+
+def _never_ends(measured: Measurement) -> bool:
+    """Whether forks show that the template writes no stop token after a reply."""
+    return bool(measured.forks_by_reason[RewriteReason.NO_TERMINATOR])
 
 
 def reasons(measured: Measurement, audit: TemplateAudit) -> list[str]:

@@ -60,13 +60,18 @@ def test_json_literals_do_not_fork_where_the_template_prints_python_literals(nam
 def test_an_empty_reasoning_block_does_not_fork(name: str, kwargs: dict[str, bool]) -> None:
     codec = load_template_codec(name)
     profile = codec.profile(chat_template_kwargs=kwargs)
-    if not profile.traits.empty_reasoning_block or not profile.endings.text_terminator_ids:
+    traits = profile.traits
+    if not traits.empty_reasoning_block or not profile.endings.text_terminator_ids:
         pytest.skip("no empty reasoning block")
     driver = SessionDriver(codec)
     # Some replies have an opener and a closer of their own.
     terminator = min(profile.endings.text_terminator_ids)
-    rendered = codec.probe(chat_template_kwargs=kwargs).render_reply(assistant("yes")) or "yes"
-    ids = [*driver.encode(rendered.partition(driver.decode([terminator]))[0].rstrip()), terminator]
+    block = traits.empty_reasoning_block
+    before = traits.generation_prompt.removesuffix(block)
+    text = codec.probe(chat_template_kwargs=kwargs).render([user("p"), assistant("yes"), user("q")])
+    reply = text.partition(before)[2].partition(driver.decode([terminator]))[0].strip()
+    reply = reply.removeprefix(block.strip()).removeprefix(traits.history_reasoning_block.strip())
+    ids = [*driver.encode(reply.lstrip()), terminator]
     conversation = [user("p")]
     for question in ("q", "r"):
         node = driver.commit_reply(conversation, ids, chat_template_kwargs=kwargs)

@@ -109,7 +109,7 @@ def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
             # Other checks report a template that does not show such a reply.
             if probe.player.encoder.shown_text(message) is not None:
                 yield _check_reply(probe, name, what, message, parser)
-    if probe.traits.shows_reasoning:
+    if probe.traits.shows_reasoning and not probe.player.encoder.prompt_closes_reasoning:
         parser = output_format.reasoning_format
         yield _check_reply(probe, "parses_reasoning", "reasoning", p.ASSISTANT_WITH_REASONING, parser)
 
@@ -126,7 +126,9 @@ def _check_reply(probe: AuditProbe, name: str, what: str, message: Message, pars
         history = probe.render([p.USER, message], tools=tools)
         evidence = diff_excerpt(prompt, history, names=("prompt", "history"))
         return unsafe(name, behaviour, evidence, USE_RENDERERS)
-    output = codec.parser(p.TOOLS if tools else ()).parse(codec.tokenizer.encode(shown).tolist(), "stop")
+    output = codec.parser(p.TOOLS if tools else ()).parse(
+        codec.segment_encoder.encode(shown).tolist(), "stop"
+    )
     parsed = output.message
     result = (
         f"text {parsed.content!r}, reasoning {parsed.reasoning_content!r}, {len(parsed.tool_calls)} calls"

@@ -38,12 +38,19 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
         """Whether the template's format has a text for the reply that is read back unchanged. If the
         generation prompt opens reasoning, only replies with reasoning count; if it closes reasoning, only
         those without."""
-        profile = self._codec.profile(tools=bool(message.tool_calls))
         if message.reasoning_content:
-            is_possible = not profile.traits.generation_prompt.rstrip().endswith(_CLOSE_REASONING)
+            is_possible = not self.prompt_closes_reasoning
         else:
+            profile = self._codec.profile(tools=bool(message.tool_calls))
             is_possible = not profile.reader.output_format.starts_in_reasoning
         return is_possible and self._find_text(message) is not None
+
+    @property
+    def prompt_closes_reasoning(self) -> bool:
+        """Whether the generation prompt ends with an empty block of reasoning, or with the end of one."""
+        traits = self._codec.profile().traits
+        ends_with_closer = traits.generation_prompt.rstrip().endswith(_CLOSE_REASONING)
+        return bool(traits.empty_reasoning_block) or ends_with_closer
 
     def shown_text(self, message: Message) -> str | None:
         """Returns the text in which the template itself shows all fields of the reply, readable or not; None
@@ -58,7 +65,8 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
 
     def _find_text(self, message: Message) -> ReplyText | None:
         for text, terminator in self._candidates(message):
-            ids = self._codec.tokenizer.encode(text).tolist()
+            last_id = self._codec.last_prompt_id(tools=bool(message.tool_calls))
+            ids = self._codec.segment_encoder.encode(text, last_id).tolist()
             ids += [] if terminator is None else [terminator]
             parsed = self._codec.parser(self._tools).parse(ids, "stop").message
             same_reasoning = parsed.reasoning_content.strip() == message.reasoning_content.strip()

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from branchline.chat.base import PromptMessage, RewriteReason, Tools
 from branchline.chat.template_traits import has_malformed_arguments
+from branchline.chat.token_escapes import Escape
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
@@ -161,20 +162,23 @@ class SpanFinder:
             same_tokens = expected == (shown if stopped else shown[: len(expected)])
         if not same_tokens:
             return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
-        if stopped or message.content:
-            rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
-            reply = self._encoder.normalize_bytes(self._encoder.decode_bytes(body))
-            if rendered != reply and not self._reader.have_same_meaning(
+        shown_text = self._encoder.escaper.unescape(self.markers.strip(text[start:stop_start]))
+        rendered = shown_text.encode("utf-8", "replace")
+        reply = self._encoder.normalize_bytes(self._encoder.decode_bytes(body))
+        if (
+            (stopped or message.content)
+            and rendered != reply
+            and not self._reader.have_same_meaning(
                 rendered, reply, cut=not stopped, ignore_arguments=malformed
-            ):
-                return RewriteReason.REWRITTEN
+            )
+        ):
+            return RewriteReason.REWRITTEN
         if stopped:
             return TextSpan(start, stop_end)
         # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
         is_closed = malformed or len(expected) == len(shown)
         if not message.content and not message.tool_calls:
-            rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
-            is_closed = rendered.split() == self._encoder.decode_bytes(body).split()
+            is_closed = rendered.split() == reply.split()
         return TextSpan(start, stop_start if is_closed else last)
 
     def find_reply_end(
@@ -213,12 +217,13 @@ class SpanFinder:
     def _sampled_length(self, closing: str, body: Ids) -> int:
         """Returns how many characters of a closing without stop tokens the sample ends with, whitespace
         aside."""
-        reply = "".join(self._encoder.decode_bytes(body).decode("utf-8", "replace").split())
-        offsets = [offset for offset, char in enumerate(closing) if not char.isspace()]
-        compact = "".join(closing.split())
-        lengths = (n for n in range(min(len(compact), len(reply)), 0, -1) if reply.endswith(compact[:n]))
-        length = next(lengths, 0)
-        return offsets[length - 1] + 1 if length else 0
+        sampled = self._encoder.normalize_bytes(self._encoder.decode_bytes(body)).decode("utf-8", "replace")
+        reply = "".join(sampled.split())
+        for end in range(len(closing), 0, -1):
+            start = "".join(self._encoder.escaper.unescape(closing[:end]).split())
+            if start and reply.endswith(start):
+                return len(closing[:end].rstrip())
+        return 0
 
     def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
         """Returns the first token that ends a message at or after an offset, as (start, end, id)."""
@@ -230,9 +235,16 @@ class SpanFinder:
     # -- all messages --------------------------------------------------------------------------------
 
     def locate_messages(
-        self, text: str, messages: Sequence[PromptMessage], marked: Collection[int], first: int, cursor: int
+        self,
+        text: str,
+        messages: Sequence[PromptMessage],
+        marked: Collection[int],
+        first: int,
+        cursor: int,
+        escapes: Mapping[int, Escape],
     ) -> MessageLayout:
-        """Lays out messages[first:] in a text whose earlier messages end at `cursor`."""
+        """Lays out messages[first:] in a text whose earlier messages end at `cursor`. `escapes` are the
+        escapes of the messages whose texts are escaped."""
         layout = MessageLayout(first)
         for index in range(first, len(messages)):
             entry = messages[index]
@@ -249,11 +261,11 @@ class SpanFinder:
             elif index == len(messages) - 1:
                 # The generation prompt follows.
                 prompt = self._reply_prefixes[0]
-                content_end = _content_end(text, entry.message, cursor, len(text))
+                content_end = _content_end(text, _texts(entry.message, escapes.get(index)), cursor, len(text))
                 prompt_start = text.rfind(prompt, content_end) if prompt else -1
                 cursor = prompt_start if prompt_start >= 0 else len(text)
             else:
-                cursor = self._context_message_end(text, messages, index, cursor, marked)
+                cursor = self._context_message_end(text, messages, index, cursor, marked, escapes)
             layout.message_ends.append(cursor)
         return layout
 
@@ -284,6 +296,7 @@ class SpanFinder:
         index: int,
         cursor: int,
         marked: Collection[int],
+        escapes: Mapping[int, Escape],
     ) -> int:
         """Returns the offset after a context message's stop token, or after its content if it has none.
 
@@ -292,8 +305,8 @@ class SpanFinder:
         next_marked = next((later for later in range(index + 1, len(messages)) if later in marked), None)
         limit = -1 if next_marked is None else self.markers.find_first(text, next_marked, cursor)
         limit = limit if limit >= 0 else len(text)
-        end = _content_end(text, messages[index].message, cursor, limit)
-        following = _first_text(messages[index + 1].message)
+        end = _content_end(text, _texts(messages[index].message, escapes.get(index)), cursor, limit)
+        following = next(iter(_texts(messages[index + 1].message, escapes.get(index + 1))), None)
         next_start = text.find(following, end, limit) if following else -1
         limit = next_start if next_start >= 0 else limit
         stop = self.find_next_stop(text, end)
@@ -305,22 +318,20 @@ class SpanFinder:
         return end
 
 
-def _texts(message: Message) -> list[str]:
-    """Returns the texts that a template shows in one piece: those between images, or the content."""
+def _texts(message: Message, escape: Escape | None) -> list[str]:
+    """Returns the texts that a template shows in one piece, as they occur in a rendered text: those between
+    images, or the content, and the names of calls."""
+    texts = [message.content]
     if message.parts and message.media:
-        return [part.strip() for part in message.parts if isinstance(part, str)]
-    return [message.content.strip()]
+        texts = [part for part in message.parts if isinstance(part, str)]
+    texts = [*(text.strip() for text in texts), *(call.name for call in message.tool_calls)]
+    return [text if escape is None else escape(text) for text in texts if text]
 
 
-def _first_text(message: Message) -> str:
-    text = next(filter(None, _texts(message)), "")
-    return text or (message.tool_calls[0].name if message.tool_calls else "")
-
-
-def _content_end(text: str, message: Message, cursor: int, limit: int) -> int:
-    """Returns the offset after the content and the call names of a message, as far as they occur."""
-    for needle in (*_texts(message), *(call.name for call in message.tool_calls)):
-        start = text.find(needle, cursor, limit) if needle else -1
+def _content_end(text: str, needles: Iterable[str], cursor: int, limit: int) -> int:
+    """Returns the offset after the texts of a message, as far as they occur."""
+    for needle in needles:
+        start = text.find(needle, cursor, limit)
         if start >= 0:
             cursor = start + len(needle)
     return cursor
