@@ -6,7 +6,7 @@ Conversations are played through a session, so a finding says that prompts fork 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from branchline.chat.base import RewriteReason
@@ -22,7 +22,6 @@ from branchline.doctor.findings import (
     fine,
     note,
 )
-from branchline.doctor.played_conversation import PlayedPrompt
 
 
 def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
@@ -32,10 +31,10 @@ def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
     if not reads_reply and not reads_call:
         reply = Message("assistant", f"<think>\n{p.REASONING_WORD}\n</think>\n\n{p.ASSISTANT.content}")
     after_user = [*cycle, p.NEXT_USER] if reads_call and not reads_reply else [p.USER, reply, p.NEXT_USER]
-    without_tools = _play_or_none(probe, after_user, tools=False)
+    without_tools = probe.player.play_or_none(after_user, tools=False)
     played = {
-        "user": without_tools or _play_or_none(probe, after_user, tools=True),
-        "tool": _play_or_none(probe, cycle, tools=True) if reads_call else None,
+        "user": without_tools or probe.player.play_or_none(after_user, tools=True),
+        "tool": probe.player.play_or_none(cycle, tools=True) if reads_call else None,
     }
     stripped = {
         role: prompt
@@ -174,15 +173,8 @@ def _check_position(probe: AuditProbe, name: str, what: str, word: str, *, tools
             (p.SYSTEM, p.USER, p.ASSISTANT, p.NEXT_USER),
             (p.SYSTEM, p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT),
         )
-        if (prompt := _play_or_none(probe, messages, tools=tools)) is not None and prompt.forks
+        if (prompt := probe.player.play_or_none(messages, tools=tools)) is not None and prompt.forks
     ]
     if not roles:
         return note(name, f"It {behaviour}: prompts only grow.", evidence)
     return note(name, f"It {behaviour}: prompts fork there.", evidence, behaviour, roles)
-
-
-def _play_or_none(probe: AuditProbe, messages: Sequence[Message], *, tools: bool) -> PlayedPrompt | None:
-    try:
-        return probe.player.play(messages, tools=tools)
-    except TemplateError:
-        return None

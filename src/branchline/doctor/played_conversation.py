@@ -16,6 +16,7 @@ from branchline.chat.base import HistoryPolicy, RewriteReason
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.generic.template_probe import REASONING_WORD, TOOLS
 from branchline.core.call import Generation, Request
+from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 from branchline.testing.probed_reply_encoder import ProbedReplyEncoder
@@ -85,3 +86,10 @@ class ConversationPlayer:
         return PlayedPrompt(
             self._codec.decode(last.prompt_ids), RewriteReason(last.rewrite_reason), sampled_text
         )
+
+    def play_or_none(self, messages: Sequence[Message], *, tools: bool) -> PlayedPrompt | None:
+        """Returns the same, or None also if the template refuses a prompt."""
+        try:
+            return self.play(messages, tools=tools)
+        except TemplateError:
+            return None

@@ -110,8 +110,11 @@ def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
             if probe.player.encoder.shown_text(message) is not None:
                 yield _check_reply(probe, name, what, message, parser)
     if probe.traits.shows_reasoning and not probe.player.encoder.prompt_closes_reasoning:
-        parser = output_format.reasoning_format
-        yield _check_reply(probe, "parses_reasoning", "reasoning", p.ASSISTANT_WITH_REASONING, parser)
+        # Some templates show reasoning only next to a call.
+        replies = (p.ASSISTANT_WITH_REASONING, p.ASSISTANT_WITH_REASONING_AND_CALL)
+        shown = [reply for reply in replies if probe.player.encoder.shown_text(reply) is not None]
+        reply, parser = (shown or replies)[0], output_format.reasoning_format
+        yield _check_reply(probe, "parses_reasoning", "reasoning", reply, parser)
 
 
 def _check_reply(probe: AuditProbe, name: str, what: str, message: Message, parser: str) -> Finding:

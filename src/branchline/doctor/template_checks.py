@@ -33,9 +33,12 @@ _OTHER_TIME = datetime(2019, 11, 28, 17, 46, 39)
 
 def _check_tools(probe: AuditProbe) -> Iterator[Finding]:
     traits = probe.traits
-    if traits.shows_tool_calls and traits.shows_tools:
+    cycle = probe.player.play_or_none([p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT], tools=True)
+    shows_result = cycle is not None and p.TOOL_RESULT.content in cycle.text
+    shows_calls = traits.shows_tool_calls or shows_result
+    if shows_calls and traits.shows_tools:
         yield fine("tools", "It shows tools, calls and results.")
-    elif traits.shows_tool_calls:
+    elif shows_calls:
         sentence = "It shows calls and results but not the tools: describe them in the system message."
         yield note("tools", sentence, {"with tools": excerpt(probe.render([p.USER], tools=True), 0)})
     else:
