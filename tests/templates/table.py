@@ -97,7 +97,8 @@ def reasons(measured: Measurement, audit: TemplateAudit) -> list[str]:
     return [*found, problem] if problem else found
 
 
-def row_cells(measured: Measurement, audit: TemplateAudit) -> tuple[str, ...]:
+def row_cells(measured: Measurement, audit: TemplateAudit, known: str = "") -> tuple[str, ...]:
+    """Returns a row of the table; `known` explains what is known not to hold."""
     causes = ", ".join(f"{count} {cause}" for cause, count in sorted(measured.forks_by_reason.items()))
     verdict = "safe" if assess_safety(audit, "template").safe else "unsafe"
     expected = fork_roles(audit)
@@ -112,7 +113,7 @@ def row_cells(measured: Measurement, audit: TemplateAudit) -> tuple[str, ...]:
         ", ".join(measured.shapes) or "none",
         f"{verdict}, forks after {_roles(expected)}" if expected else verdict,
         "no" if doctor_problem(measured, audit) else "yes",
-        "; ".join(reasons(measured, audit)),
+        "; ".join(filter(None, (known, *reasons(measured, audit)))),
     )
 
 
