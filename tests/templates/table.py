@@ -36,12 +36,18 @@ only grow, some with everything agents do (retries, edits, compaction, sub-agent
 - **corrupted prompts**: the prompt's text is not what jinja2 alone renders for the conversation, apart from
   whitespace and the style of JSON in sampled replies.
 - **forks by cause**: prompts that do not keep the path as it was sampled. A fork is *needless* if the
-  template shows the reply at which it forks as it was sampled, and everything before it.
+  template shows the reply at which it forks as it was sampled, and everything before it: replies apart from
+  whitespace, the style of JSON and the ids of calls, everything else exactly. Not counted as needless: a fork
+  with a template that writes no stop token, and a necessary fork that begins at an earlier message than it
+  must.
 - **tool calls**, **reasoning**: the parsers that the template selects. **replies**: the kinds of replies that
-  the template shows and the parsers read back; only these were played.
+  the template shows and the parsers read back; only these were played. Templates are rendered with their default arguments, so a
+  template that thinks only with `enable_thinking=true` is played without reasoning.
 - **doctor**: the verdict of `branchline doctor`, and after which messages it expects forks. It is *right* if
   conversations that only grow forked after exactly these, if a template that it calls safe lost nothing (no
-  refused call, no reply that no parser reads), and if one that it calls unsafe did.
+  refused call, no reply that no parser reads), and if one that it calls unsafe did, or cannot express every
+  kind of reply. The doctor plays short conversations with the same codec; the table compares them with long
+  random ones.
 """
 
 
@@ -90,7 +96,7 @@ def reasons(measured: Measurement, audit: TemplateAudit) -> list[str]:
     if measured.refusals:
         found.append(f"refuses {measured.refused_calls} calls: {measured.refusals.most_common(1)[0][0]}")
     if not measured.shapes:
-        found.append("it cannot express a reply")
+        found.append("not played")
     if measured.unread_shapes:
         found.append(f"no parser reads {', '.join(measured.unread_shapes)}")
     problem = doctor_problem(measured, audit)
@@ -128,9 +134,10 @@ def summary(rows: Sequence[tuple[str, ...]]) -> str:
     exact = sum(int(row[1].split(" of ")[0]) for row in rows)
     calls = sum(int(row[1].split(" of ")[1]) for row in rows)
     corrupted, needless = (sum(int(row[HEAD.index(name)]) for row in rows) for name in HEAD[2:5:2])
+    played = sum(not row[1].startswith("0 of 0") for row in rows)
     right = sum(row[HEAD.index("right")] == "yes" for row in rows)
     return (
-        f"{len(rows)} templates; {exact} of {calls} calls exact; {corrupted} corrupted prompts; "
+        f"{len(rows)} templates, {played} of them played; {exact} of {calls} calls exact; {corrupted} corrupted prompts; "
         f"{needless} needless forks; the doctor is right on {right} of {len(rows)}."
     )
 
