@@ -18,7 +18,6 @@ from branchline.loop.interaction import (
 from branchline.loop.persistence import Fault
 from branchline.loop.state import LoopPhase, LoopState, TurnRecord
 from branchline.loop.task import LoopLimits, Task
-from branchline.loop.timeouts import CANCEL_GRACE_S
 from tests.loop.harness import move_clock, run
 
 
@@ -199,7 +198,7 @@ def test_a_state_that_arrives_after_the_grace_period_is_finalized() -> None:
         await odd.reached.wait()
         move_clock(5)
         await odd.refused.wait()
-        move_clock(CANCEL_GRACE_S)
+        move_clock(LoopLimits().cancel_grace_s)
         with pytest.raises(TimeoutError):
             await entering
         assert odd.finalized == 0

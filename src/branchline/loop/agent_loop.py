@@ -178,7 +178,7 @@ class AgentLoop:
         new = [result.message for result in results]
         tokens = await self._count_if_limited(new)
         state.tool_results += results
-        state.pending_calls, state.pending_results = [], {}
+        state.pending_calls, state.pending_results, state.started_calls = [], {}, []
         return self._append_messages(new, tokens)
 
     async def _interact(self) -> LoopPhase:
@@ -204,10 +204,14 @@ class AgentLoop:
     async def _run_tools(self) -> None:
         """Runs the calls that have no result yet; each result is stored as soon as its call returns.
 
-        A cancelled call runs again when the loop is resumed.
+        A cancelled call runs again when the loop is resumed; unless its tool is repeatable, that is a fault.
         """
         state, started = self.state, time.perf_counter()
         remaining = [index for index in range(len(state.pending_calls)) if index not in state.pending_results]
+        for index in state.started_calls:
+            name = state.pending_calls[index].name
+            state.add_fault(self.resources.tool_session.repeat_fault(name, state.assistant_turns))
+        state.started_calls = []
         try:
             if len(remaining) == 1:
                 await self._run_tool(remaining[0])
@@ -219,9 +223,17 @@ class AgentLoop:
             state.metrics.tool_s += time.perf_counter() - started
 
     async def _run_tool(self, index: int) -> None:
+        """Runs one call. A cancellation leaves its result, or that it was started, or nothing."""
         state, session = self.state, self.resources.tool_session
-        result = await session.run_one(state.pending_calls[index], state.assistant_turns)
+        result = await session.run_one(
+            state.pending_calls[index],
+            state.assistant_turns,
+            on_start=lambda: state.started_calls.append(index),
+        )
+        # Nothing is awaited between the tool's return and these lines, even if the loop was cancelled.
         state.pending_results[index] = result
+        if index in state.started_calls:
+            state.started_calls.remove(index)
 
     async def _respond(self) -> TurnRecord:
         """The interaction's response to the last answer."""

@@ -8,7 +8,6 @@ what it returns, so that an unusable score or text raises an error that names th
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,7 +160,8 @@ class InteractionSession:
         self._is_started = False
         work = self._interaction.finalize(self._interaction_state)
         try:
-            await finish_despite_cancel(with_timeout(work, self._limits.tool_release_timeout_s))
+            limit_s, grace_s = self._limits.tool_release_timeout_s, self._limits.cancel_grace_s
+            await finish_despite_cancel(with_timeout(work, limit_s, grace_s))
         except Exception as error:
             fault = Fault(self.name, "finalize", describe_error(error))
             log.warning("%s: %s", self._state.trajectory, fault)
@@ -169,14 +169,8 @@ class InteractionSession:
 
     async def respond(self, messages: Sequence[Message]) -> InteractionResponse:
         """The response to the model's last turn."""
-        limit_s = self._limits.interaction_timeout_s
-        try:
-            # Not in a task of its own: a cancellation arrives either before the response or after it.
-            async with asyncio.timeout(limit_s) as clock:
-                response: object = await self._interaction.respond(self._interaction_state, messages)
-        except TimeoutError as error:
-            text = f"timed out after {limit_s:g} s" if clock.expired() else describe_error(error)
-            raise TimeoutError(f"interaction {self.name!r}: respond: {text}") from error
+        work = self._interaction.respond(self._interaction_state, messages)
+        response: object = await self._with_timeout("respond", work)
         try:
             return _validated(response)
         except (InputError, TypeError, ValueError) as error:
@@ -198,7 +192,8 @@ class InteractionSession:
 
     async def _with_timeout(self, operation: str, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await with_timeout(work, self._limits.interaction_timeout_s)
+            limits = self._limits
+            return await with_timeout(work, limits.interaction_timeout_s, limits.cancel_grace_s)
         except TimeoutError as error:
             raise TimeoutError(f"interaction {self.name!r}: {operation}: {describe_error(error)}") from error
 

@@ -26,7 +26,7 @@ from branchline.loop.timeouts import describe_error
 
 log = logging.getLogger("branchline.loop")
 
-FaultOperation = Literal["calc_reward", "release", "finalize", "save", "recreated"]
+FaultOperation = Literal["calc_reward", "release", "finalize", "save", "recreated", "repeated"]
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -39,7 +39,8 @@ class Fault(msgspec.Struct, frozen=True):
     name: str
     """The tool or interaction."""
     operation: FaultOperation
-    """`recreated`: a used instance was replaced by a new one without its state."""
+    """`recreated`: a used instance was replaced by a new one without its state. `repeated`: a call that was
+    cancelled while it ran was run again, and its effect may count twice."""
     error: str
 
     @property
@@ -76,7 +77,9 @@ def save_state(owner: Restorable, instance: Any, saved: dict[str, Any]) -> Fault
         value = owner.save(instance)
         if value is not None:
             saved[name] = to_plain_data(value, "saved")
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         # The trajectory can still be resumed; this instance is then created again.
         log.exception("%s: its state could not be saved", name)
         return Fault(name, "save", describe_error(error))

@@ -19,7 +19,7 @@ from branchline.loop.persistence import Fault, encode_hook
 from branchline.loop.task import Task
 from branchline.loop.tools.base import ToolResult
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """The format of encoded states; `decode` refuses any other."""
 StateEncoding = Literal["msgpack", "json"]
 
@@ -89,6 +89,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     """Tool calls of the last answer whose results are not in `messages` yet."""
     pending_results: dict[int, ToolResult] = {}
     """Results of the pending calls that have finished, by index."""
+    started_calls: list[int] = []
+    """Pending calls that were started and have no result; they run again when the loop is resumed."""
     pending_response: TurnRecord | None = None
     """The interaction's response that is not in `messages` yet."""
     tool_results: list[ToolResult] = []
@@ -174,7 +176,7 @@ class LoopState(msgspec.Struct, kw_only=True):
     def flush_partial(self) -> None:
         """Keeps finished results and a scored response of a step that is abandoned; `messages` stays."""
         self.tool_results += [result for _, result in sorted(self.pending_results.items())]
-        self.pending_calls, self.pending_results = [], {}
+        self.pending_calls, self.pending_results, self.started_calls = [], {}, []
         if self.pending_response is not None:
             self.turn_records.append(self.pending_response)
             self.pending_response = None

@@ -62,6 +62,8 @@ class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wall_clock_s: float | None = None
     """All runs of a trajectory together; the step that exceeds it is abandoned. Creating, scoring and
     releasing have limits of their own and do not count."""
+    cancel_grace_s: float = 1.0
+    """How long a cancelled call of a tool or an interaction may take to finish before it is abandoned."""
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():

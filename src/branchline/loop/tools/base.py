@@ -69,6 +69,10 @@ class Tool(Restorable, Protocol):
     def schema(self) -> Mapping[str, Any]:
         """`{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`"""
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a call that was cancelled while it ran can run again without its effect counting twice."""
+
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         """An instance for one trajectory; the arguments are those of the sample.
 
@@ -98,6 +102,7 @@ class BaseTool:
 
     name: str
     schema: Mapping[str, Any]
+    is_repeatable: bool = False
 
     @property
     def is_stateful(self) -> bool:

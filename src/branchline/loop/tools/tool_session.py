@@ -15,8 +15,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar
 
 from msgspec import structs
 
@@ -30,6 +30,7 @@ from branchline.loop.tools.arguments import argument_problems, argument_validato
 from branchline.loop.tools.base import Tool, ToolResult, ToolSelection
 
 log = logging.getLogger("branchline.tools")
+T = TypeVar("T")
 _MESSAGE_INDEX = re.compile(r"^messages\[\d+\]")
 
 
@@ -87,7 +88,7 @@ class ToolSession:
 
     async def _create(self, tool: Tool) -> None:
         try:
-            await with_timeout(self._create_instance(tool), self._limits.tool_create_timeout_s)
+            await self._with_timeout(self._create_instance(tool), self._limits.tool_create_timeout_s)
         except Exception as error:
             raise ToolError(tool.name, "create", describe_error(error)) from error
 
@@ -112,7 +113,7 @@ class ToolSession:
 
     async def _release(self, name: str, instance: Any) -> None:
         try:
-            await with_timeout(self._tools[name].release(instance), self._limits.tool_release_timeout_s)
+            await self._with_timeout(self._tools[name].release(instance), self._limits.tool_release_timeout_s)
         except Exception as error:
             self.release_faults.append(self._fault(name, "release", error))
 
@@ -121,26 +122,35 @@ class ToolSession:
         log.warning("%s: tool %s", self.trajectory, fault)
         return fault
 
+    async def _with_timeout(self, work: Coroutine[Any, Any, T], limit_s: float | None) -> T:
+        return await with_timeout(work, limit_s, self._limits.cancel_grace_s)
+
     def _require_state(self, state: Literal["new", "open"]) -> None:
         if self._state != state:
             raise RuntimeError(f"tool session of {self.trajectory}: is {self._state}, expected {state}")
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    async def run_one(self, call: ToolCall, turn: int = 0) -> ToolResult:
-        """Runs one call and returns its result; at most `max_parallel_calls` run at the same time."""
+    async def run_one(
+        self, call: ToolCall, turn: int = 0, on_start: Callable[[], None] = lambda: None
+    ) -> ToolResult:
+        """Runs one call and returns its result; at most `max_parallel_calls` run at the same time.
+
+        `on_start` is called when the tool begins. A call that finishes although it was cancelled returns its
+        result; the cancellation is raised at the caller's next await.
+        """
         self._require_state("open")
         async with self._semaphore:
             started = time.perf_counter()
             try:
-                result = _validated(await self._execute(call))
+                result = _validated(await self._execute(call, on_start))
             except Exception as error:
                 log.debug("%s: tool %s failed", self.trajectory, call.name, exc_info=error)
                 result = ToolResult(tool_error_text(call.name, error), is_error=True)
             seconds = time.perf_counter() - started
         return structs.replace(result, tool=call.name, turn=turn, tool_call_id=call.id, seconds=seconds)
 
-    async def _execute(self, call: ToolCall) -> object:
+    async def _execute(self, call: ToolCall, on_start: Callable[[], None]) -> object:
         tool = self._tools.get(call.name)
         if tool is None:
             known = list(self._tools)
@@ -152,8 +162,18 @@ class ToolSession:
         problems = argument_problems(self._validators[call.name], arguments)
         if problems:
             raise InputError(problems)
+        on_start()
         work = tool.execute(self._instances[call.name], arguments)
-        return await with_timeout(work, self._limits.tool_timeout_s)
+        return await self._with_timeout(work, self._limits.tool_timeout_s)
+
+    def repeat_fault(self, name: str, turn: int) -> Fault | None:
+        """The fault of a call that runs again after it was cancelled; None if its tool is repeatable."""
+        tool = self._tools.get(name)
+        if tool is None or tool.is_repeatable:
+            return None
+        fault = Fault(name, "repeated", f"a call of turn {turn} was cancelled while it ran, and ran again")
+        log.warning("%s: %s", self.trajectory, fault)
+        return fault
 
     async def calc_rewards(self) -> tuple[dict[str, float], list[Fault]]:
         """The final reward of each instance that has one, and the faults of those that failed."""
@@ -168,7 +188,7 @@ class ToolSession:
     async def _calc_reward(self, name: str) -> float | Fault | None:
         try:
             work = self._tools[name].calc_reward(self._instances[name])
-            return check_finite(await with_timeout(work, self._limits.tool_timeout_s), "reward")
+            return check_finite(await self._with_timeout(work, self._limits.tool_timeout_s), "reward")
         except Exception as error:
             return self._fault(name, "calc_reward", error)
 
