@@ -30,6 +30,7 @@ from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates
 from branchline.loop.interaction import InteractionConfig
 from branchline.loop.model import Model, ToolSchemas
+from branchline.loop.session_binding import bind_session, report_results
 from branchline.loop.state import LoopPhase, LoopState, StopReason, TurnRecord
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import CancelToken
@@ -53,9 +54,12 @@ class AgentLoop:
         tools: ToolSelection | None = None,
         interaction: InteractionConfig | None = None,
         limits: LoopLimits | None = None,
+        report: bool = True,
     ) -> None:
-        """The default limits are those of the task."""
+        """The default limits are those of the task. `report`: at the end the session gets the rewards and is
+        completed; pass False if several trajectories share a session."""
         self.model = model
+        self._is_reporting = report
         self.state = state
         self.limits = limits = limits or state.task.limits or LoopLimits()
         self.resources = TrajectoryResources(state, tools or ToolSelection(), interaction, limits)
@@ -87,7 +91,10 @@ class AgentLoop:
         """
         state = self.state
         if state.is_loop_finished:
+            await self._report()
             return state
+        if not state.is_agent_running:
+            await bind_session(state, self.model.session)
         state.is_cancelled = False
         try:
             if cancel is None:
@@ -99,7 +106,12 @@ class AgentLoop:
             raise
         finally:
             self.resources.save()
+        await self._report()
         return state
+
+    async def _report(self) -> None:
+        if self._is_reporting and self.state.is_finished:
+            await report_results(self.state, self.model.session)
 
     async def _run(self) -> None:
         await self.resources.acquire()

@@ -49,6 +49,21 @@ class SessionJson(Struct):
     control_key: str
 
 
+class SessionInfoJson(Struct):
+    """The response of `GET /v1/session`."""
+
+    id: str
+    created: float
+    calls: list[str]
+
+
+class SessionStateJson(Struct):
+    """The response to a reward or to the end of a session."""
+
+    id: str
+    state: str
+
+
 class TokenCountJson(Struct):
     """The response of `count_tokens`."""
 

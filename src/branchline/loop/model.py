@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from branchline.chat.base import Codec
@@ -34,6 +36,55 @@ from branchline.runtime.sampling import (
 )
 
 ToolSchemas = Sequence[Mapping[str, Any]]
+RewardData = float | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as its agent may see it."""
+
+    id: str
+    created_at: float
+    call_ids: tuple[str, ...]
+
+
+class SessionControl(Protocol):
+    """The session of a model: what it is, its rewards and its end."""
+
+    @property
+    def session_id(self) -> str:
+        """The session's id; empty if it is not known here."""
+        ...
+
+    @property
+    def base_url(self) -> str:
+        """The address of the session's model API; empty for a session in this process."""
+        ...
+
+    @property
+    def can_control(self) -> bool:
+        """Whether the session can be rewarded and ended from here."""
+        ...
+
+    async def read_session(self) -> SessionInfo:
+        """The session's id and its calls so far."""
+        ...
+
+    async def reward(self, reward: RewardData) -> None:
+        """Posts a score, an object with a score, or a list of such objects."""
+        ...
+
+    async def complete(self, reason: str = "") -> None:
+        """Marks the agent as done; later rewards and calls are still accepted."""
+        ...
+
+    async def finalize(self, reason: str = "") -> None:
+        """Closes the session."""
+        ...
+
+    async def abort(self, reason: str = "") -> None:
+        """Closes the session; its samples are not exported unless a caller asks for them."""
+        ...
 
 
 class Model(Protocol):
@@ -42,6 +93,11 @@ class Model(Protocol):
     @property
     def codec(self) -> Codec | None:
         """The codec, needed to truncate tool results by tokens; None if it is not known here."""
+        ...
+
+    @property
+    def session(self) -> SessionControl:
+        """The session that the model's calls are recorded in."""
         ...
 
     async def ask(
@@ -65,8 +121,11 @@ class Model(Protocol):
         """The number of tokens in the prompt of a conversation. Nothing is sampled or recorded."""
         ...
 
-    async def samples(self) -> list[Sample]:
-        """The session's training samples so far."""
+    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+        """The session's training samples so far; those of an aborted session only with `include_aborted`.
+
+        `keep_calls` are calls whose tokens are included although they were cancelled.
+        """
         ...
 
 
@@ -126,8 +185,45 @@ class SessionModel:
         turn = await prepare_call(self.managed, self._call_request(messages, tools, params or {}))
         return len(turn.prompt_ids)
 
-    async def samples(self) -> list[Sample]:
-        return (await asyncio.to_thread(self.managed.export)).samples
+    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+        export = partial(self.managed.export, include_aborted=include_aborted, keep_calls=keep_calls)
+        return (await asyncio.to_thread(export)).samples
+
+    # -- the session ---------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> SessionModel:
+        return self
+
+    @property
+    def session_id(self) -> str:
+        return self.managed.id
+
+    @property
+    def base_url(self) -> str:
+        return ""
+
+    @property
+    def can_control(self) -> bool:
+        return True
+
+    async def read_session(self) -> SessionInfo:
+        managed = self.managed
+        return SessionInfo(
+            managed.id, managed.created_at, tuple([call.id for call in managed.session.tree.calls])
+        )
+
+    async def reward(self, reward: RewardData) -> None:
+        await self.managed.post_reward(reward)
+
+    async def complete(self, reason: str = "") -> None:
+        await self.managed.end("completed", reason)
+
+    async def finalize(self, reason: str = "") -> None:
+        await self.managed.end("finalized", reason)
+
+    async def abort(self, reason: str = "") -> None:
+        await self.managed.end("aborted", reason)
 
     def _call_request(
         self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any]

@@ -53,6 +53,14 @@ class StopReason(StrEnum):
     SESSION_TOKENS = "session_tokens"
     """The session has no tokens left."""
     WALL_CLOCK = "wall_clock"
+    TOOL_UNAVAILABLE = "tool_unavailable"
+    """A tool's server is gone."""
+    INTERACTION_FAILED = "interaction_failed"
+    """The interaction could not be started, or could not respond."""
+
+
+EXCLUDED_STOP_REASONS = (StopReason.TOOL_UNAVAILABLE, StopReason.INTERACTION_FAILED)
+"""Failures outside the model; trajectories that end with them are not training data."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
@@ -110,6 +118,10 @@ class LoopState(msgspec.Struct, kw_only=True):
     """The name of the call that is running; the same name resumes it."""
     call_ids: list[str] = []
     """Calls that were answered completely."""
+    session_id: str = ""
+    """The session that holds the calls."""
+    session_url: str = ""
+    """The address of that session's model API; empty for a session in the process of the loop."""
     first_prompt_tokens: int = 0
     """The length of the first prompt, if a limit needs it."""
     tokens: int = 0
@@ -117,6 +129,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     is_cancelled: bool = False
     is_scored: bool = False
     """Whether the final rewards have been computed."""
+    is_reported: bool = False
+    """Whether the session has the rewards and the end of the trajectory."""
     is_agent_running: bool = False
     """Whether a custom agent has started and not returned; the end of a loop inside it is not the end."""
     stop_reason: StopReason | None = None
@@ -142,6 +156,11 @@ class LoopState(msgspec.Struct, kw_only=True):
     def is_loop_finished(self) -> bool:
         """Whether a loop has nothing left to do."""
         return self.phase is LoopPhase.TERMINATED and self.is_scored
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether the trajectory is not training data: a failure outside the model ended it."""
+        return self.stop_reason in EXCLUDED_STOP_REASONS
 
     @property
     def turn_scores(self) -> list[float]:
