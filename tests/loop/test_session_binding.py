@@ -166,25 +166,25 @@ def test_a_model_without_a_control_key_reports_nothing() -> None:
 
 def test_a_model_opened_at_a_gateway_rewards_completes_and_finalizes() -> None:
     async def test() -> None:
-        async with loop_harness(LoopScript((ScriptedTurn("end"),))) as s:
-            async with (
-                Gateway(engine=s.engine, codec=s.codec) as gateway,
-                await HttpModel.open(gateway.url, gateway.admin_key, group="g", codec=s.codec) as model,
-            ):
-                await model.ask([Message("user", "Begin.")])
-                managed = gateway.sessions.get(model.session_id)
-                assert model.base_url == f"{gateway.url}/sessions/{managed.id}/v1"
-                assert gateway.sessions.by_api_key(model.api_key) is managed
-                assert model.control_key
-                await model.reward({"score": 0.5, "why": "late"})
-                await model.reward([{"score": 1.0, "turn": 1}, {"score": 3}])
-                assert [sample.reward for sample in await model.samples()] == [3.0]
-                await model.complete("done")
-                assert (managed.state, managed.reason) == ("completed", "done")
-                await model.finalize()
-                assert managed.state == "finalized"
-                with pytest.raises(SessionError, match="is finalized and takes no more calls"):
-                    await model.reward(1.0)
+        async with (
+            loop_harness(LoopScript((ScriptedTurn("end"),))) as s,
+            Gateway(engine=s.engine, codec=s.codec) as gateway,
+            await HttpModel.open(gateway.url, gateway.admin_key, group="g", codec=s.codec) as model,
+        ):
+            await model.ask([Message("user", "Begin.")])
+            managed = gateway.sessions.get(model.session_id)
+            assert model.base_url == f"{gateway.url}/sessions/{managed.id}/v1"
+            assert gateway.sessions.by_api_key(model.api_key) is managed
+            assert model.control_key
+            await model.reward({"score": 0.5, "why": "late"})
+            await model.reward([{"score": 1.0, "turn": 1}, {"score": 3}])
+            assert [sample.reward for sample in await model.samples()] == [3.0]
+            await model.complete("done")
+            assert (managed.state, managed.reason) == ("completed", "done")
+            await model.finalize()
+            assert managed.state == "finalized"
+            with pytest.raises(SessionError, match="is finalized and takes no more calls"):
+                await model.reward(1.0)
 
     run(test)
 

@@ -45,6 +45,7 @@ def full_state() -> LoopState:
         user_turns=2,
         pending_calls=list(calls),
         pending_results={1: result},
+        started_calls=[0],
         pending_response=TurnRecord(1, "no", False, 0.1, {"y": 2}),
         tool_results=[result, ToolResult("2", tool="add", turn=2)],
         turn_records=[TurnRecord(1, "yes", True, 0.25), TurnRecord(2, "hm", False)],
@@ -55,6 +56,9 @@ def full_state() -> LoopState:
         metrics=LoopMetrics(1.0, 2.0, 3.0, 4),
         call_name="chatcmpl-1",
         call_ids=["chatcmpl-0"],
+        session_id="s1",
+        session_url="http://127.0.0.1:8100/sessions/s1/v1",
+        is_reported=True,
         first_prompt_tokens=7,
         tokens=9,
         is_cancelled=True,
@@ -139,7 +143,7 @@ def test_data_that_is_no_state_is_refused(data: bytes) -> None:
 def test_a_state_of_another_format_is_refused() -> None:
     raw = json.loads(full_state().encode("json"))
     raw["format"] = 1
-    with pytest.raises(InputError, match=r"state\.format: got 1, expected 2"):
+    with pytest.raises(InputError, match=r"state\.format: got 1, expected 3"):
         LoopState.decode(json.dumps(raw).encode())
 
 

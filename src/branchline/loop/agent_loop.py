@@ -25,11 +25,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from branchline.core.errors import ContextLengthError, InputError, SessionError
+from branchline.core.errors import (
+    ContextLengthError,
+    InputError,
+    InteractionError,
+    SessionError,
+    ToolUnavailableError,
+)
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates
 from branchline.loop.interaction import InteractionConfig
 from branchline.loop.model import Model, ToolSchemas
+from branchline.loop.persistence import Fault
 from branchline.loop.session_binding import bind_session, report_results
 from branchline.loop.state import LoopPhase, LoopState, StopReason, TurnRecord
 from branchline.loop.task import LoopLimits
@@ -86,8 +93,9 @@ class AgentLoop:
     async def run(self, cancel: CancelToken | None = None) -> LoopState:
         """Runs until the trajectory ends or is cancelled, which sets `is_cancelled`, and returns the state.
 
-        Cancelling the task leaves the same state and raises CancelledError. Errors of the model, of the
-        interaction and of a tool's `create` are raised; the state can be resumed after them too.
+        Cancelling the task leaves the same state and raises CancelledError. Errors of the model and of a
+        tool's `create` are raised; the state can be resumed after them too. A tool that is not available and
+        an interaction that fails end the trajectory with a fault.
         """
         state = self.state
         if state.is_loop_finished:
@@ -114,7 +122,11 @@ class AgentLoop:
             await report_results(self.state, self.model.session)
 
     async def _run(self) -> None:
-        await self.resources.acquire()
+        try:
+            await self.resources.acquire()
+        except (ToolUnavailableError, InteractionError) as error:
+            self.state.phase, self.state.is_scored = self._fail(error), True
+            return
         state, started, elapsed_s = self.state, time.perf_counter(), self.state.elapsed_s
         limit_s = self.limits.wall_clock_s
         try:
@@ -130,7 +142,10 @@ class AgentLoop:
             state.phase = self._stop(StopReason.WALL_CLOCK, f"more than {limit_s:g} s")
         finally:
             state.elapsed_s = elapsed_s + time.perf_counter() - started
-        await self.resources.compute_rewards()
+        if state.is_excluded:
+            state.is_scored = True
+        else:
+            await self.resources.compute_rewards()
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -183,7 +198,10 @@ class AgentLoop:
     async def _process_tools(self) -> LoopPhase:
         """Runs all tool calls of the last answer, then appends their results."""
         state = self.state
-        await self._run_tools()
+        errors = await self._run_tools()
+        if errors:
+            state.flush_partial()
+            return self._fail(errors[0])
         pending = [state.pending_results[index] for index in range(len(state.pending_calls))]
         results = [await truncate_result(result, self.limits, self.model.codec) for result in pending]
         results = await filter_media(results, self._count_tokens)
@@ -197,7 +215,10 @@ class AgentLoop:
         """Appends the interaction's response, or ends the conversation; a last answer is only scored."""
         state = self.state
         if state.pending_response is None:
-            state.pending_response = await self._respond()
+            try:
+                state.pending_response = await self._respond()
+            except InteractionError as error:
+                return self._fail(error)
         response = state.pending_response
         new = [Message("user", response.content)]
         tokens = 0 if response.is_last else await self._count_if_limited(new)
@@ -213,9 +234,10 @@ class AgentLoop:
 
     # -- parts of the steps --------------------------------------------------------------------------
 
-    async def _run_tools(self) -> None:
+    async def _run_tools(self) -> list[ToolUnavailableError]:
         """Runs the calls that have no result yet; each result is stored as soon as its call returns.
 
+        Returns the errors of tools that are not available.
         A cancelled call runs again when the loop is resumed; unless its tool is repeatable, that is a fault.
         """
         state, started = self.state, time.perf_counter()
@@ -224,24 +246,30 @@ class AgentLoop:
             name = state.pending_calls[index].name
             state.add_fault(self.resources.tool_session.repeat_fault(name, state.assistant_turns))
         state.started_calls = []
+        errors: list[ToolUnavailableError] = []
         try:
             if len(remaining) == 1:
-                await self._run_tool(remaining[0])
+                await self._run_tool(remaining[0], errors)
             else:
                 async with asyncio.TaskGroup() as group:
                     for index in remaining:
-                        group.create_task(self._run_tool(index))
+                        group.create_task(self._run_tool(index, errors))
         finally:
             state.metrics.tool_s += time.perf_counter() - started
+        return errors
 
-    async def _run_tool(self, index: int) -> None:
+    async def _run_tool(self, index: int, errors: list[ToolUnavailableError]) -> None:
         """Runs one call. A cancellation leaves its result, or that it was started, or nothing."""
         state, session = self.state, self.resources.tool_session
-        result = await session.run_one(
-            state.pending_calls[index],
-            state.assistant_turns,
-            on_start=lambda: state.started_calls.append(index),
-        )
+        try:
+            result = await session.run_one(
+                state.pending_calls[index],
+                state.assistant_turns,
+                on_start=lambda: state.started_calls.append(index),
+            )
+        except ToolUnavailableError as error:
+            errors.append(error)
+            return
         # Nothing is awaited between the tool's return and these lines, even if the loop was cancelled.
         state.pending_results[index] = result
         if index in state.started_calls:
@@ -280,6 +308,15 @@ class AgentLoop:
         state.tokens = tokens or state.tokens
         state.user_turns += 1
         return LoopPhase.GENERATING
+
+    def _fail(self, error: ToolUnavailableError | InteractionError) -> LoopPhase:
+        """Ends the trajectory because of a failure outside the model, which is recorded as a fault."""
+        if isinstance(error, ToolUnavailableError):
+            self.state.add_fault(Fault(error.tool, "unavailable", error.problem))
+            return self._stop(StopReason.TOOL_UNAVAILABLE, str(error))
+        operation: Any = error.action
+        self.state.add_fault(Fault(error.interaction, operation, error.problem))
+        return self._stop(StopReason.INTERACTION_FAILED, str(error))
 
     def _stop(self, reason: StopReason, detail: str = "") -> LoopPhase:
         self.state.stop_reason, self.state.stop_detail = reason, detail

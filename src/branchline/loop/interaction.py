@@ -3,7 +3,7 @@
 There is one interaction per name and one state of it per trajectory. `start` creates the state and may return
 the first user message, `respond` answers each turn of the model and may score it, `score` scores the whole
 conversation, `finalize` frees the state. An `InteractionSession` calls each with a time limit and validates
-what it returns, so that an unusable score or text raises an error that names the interaction.
+what it returns: whatever goes wrong is an InteractionError, which ends one trajectory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, InteractionError
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import (
@@ -145,9 +145,7 @@ class InteractionSession:
             # It ignored its cancellation for longer than the grace period.
             await self._finalize()
         elif first_message is not None and not isinstance(first_message, str):
-            raise InputError(
-                f"interaction {self.name!r}: start: got {first_message!r}, expected a text or None"
-            )
+            raise InputError(f"got {first_message!r}, expected a text or None")
         else:
             self.first_message = first_message
             if state.turn_records or state.pending_response is not None:
@@ -174,7 +172,7 @@ class InteractionSession:
         try:
             return _validated(response)
         except (InputError, TypeError, ValueError) as error:
-            raise InputError(f"interaction {self.name!r}: respond: {error}") from error
+            raise InteractionError(self.name, "respond", describe_error(error)) from error
 
     async def score(self) -> float | None:
         """The score of the whole conversation."""
@@ -182,7 +180,7 @@ class InteractionSession:
         try:
             return check_finite(score, "score")
         except (TypeError, ValueError) as error:
-            raise InputError(f"interaction {self.name!r}: {error}") from error
+            raise InteractionError(self.name, "score", describe_error(error)) from error
 
     def save(self) -> None:
         """Stores the interaction's state in the LoopState."""
@@ -194,8 +192,8 @@ class InteractionSession:
         try:
             limits = self._limits
             return await with_timeout(work, limits.interaction_timeout_s, limits.cancel_grace_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"interaction {self.name!r}: {operation}: {describe_error(error)}") from error
+        except Exception as error:
+            raise InteractionError(self.name, operation, describe_error(error)) from error
 
 
 def _validated(response: object) -> InteractionResponse:

@@ -78,9 +78,14 @@ class LoopOutput:
         )
 
 
-async def build_output(state: LoopState, model: Model) -> LoopOutput:
-    """The output of a trajectory so far; it may be cancelled or unfinished."""
-    return LoopOutput.from_samples(state, await model.samples())
+async def build_output(state: LoopState, model: Model, *, include_excluded: bool = False) -> LoopOutput:
+    """The output of a trajectory so far; it may be cancelled or unfinished.
+
+    A trajectory that a failure outside the model ended has no samples unless `include_excluded` is set.
+    """
+    if state.is_excluded and not include_excluded:
+        return LoopOutput.from_samples(state, ())
+    return LoopOutput.from_samples(state, await model.samples(include_aborted=include_excluded))
 
 
 def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:

@@ -26,11 +26,24 @@ from branchline.loop.timeouts import describe_error
 
 log = logging.getLogger("branchline.loop")
 
-FaultOperation = Literal["calc_reward", "release", "finalize", "save", "recreated", "repeated"]
+FaultOperation = Literal[
+    "calc_reward",
+    "release",
+    "finalize",
+    "save",
+    "recreated",
+    "repeated",
+    "unavailable",
+    "start",
+    "respond",
+    "score",
+]
+_REWARD_FAILURES = ("calc_reward", "unavailable", "start", "respond", "score")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A failure outside the conversation. It does not end the trajectory; state and output list it.
+    """A failure outside the conversation; state and output list it. A tool that is `unavailable` and an
+    interaction that cannot `start` or `respond` end the trajectory, others do not.
 
     >>> str(Fault("search", "calc_reward", "no index"))
     'search: calc_reward: no index'
@@ -46,7 +59,7 @@ class Fault(msgspec.Struct, frozen=True):
     @property
     def is_reward_failure(self) -> bool:
         """Whether a reward is missing because of it."""
-        return self.operation == "calc_reward"
+        return self.operation in _REWARD_FAILURES
 
     def __str__(self) -> str:
         return f"{self.name}: {self.operation}: {self.error}"

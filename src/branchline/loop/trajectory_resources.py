@@ -12,8 +12,9 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from branchline.core.call import ToolList
+from branchline.core.errors import InteractionError
 from branchline.loop.interaction import InteractionConfig, InteractionSession
-from branchline.loop.persistence import lost_state
+from branchline.loop.persistence import Fault, lost_state
 from branchline.loop.state import LoopState
 from branchline.loop.task import LoopLimits
 from branchline.loop.tools.base import ToolSelection
@@ -80,8 +81,12 @@ class TrajectoryResources:
     async def compute_rewards(self) -> None:
         """Writes the final tool rewards and the interaction's score to the state, both or neither."""
         rewards, faults = await self.tool_session.calc_rewards()
-        session = self.interaction_session
-        score = None if session is None else await session.score()
+        session, score = self.interaction_session, None
+        if session is not None:
+            try:
+                score = await session.score()
+            except InteractionError as error:
+                faults.append(Fault(session.name, "score", error.problem))
         state = self._state
         state.final_rewards, state.score, state.is_scored = rewards, score, True
         for fault in faults:

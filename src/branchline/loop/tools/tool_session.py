@@ -4,7 +4,8 @@
         results = await asyncio.gather(*[session.run_one(call) for call in message.tool_calls])
         rewards, faults = await session.calc_rewards()
 
-Every call has a result: an exception, a timeout and invalid arguments become a text for the model. Every
+Every call has a result: an exception, a timeout and invalid arguments become a text for the model; only a
+ToolUnavailableError ends the trajectory. Every
 instance that was created is released exactly once, also after a cancellation, and no step takes longer than
 its limit.
 """
@@ -20,7 +21,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from msgspec import structs
 
-from branchline.core.errors import CodecError, InputError, ToolError
+from branchline.core.errors import CodecError, InputError, ToolError, ToolUnavailableError
 from branchline.core.message import Media, Message, ToolCall
 from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import Fault, check_finite, copy_containers, save_state, to_plain_data
@@ -89,6 +90,8 @@ class ToolSession:
     async def _create(self, tool: Tool) -> None:
         try:
             await self._with_timeout(self._create_instance(tool), self._limits.tool_create_timeout_s)
+        except ToolUnavailableError as error:
+            raise ToolUnavailableError(tool.name, "create", error.problem) from error
         except Exception as error:
             raise ToolError(tool.name, "create", describe_error(error)) from error
 
@@ -136,6 +139,7 @@ class ToolSession:
     ) -> ToolResult:
         """Runs one call and returns its result; at most `max_parallel_calls` run at the same time.
 
+        Raises ToolUnavailableError if the tool does: that is no result for the model.
         `on_start` is called when the tool begins. A call that finishes although it was cancelled returns its
         result; the cancellation is raised at the caller's next await.
         """
@@ -144,6 +148,8 @@ class ToolSession:
             started = time.perf_counter()
             try:
                 result = _validated(await self._execute(call, on_start))
+            except ToolUnavailableError:
+                raise
             except Exception as error:
                 log.debug("%s: tool %s failed", self.trajectory, call.name, exc_info=error)
                 result = ToolResult(tool_error_text(call.name, error), is_error=True)
