@@ -29,7 +29,7 @@ def full_state() -> LoopState:
         interaction_arguments={"level": 1},
         sampling={"temperature": 0.5},
         template={"enable_thinking": False},
-        limits=LoopLimits(max_assistant_turns=3, tool_response_side="left"),
+        limits=LoopLimits(max_assistant_turns=3, tool_response_keep="tail"),
         extra={"answer": [1, None]},
     )
     result = ToolResult("2", (IMAGE,), 0.5, {"x": [1]}, True, "add", 1, "c1", 0.1)
@@ -53,7 +53,7 @@ def full_state() -> LoopState:
         tool_states={"add": [1, 2]},
         interaction_states={"tutor": {"wrong": 1}},
         faults=[Fault("add", "release", "stuck")],
-        metrics=LoopMetrics(1.0, 2.0, 3.0, 4),
+        metrics=LoopMetrics(1.0, 2.0, 3.0, 4, 5),
         call_name="chatcmpl-1",
         call_ids=["chatcmpl-0"],
         session_id="s1",

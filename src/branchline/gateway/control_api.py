@@ -28,6 +28,7 @@ from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
+from branchline.runtime.call_record import attempts_of
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
@@ -148,8 +149,8 @@ class ControlApi:
         return _json(session_view(managed))
 
     async def _samples(self, http: HttpRequest, managed: ManagedSession) -> Response:
-        """`include_aborted=true`: also those of an aborted session. `keep_call`, any number of times: calls
-        that are exported although they were cancelled."""
+        """`include_aborted=true`: also those of an aborted session. `keep_call`, any number of times: names
+        of calls that are exported although they were cancelled."""
         params = http.query_params
         for name in params:
             if name not in ("include_aborted", "keep_call"):
@@ -157,7 +158,7 @@ class ControlApi:
         value = params.get("include_aborted", "false")
         if value not in ("true", "false"):
             raise MessageError("include_aborted", value, "true or false")
-        is_included, calls = value == "true", params.getlist("keep_call")
+        is_included, calls = value == "true", attempts_of(managed, params.getlist("keep_call"))
         return await asyncio.to_thread(
             lambda: _json(samples_view(managed, include_aborted=is_included, keep_calls=calls))
         )

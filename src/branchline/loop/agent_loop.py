@@ -19,10 +19,8 @@ them from the state (`persistence.py`), or creates them again with the same argu
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Self
 
 from branchline.core.errors import (
@@ -34,18 +32,20 @@ from branchline.core.errors import (
 )
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates
+from branchline.loop.generation import append_answer, ask_or_resume, effective_sampling
 from branchline.loop.interaction import InteractionConfig
-from branchline.loop.model import Model, ToolSchemas
+from branchline.loop.model import Model
 from branchline.loop.persistence import Fault
 from branchline.loop.session_binding import bind_session, report_results
 from branchline.loop.state import LoopPhase, LoopState, StopReason, TurnRecord
+from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.token_budget import exhausted_limit, reached_limit, remaining_tokens, truncate_result
 from branchline.loop.tools.base import ToolSelection
 from branchline.loop.tools.tool_session import filter_media
 from branchline.loop.trajectory_resources import TrajectoryResources
-from branchline.runtime.call_record import CallResult
+from branchline.runtime.call_record import StepObserver
 
 _SESSION_STOP_REASONS = {"out_of_calls": StopReason.SESSION_CALLS, "out_of_tokens": StopReason.SESSION_TOKENS}
 
@@ -62,14 +62,21 @@ class AgentLoop:
         interaction: InteractionConfig | None = None,
         limits: LoopLimits | None = None,
         report: bool = True,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
-        """The default limits are those of the task. `report`: at the end the session gets the rewards and is
-        completed; pass False if several trajectories share a session."""
+        """The default limits are those of the task; `limits` replaces them.
+
+        `report`: at the end the session gets the rewards and is completed; pass False if several trajectories
+        share a session. `observers` get a record of each call of a tool or of the interaction.
+        """
+        self._recorder = StepRecorder(observers)
         self.model = model
         self._is_reporting = report
         self.state = state
-        self.limits = limits = limits or state.task.limits or LoopLimits()
-        self.resources = TrajectoryResources(state, tools or ToolSelection(), interaction, limits)
+        self.limits = limits = limits or state.task.merge_limits(LoopLimits())
+        self.resources = TrajectoryResources(
+            state, tools or ToolSelection(), interaction, limits, self._recorder
+        )
         truncates_tokens = limits.tool_response_length is not None and limits.tool_response_unit == "tokens"
         if truncates_tokens and model.codec is None:
             raise InputError(
@@ -103,6 +110,9 @@ class AgentLoop:
             return state
         if not state.is_agent_running:
             await bind_session(state, self.model.session)
+        if self._recorder.observers:
+            info = await self.model.session.read_session()
+            self._recorder.session_id, self._recorder.session_created_at = info.id, info.created_at
         state.is_cancelled = False
         try:
             if cancel is None:
@@ -321,66 +331,3 @@ class AgentLoop:
     def _stop(self, reason: StopReason, detail: str = "") -> LoopPhase:
         self.state.stop_reason, self.state.stop_detail = reason, detail
         return LoopPhase.TERMINATED
-
-
-# -- generation --------------------------------------------------------------------------------------
-
-
-def effective_sampling(
-    state: LoopState, max_tokens: int | None, params: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The task's sampling, overridden by `params`, with an answer of at most `max_tokens`."""
-    merged = dict(state.task.sampling)
-    if state.task.template:
-        merged["chat_template_kwargs"] = state.task.template
-    merged |= params or {}
-    if max_tokens is not None:
-        requested = merged.get("max_tokens")
-        # The model refuses a value that is no integer.
-        if requested is None or (type(requested) is int and requested > max_tokens):
-            merged["max_tokens"] = max_tokens
-    return merged
-
-
-async def ask_or_resume(
-    model: Model, state: LoopState, tools: ToolSchemas, params: Mapping[str, Any]
-) -> CallResult:
-    """The answer to the state's conversation. A cancelled call is resumed after the ids it had sampled."""
-    # The name is stored before the request is sent, so that a cancelled call can be resumed by it.
-    state.call_name = state.call_name or _new_call_name()
-    with timed_generation(state):
-        try:
-            result = await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
-        except SessionError as error:
-            if error.kind != "conflict":
-                raise
-            # The earlier attempt had another prompt, for example other tools, and cannot be resumed.
-            state.call_name = _new_call_name()
-            result = await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
-    state.call_name = ""
-    state.call_ids.append(result.call_id)
-    return result
-
-
-def append_answer(state: LoopState, result: CallResult) -> None:
-    """Appends an answer to the state's conversation."""
-    state.messages.append(result.message)
-    state.assistant_turns += 1
-    state.tokens = len(result.prompt_ids) + len(result.ids)
-
-
-@contextmanager
-def timed_generation(state: LoopState) -> Iterator[None]:
-    """Adds the time to the state's metrics, and counts a cancellation."""
-    started = time.perf_counter()
-    try:
-        yield
-    except asyncio.CancelledError:
-        state.metrics.num_preempted += 1
-        raise
-    finally:
-        state.metrics.generate_s += time.perf_counter() - started
-
-
-def _new_call_name() -> str:
-    return "turn-" + secrets.token_hex(12)

@@ -28,8 +28,9 @@ from branchline.chat.base import Codec
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.sample import Sample
-from branchline.loop.agent_loop import (
-    AgentLoop,
+from branchline.loop.agent_loop import AgentLoop
+from branchline.loop.generation import (
+    add_call,
     append_answer,
     ask_or_resume,
     effective_sampling,
@@ -43,7 +44,7 @@ from branchline.loop.state import LoopPhase, LoopState, StopReason
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.tools.base import ToolSelection
-from branchline.runtime.call_record import CallResult
+from branchline.runtime.call_record import CallResult, StepObserver
 
 DEFAULT_AGENT_NAME = "single_turn"
 
@@ -56,14 +57,16 @@ class AgentContext:
     tools: ToolRegistry | None = None
     interactions: InteractionRegistry | None = None
     limits: LoopLimits | None = None
-    """The limits of tasks that have none of their own."""
+    """The limits of all tasks; a task overrides them field by field."""
     cancel: CancelToken | None = None
     report: bool = True
     """Whether the session gets the rewards and is completed at the end of a trajectory; pass False if several
     trajectories share a session."""
+    observers: tuple[StepObserver, ...] = ()
+    """Get a record of each call of a tool or an interaction, for example `Tracing.record_step`."""
 
     def limits_for(self, task: Task) -> LoopLimits:
-        return task.limits or self.limits or LoopLimits()
+        return task.merge_limits(self.limits or LoopLimits())
 
     async def ask(
         self,
@@ -87,7 +90,7 @@ class AgentContext:
             return result
         with timed_generation(state):
             result = await self.model.ask(messages, tools=tools, params=sampling)
-        state.call_ids.append(result.call_id)
+        add_call(state, result)
         return result
 
 
@@ -97,7 +100,9 @@ Agent = Callable[[LoopState, AgentContext], Awaitable[LoopState]]
 async def single_turn_agent(state: LoopState, context: AgentContext) -> LoopState:
     """One answer to the prompt, without tools."""
     limits = msgspec.structs.replace(context.limits_for(state.task), max_assistant_turns=1)
-    async with AgentLoop(context.model, state, limits=limits, report=context.report) as loop:
+    async with AgentLoop(
+        context.model, state, limits=limits, report=context.report, observers=context.observers
+    ) as loop:
         return await loop.run(context.cancel)
 
 
@@ -112,11 +117,18 @@ async def tool_agent(state: LoopState, context: AgentContext) -> LoopState:
         interaction=interaction,
         limits=limits,
         report=context.report,
+        observers=context.observers,
     ) as loop:
         return await loop.run(context.cancel)
 
 
-BUILTIN_AGENTS: dict[str, Agent] = {DEFAULT_AGENT_NAME: single_turn_agent, "tool": tool_agent}
+BUILTIN_AGENTS: dict[str, Agent] = {
+    DEFAULT_AGENT_NAME: single_turn_agent,
+    "tool": tool_agent,
+    # The names in verl's datasets.
+    "single_turn_agent": single_turn_agent,
+    "tool_agent": tool_agent,
+}
 _custom_agents: dict[str, Agent] = {}
 
 
@@ -152,7 +164,7 @@ def select(
     task: Task, tools: ToolRegistry | None, interactions: InteractionRegistry | None
 ) -> tuple[ToolSelection, InteractionConfig | None]:
     """The tools and the interaction that a task names. Raises InputError for an unknown name."""
-    selection = (tools or ToolRegistry()).select(task.tools, task.tool_arguments)
+    selection = (tools or ToolRegistry()).select(task.tools, task.tool_arguments, task.tool_method_arguments)
     if not task.interaction:
         return selection, None
     registry = interactions or InteractionRegistry()

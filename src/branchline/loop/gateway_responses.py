@@ -143,6 +143,7 @@ class ChoiceJson(Struct):
     finish_reason: str | None = None
     token_ids: list[TokenId] = []
     logprobs: LogprobsJson | None = None
+    num_preempted: int = 0
 
 
 class EventJson(Struct):
@@ -175,6 +176,7 @@ class ResultBuilder:
         self._logprobs: list[float | None] = []
         self._prompt_ids: list[int] = []
         self._call_id = self._finish_reason = ""
+        self._num_preempted = 0
 
     def add_event(self, content: bytes) -> None:
         """Adds an event. Raises the error that an error event carries."""
@@ -192,6 +194,7 @@ class ResultBuilder:
             if choice.logprobs is not None:
                 self._logprobs += [token.logprob for token in choice.logprobs.content or ()]
             self._finish_reason = choice.finish_reason or self._finish_reason
+            self._num_preempted = max(self._num_preempted, choice.num_preempted)
 
     def _add_delta(self, delta: DeltaJson) -> None:
         self._content.append(delta.content or "")
@@ -212,7 +215,8 @@ class ResultBuilder:
             refusal="".join(self._refusal),
             id=self._call_id,
         )
-        answer = Answer(message, self._finish_reason, as_ids(self._ids), self._logprobs_array())
+        ids, logprobs = as_ids(self._ids), self._logprobs_array()
+        answer = Answer(message, self._finish_reason, ids, logprobs, num_preempted=self._num_preempted)
         return CallResult(self._call_id, as_ids(self._prompt_ids), [answer])
 
     def _logprobs_array(self) -> Floats | None:

@@ -26,6 +26,7 @@ from branchline.loop.persistence import (
     to_plain_data,
 )
 from branchline.loop.state import LoopPhase, LoopState
+from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import describe_error, finish_despite_cancel, with_timeout
 
@@ -106,7 +107,14 @@ class InteractionConfig:
 class InteractionSession:
     """One trajectory's interaction, from `start` to `finalize`."""
 
-    def __init__(self, config: InteractionConfig, state: LoopState, limits: LoopLimits) -> None:
+    def __init__(
+        self,
+        config: InteractionConfig,
+        state: LoopState,
+        limits: LoopLimits,
+        steps: StepRecorder | None = None,
+    ) -> None:
+        self._steps = steps or StepRecorder()
         self.first_message: str | None = None
         """The user message that `start` returned."""
         self.name = config.interaction.name
@@ -191,7 +199,8 @@ class InteractionSession:
     async def _with_timeout(self, operation: str, work: Coroutine[Any, Any, T]) -> T:
         try:
             limits = self._limits
-            return await with_timeout(work, limits.interaction_timeout_s, limits.cancel_grace_s)
+            with self._steps.record("interaction", self.name, operation):
+                return await with_timeout(work, limits.interaction_timeout_s, limits.cancel_grace_s)
         except Exception as error:
             raise InteractionError(self.name, operation, describe_error(error)) from error
 

@@ -11,6 +11,7 @@ name is chosen before the request is sent, so a cancellation may come at any tim
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,13 +20,21 @@ from typing import Any, Protocol
 
 from branchline.chat.base import Codec
 from branchline.core.call import DEFAULT_AGENT, Request, ToolList
-from branchline.core.errors import MessageError, SessionError
+from branchline.core.errors import EngineError, JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates_deep
 from branchline.core.sample import Sample
 from branchline.engines.base import Engine
 from branchline.runtime.call_lifecycle import prepare_call, run_call
-from branchline.runtime.call_record import CallRecord, CallRequest, CallResult, new_call_id
+from branchline.runtime.call_record import (
+    CallFailure,
+    CallObserver,
+    CallRecord,
+    CallRequest,
+    CallResult,
+    attempts_of,
+    new_call_id,
+)
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import (
     merge_sampling,
@@ -124,7 +133,7 @@ class Model(Protocol):
     async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
         """The session's training samples so far; those of an aborted session only with `include_aborted`.
 
-        `keep_calls` are calls whose tokens are included although they were cancelled.
+        `keep_calls` are names of calls whose tokens are included although they were cancelled.
         """
         ...
 
@@ -132,7 +141,16 @@ class Model(Protocol):
 class SessionModel:
     """A session and an engine in this process."""
 
-    def __init__(self, managed: ManagedSession, engine: Engine, *, agent: str = "") -> None:
+    def __init__(
+        self,
+        managed: ManagedSession,
+        engine: Engine,
+        *,
+        agent: str = "",
+        observers: Sequence[CallObserver] = (),
+    ) -> None:
+        """`observers` get the record of each call, as those of a gateway do: traces, for example."""
+        self._observers = observers
         self.managed = managed
         self.engine = engine
         self.agent = agent or managed.options.agent or DEFAULT_AGENT
@@ -172,10 +190,26 @@ class SessionModel:
         record = CallRecord(
             managed.id, "loop", call_id, managed.created_at, agent=self.agent, group=managed.options.group
         )
-        async with aclosing(run_call(managed, self.engine, call_request, record)) as events:
-            # Read to the end: a call is delivered when its last event has been taken.
-            async for _ in events:
-                pass
+        record.call_request, record.status = call_request, 0
+        try:
+            async with aclosing(run_call(managed, self.engine, call_request, record)) as events:
+                # Read to the end: a call is delivered when its last event has been taken.
+                async for _ in events:
+                    pass
+        except asyncio.CancelledError:
+            record.outcome = "cancelled"
+            raise
+        except Exception as error:
+            is_failure = isinstance(error, EngineError | JournalError)
+            record.outcome, record.failure = (
+                "failed" if is_failure else "refused",
+                CallFailure.from_error(error),
+            )
+            raise
+        finally:
+            record.total_s = time.perf_counter() - record.started_perf_s
+            for observe in self._observers:
+                observe(record)
         assert record.result is not None, "a call yields its result or raises"
         return record.result
 
@@ -186,7 +220,8 @@ class SessionModel:
         return len(turn.prompt_ids)
 
     async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
-        export = partial(self.managed.export, include_aborted=include_aborted, keep_calls=keep_calls)
+        kept = attempts_of(self.managed, keep_calls)
+        export = partial(self.managed.export, include_aborted=include_aborted, keep_calls=kept)
         return (await asyncio.to_thread(export)).samples
 
     # -- the session ---------------------------------------------------------------------------------

@@ -74,12 +74,14 @@ class TurnRecord(msgspec.Struct, frozen=True):
 
 
 class LoopMetrics(msgspec.Struct):
-    """Seconds spent, and cancelled generations."""
+    """Seconds spent, and interrupted generations."""
 
     generate_s: float = 0.0
     tool_s: float = 0.0
     interact_s: float = 0.0
     num_preempted: int = 0
+    """How often the engine interrupted a generation and continued it."""
+    num_cancelled: int = 0
     """How often a generation was cancelled."""
 
 

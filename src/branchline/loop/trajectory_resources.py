@@ -16,6 +16,7 @@ from branchline.core.errors import InteractionError
 from branchline.loop.interaction import InteractionConfig, InteractionSession
 from branchline.loop.persistence import Fault, lost_state
 from branchline.loop.state import LoopState
+from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.tools.base import ToolSelection
 from branchline.loop.tools.tool_session import ToolSession
@@ -30,7 +31,9 @@ class TrajectoryResources:
         tools: ToolSelection,
         interaction: InteractionConfig | None,
         limits: LoopLimits,
+        steps: StepRecorder | None = None,
     ) -> None:
+        self._steps = steps
         # One ToolList for the whole trajectory, so that its digest is computed once.
         self.schemas = ToolList(msgspec.to_builtins(tool.schema) for tool in tools.tools)
         self.is_open = False
@@ -57,10 +60,12 @@ class TrajectoryResources:
         if not self.is_open:
             raise RuntimeError(f"loop of {state.trajectory}: runs outside its block, expected inside")
         async with AsyncExitStack() as stack:
-            tool_session = ToolSession(self._tools, state.trajectory, self._limits, state.tool_states)
+            tool_session = ToolSession(
+                self._tools, state.trajectory, self._limits, state.tool_states, self._steps
+            )
             await stack.enter_async_context(tool_session)
             if self._interaction is not None:
-                session = InteractionSession(self._interaction, state, self._limits)
+                session = InteractionSession(self._interaction, state, self._limits, self._steps)
                 self.interaction_session = await stack.enter_async_context(session)
             self._tool_session, self._exit_stack = tool_session, stack.pop_all()
         used = {result.tool for result in (*state.tool_results, *state.pending_results.values())}

@@ -25,7 +25,8 @@ from branchline.core.errors import CodecError, InputError, ToolError, ToolUnavai
 from branchline.core.message import Media, Message, ToolCall
 from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import Fault, check_finite, copy_containers, save_state, to_plain_data
-from branchline.loop.task import LoopLimits
+from branchline.loop.step_recorder import StepRecorder
+from branchline.loop.task import LoopLimits, ToolMethod
 from branchline.loop.timeouts import describe_error, finish_despite_cancel, with_timeout
 from branchline.loop.tools.arguments import argument_problems, argument_validator, parse_arguments
 from branchline.loop.tools.base import Tool, ToolResult, ToolSelection
@@ -44,8 +45,10 @@ class ToolSession:
         trajectory: str,
         limits: LoopLimits,
         saved: dict[str, Any] | None = None,
+        steps: StepRecorder | None = None,
     ) -> None:
         """`saved` holds the states to restore instances from, by tool name; `save` writes to it."""
+        self._steps = steps or StepRecorder()
         self.trajectory = trajectory
         self.release_faults: list[Fault] = []
         self._limits = limits
@@ -53,6 +56,7 @@ class ToolSession:
         self._tools = {tool.name: tool for tool in selection.tools}
         self._validators = {tool.name: argument_validator(tool) for tool in selection.tools}
         self._arguments = selection.arguments
+        self._method_arguments = selection.method_arguments
         self._instances: dict[str, Any] = {}
         self._semaphore = asyncio.Semaphore(limits.max_parallel_calls)
         self._state: Literal["new", "open", "closed"] = "new"
@@ -116,7 +120,8 @@ class ToolSession:
 
     async def _release(self, name: str, instance: Any) -> None:
         try:
-            await self._with_timeout(self._tools[name].release(instance), self._limits.tool_release_timeout_s)
+            work = self._tools[name].release(instance, **self._further_arguments(name, "release"))
+            await self._with_timeout(work, self._limits.tool_release_timeout_s)
         except Exception as error:
             self.release_faults.append(self._fault(name, "release", error))
 
@@ -124,6 +129,10 @@ class ToolSession:
         fault = Fault(name, operation, describe_error(error))
         log.warning("%s: tool %s", self.trajectory, fault)
         return fault
+
+    def _further_arguments(self, name: str, method: ToolMethod) -> dict[str, Any]:
+        methods = self._method_arguments.get(name)
+        return copy_containers(methods.get(method, {})) if methods else {}
 
     async def _with_timeout(self, work: Coroutine[Any, Any, T], limit_s: float | None) -> T:
         return await with_timeout(work, limit_s, self._limits.cancel_grace_s)
@@ -147,7 +156,8 @@ class ToolSession:
         async with self._semaphore:
             started = time.perf_counter()
             try:
-                result = _validated(await self._execute(call, on_start))
+                with self._steps.record("tool", call.name, "execute", call.id):
+                    result = _validated(await self._execute(call, on_start))
             except ToolUnavailableError:
                 raise
             except Exception as error:
@@ -169,7 +179,8 @@ class ToolSession:
         if problems:
             raise InputError(problems)
         on_start()
-        work = tool.execute(self._instances[call.name], arguments)
+        extra = self._further_arguments(call.name, "execute")
+        work = tool.execute(self._instances[call.name], arguments, **extra)
         return await self._with_timeout(work, self._limits.tool_timeout_s)
 
     def repeat_fault(self, name: str, turn: int) -> Fault | None:
@@ -193,7 +204,8 @@ class ToolSession:
 
     async def _calc_reward(self, name: str) -> float | Fault | None:
         try:
-            work = self._tools[name].calc_reward(self._instances[name])
+            extra = self._further_arguments(name, "calc_reward")
+            work = self._tools[name].calc_reward(self._instances[name], **extra)
             return check_finite(await self._with_timeout(work, self._limits.tool_timeout_s), "reward")
         except Exception as error:
             return self._fault(name, "calc_reward", error)
