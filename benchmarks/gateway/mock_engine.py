@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.codec.conversations import AGENT, MessageWriter
 from branchline import Message
 from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 from branchline.testing.reply_encoder import TemplateReplyEncoder
@@ -42,13 +43,19 @@ class MockEngine:
     version = 0
     logprob_kind: LogprobKind = "raw"
     max_context: int | None = None
+    supports_images = False
 
     def __init__(self, replies: Sequence[Ids]) -> None:
         self._replies = replies
         self._calls: Counter[str] = Counter()
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         reply = self._replies[self._calls[session] % len(self._replies)]
         self._calls[session] += 1

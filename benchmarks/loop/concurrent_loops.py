@@ -12,12 +12,13 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.measure import BenchmarkTable, percentile
 from branchline.chat.toy import ToyCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.call import Request
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Ids
@@ -70,9 +71,14 @@ class SlowEngine(ScriptedEngine):
     answer_s: float = 0.0
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        async for chunk in super().generate(prompt_ids, params, session=session):
+        async for chunk in super().generate(prompt_ids, params, session=session, images=images):
             if self.answer_s:
                 await asyncio.sleep(self.answer_s / 4)
             yield chunk

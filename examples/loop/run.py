@@ -37,6 +37,7 @@ from branchline import (
     ToyCodec,
     run_agent,
 )
+from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
@@ -64,7 +65,12 @@ class ContinuingEngine(ScriptedEngine):
     """Continues a partial answer at the end of the prompt, as a model does."""
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         done = (
             len(prompt_ids)
@@ -73,7 +79,7 @@ class ContinuingEngine(ScriptedEngine):
         )
         params = replace(params, max_tokens=params.max_tokens + done)
         prompt_ids = prompt_ids[: len(prompt_ids) - done]
-        async for chunk in super().generate(prompt_ids, params, session=session):
+        async for chunk in super().generate(prompt_ids, params, session=session, images=images):
             # Chunks have one id each; those that the prompt contains are skipped.
             done -= 1
             if done < 0:

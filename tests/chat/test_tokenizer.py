@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from branchline.chat.tokenizer import TokenizerDir
-from branchline.core.errors import CodecError
+from branchline.core.errors import CodecError, InputError
 from branchline.core.token_arrays import as_ids
 from tests.chat.harness import HELLO_MERGES, save_byte_level
+from tests.core.fake_hub import fake_hub
 
 
 def save_sentencepiece_style(path: Path) -> Path:
@@ -141,7 +142,7 @@ def test_a_directory_without_a_template_has_no_source(tokenizer: TokenizerDir) -
 
 
 def test_a_missing_directory_or_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CodecError, match="nowhere: not a directory"):
+    with pytest.raises(InputError, match="nowhere: not a directory"):
         TokenizerDir.open(tmp_path / "nowhere")
     with pytest.raises(CodecError, match=r"tokenizer\.json: cannot be read"):
         TokenizerDir.open(tmp_path)
@@ -176,3 +177,15 @@ def test_ids_are_read_only_int32(tokenizer: TokenizerDir) -> None:
     ids = tokenizer.encode("hello")
     assert ids.dtype == np.int32
     assert not ids.flags.writeable
+
+
+def test_a_tokenizer_is_opened_by_its_hugging_face_name(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_hub(monkeypatch, tmp_path, {"acme/tiny": directory}) as hub:
+        opened = TokenizerDir.open("acme/tiny")
+        assert (opened.path, opened.name) == (hub.snapshot("acme/tiny"), "tiny")
+    assert (
+        opened.encode("hello <tool>").tolist() == TokenizerDir.open(directory).encode("hello <tool>").tolist()
+    )
+    assert TokenizerDir.open("acme/tiny").path == opened.path  # cached: no hub

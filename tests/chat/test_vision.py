@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from hypothesis import strategies as st
 from branchline import Session
 from branchline.chat.base import NewMessage
 from branchline.chat.renderers_codec.codec import RenderersCodec
-from branchline.chat.vision import ImageProcessor, VisionConfig, find_image_spans, reject_media
+from branchline.chat.vision import (
+    ImageProcessor,
+    VisionConfig,
+    find_image_spans,
+    find_image_token,
+    reject_media,
+)
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Media, Message
@@ -112,6 +119,51 @@ def test_pixels_have_one_row_per_patch(mode: str) -> None:
     np.testing.assert_array_equal(shown[:, 0], shown[:, 1])
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 1400), st.integers(1, 1400))
+def test_placeholders_of_qwen2_5_vl_equal_those_of_transformers(width: int, height: int) -> None:
+    processor = pytest.importorskip(
+        "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", reason="transformers is not installed"
+    ).Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 400 * 28 * 28})
+    with tempfile.TemporaryDirectory() as directory:
+        processor.save_pretrained(directory)
+        config = VisionConfig.find(Path(directory))
+    assert config is not None
+    media = make_image(width, height, seed=width)
+    if max(width, height) > 200 * min(width, height):
+        with pytest.raises(CodecError, match="at most 1:200"):
+            ImageProcessor(config).placeholder_count(media)
+        return
+    with pillow.open(io.BytesIO(media.payload)) as image:
+        expected = processor(images=[image], return_tensors="np")
+    assert ImageProcessor(config).placeholder_count(media) == expected["image_grid_thw"][0].prod() // 4
+    np.testing.assert_allclose(
+        ImageProcessor(config).pixels(media).values, expected["pixel_values"], atol=2e-5
+    )
+
+
+def test_an_image_processor_of_another_kind_is_refused(tmp_path: Path) -> None:
+    assert VisionConfig.find(tmp_path) is None
+    processor = tmp_path / "processor_config.json"
+    processor.write_text('{"image_processor": {"image_processor_type": "Qwen2VLImageProcessorFast"}}')
+    found = VisionConfig.find(tmp_path)
+    assert found is not None
+    assert (found.patch_size, found.min_pixels, found.max_pixels) == (14, 3136, 1003520)
+    processor.write_text('{"image_processor": {"image_processor_type": "Gemma3ImageProcessor"}}')
+    with pytest.raises(CodecError, match="got image_processor_type 'Gemma3ImageProcessor', expected Qwen2VL"):
+        VisionConfig.find(tmp_path)
+
+
+def test_the_placeholder_token_is_read_from_the_directory(tmp_path: Path) -> None:
+    tokens = {"<image>": 7, "<|pad|>": 8}
+    assert find_image_token(tmp_path, {"<|pad|>": 8}) == ""
+    assert find_image_token(tmp_path, tokens) == "<image>"
+    (tmp_path / "tokenizer_config.json").write_text('{"image_token": {"content": "<|pad|>"}}')
+    assert find_image_token(tmp_path, tokens) == "<|pad|>"
+    (tmp_path / "config.json").write_text('{"image_token_id": 7}')
+    assert find_image_token(tmp_path, tokens) == "<image>"
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(20, 700), st.integers(20, 700))
 def test_pixels_and_grid_equal_those_of_transformers(width: int, height: int) -> None:
@@ -155,7 +207,9 @@ def test_placeholders_are_at_the_position_of_the_image(codec: RenderersCodec) ->
     assert codec.decode(prompt).startswith(expected)
     (place,) = codec.image_spans([message], prompt)
     assert (place.media, place.length) == (image, 117)
-    assert set(prompt[place.offset : place.offset + place.length].tolist()) == {codec._image_pad_id}
+    assert set(prompt[place.offset : place.offset + place.length].tolist()) == {
+        codec.tokenizer.added_tokens["<|image_pad|>"]
+    }
     assert codec.decode(prompt[place.offset - 1 : place.offset]) == "<|vision_start|>"
 
 
@@ -246,9 +300,14 @@ def test_an_image_in_a_role_that_shows_none_is_refused(codec: RenderersCodec) ->
         prompt_ids(codec, *messages)
 
 
-def test_text_that_contains_a_placeholder_is_refused(codec: RenderersCodec) -> None:
-    with pytest.raises(TemplateError, match=r"messages\[0\], user: images: got 0 for a prompt with 1 places"):
-        prompt_ids(codec, Message("user", "hi <|image_pad|>"))
+def test_the_text_of_a_placeholder_stays_text_and_is_refused_as_a_token(codec: RenderersCodec) -> None:
+    message = Message("user", "hi <|image_pad|>")
+    ids = prompt_ids(codec, message)
+    assert codec.tokenizer.added_tokens["<|image_pad|>"] not in ids
+    assert message.content in codec.decode(as_ids(ids))
+    allowing = RenderersCodec(codec.tokenizer, codec.family, allow_special_tokens=True)
+    with pytest.raises(TemplateError, match=r"messages\[0\], user: images: got 1 placeholders for 0"):
+        prompt_ids(allowing, message)
 
 
 def test_an_image_url_is_refused(codec: RenderersCodec) -> None:
@@ -270,6 +329,16 @@ def test_the_error_of_a_text_model_names_the_message() -> None:
         reject_media([image_message("hear", Media("audio", "d", b"x"))], "generic:m", first_index=7)
 
 
-def test_images_and_runs_of_placeholders_must_match() -> None:
-    with pytest.raises(CodecError, match="got 0 for a prompt with 2 places"):
-        find_image_spans([], as_ids([1, 9, 9, 2, 9]), pad=9)
+def test_placeholders_must_be_those_of_the_images() -> None:
+    processor = ImageProcessor(VisionConfig(min_pixels=32 * 32))
+    wide, small = make_image(64, 32, 1), make_image(32, 32, 2)
+    messages = [image_message("a", wide, small)]
+    spans = find_image_spans(messages, as_ids([1, 9, 9, 9, 2]), 9, processor)
+    assert [(span.media, span.offset, span.length) for span in spans] == [(wide, 1, 2), (small, 3, 1)]
+    sampled = np.array([False, True, False, False, False, False])
+    spans = find_image_spans(messages, as_ids([1, 9, 9, 9, 2, 9]), 9, processor, sampled)
+    assert [span.offset for span in spans] == [2, 5]
+    with pytest.raises(CodecError, match="got 4 placeholders for 2, expected 3"):
+        find_image_spans(messages, as_ids([1, 9, 9, 9, 2, 9]), 9, processor)
+    with pytest.raises(CodecError, match="got separate placeholders, expected 2 in one run"):
+        find_image_spans(messages, as_ids([9, 1, 9, 9]), 9, processor)

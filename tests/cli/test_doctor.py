@@ -104,6 +104,7 @@ def test_json_output_is_one_object(doctor: Doctor) -> None:
     assert output["parsers"] == {"tool_calls": "plain", "reasoning": "none", "starts_inside_reasoning": False}
     assert output["stop_ids"] == [257]
     assert output["log"] is None
+    assert json.loads(doctor(CHAT_TEMPLATE, "--json", "--stop-id", "<|start|>")[1])["stop_ids"] == [256, 257]
     for finding in output["findings"]:
         assert set(finding) == {"name", "ok", "severity", "sentence", "evidence"}
         assert finding["ok"] == (finding["severity"] == "fine")
@@ -159,6 +160,8 @@ def test_bad_lines_are_an_error_or_skipped(doctor: Doctor) -> None:
     code, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), "{"])
     assert code == 0
     assert "skipped 1 bad line" in output
+    _, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=[*conversation_log(), *["{"] * 12])
+    assert "2 more; --json lists them all" in output
     code, output = doctor(CHAT_TEMPLATE, "--skip-bad", lines=["{"])
     assert code == 2
     assert "no calls in it" in output

@@ -11,12 +11,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from branchline.chat.base import NewMessage
 from branchline.cli import serve
 from branchline.cli.engines import build_router
-from branchline.cli.main import main
+from branchline.cli.main import build_parser, main
+from branchline.core.message import Message
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
-from tests.cli.harness import served_gateway
+from tests.chat.harmony import save_harmony
+from tests.chat.harness import save_byte_level
+from tests.cli.harness import serve_options, served_gateway
 
 
 def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
@@ -32,9 +36,23 @@ def test_it_starts_prints_how_to_use_it_and_answers(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         (["--engine", "vllm"], "expected --engine-url URL"),
-        (["--engine", "vllm", "--engine-url", "http://h:1"], "expected --tokenizer DIR or --model DIR"),
         (["--engine", "sglang", "--engine-url", "h:1", "--tokenizer", "."], "expected http://HOST:PORT"),
         (["--engine", "openai", *2 * ["--engine-url", "http://h:1"]], "expected one; --upstream adds more"),
+        (
+            ["--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", ".", "--codec", "renderers"],
+            "--codec renderers: expected --family NAME, one of deepseek_r1",
+        ),
+        (
+            [
+                *("--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", "."),
+                *("--codec", "renderers", "--family", "qwen3", "--stop-id", "7"),
+            ],
+            "--stop-id, --no-stop-id: got ['7'], expected none with --codec renderers",
+        ),
+        (
+            ["--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", ".", "--family", "qwen3"],
+            "--family: got 'qwen3', expected it with --codec renderers only",
+        ),
         (["--engine", "scripted", "--rule", "haiku"], "expected model="),
         (["--engine", "scripted", "--rule", "engine=big"], "expected one of the named ones: none"),
         (["--engine", "scripted", "--upstream", "big"], "expected NAME=URL"),
@@ -49,6 +67,19 @@ def test_missing_and_malformed_options_are_errors(
     printed = capsys.readouterr()
     assert problem in printed.err
     assert not printed.out
+
+
+def test_stop_ids_are_set_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(save_harmony(tmp_path))
+    arguments = ["serve", "--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer", path]
+    changes = ["--stop-id", "<|end|>", "--stop-id", "7", "--no-stop-id", "<|call|>"]
+    options = build_parser().parse_args([*arguments, *changes])
+    codec, _ = build_router(options)
+    names = {codec.token_bytes(token).decode() for token in codec.stop_ids - {7}}
+    assert 7 in codec.stop_ids
+    assert names == {"<|return|>", "<|endoftext|>", "<|end|>"}
+    assert main([*arguments, "--stop-id", "<|eot|>"]) == 2
+    assert "stop_ids: got '<|eot|>', expected an id from 0 to " in capsys.readouterr().err
 
 
 def test_help_shows_examples_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,14 +109,7 @@ def _sent_keys(
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, value)
-    defaults: dict[str, object] = {
-        "tokenizer": None,
-        "model": None,
-        "tool_parser": None,
-        "reasoning_parser": None,
-        "rule": [],
-    }
-    _, router = build_router(Namespace(**{**defaults, "engine_url": [], "upstream": [], **options}))
+    _, router = build_router(serve_options(**options))
     engine = router.default_engine
     clients = {"main": getattr(engine.engines[0] if isinstance(engine, Replicas) else engine, "client", None)}
     for name in router.engine_names[1:]:
@@ -101,7 +125,7 @@ def _sent_keys(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_openai_key_is_not_sent_to_engine_servers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("branchline.cli.engines._load_codec", lambda options: None)
+    monkeypatch.setattr("branchline.cli.engines._load_codec", lambda options, tokenizer: None)
     server = {"engine": engine, "engine_url": ["http://h:1"], "tokenizer": Path()}
     assert _sent_keys(monkeypatch, ("OPENAI_API_KEY",), **server) == {"main": ""}
     assert _sent_keys(monkeypatch, ("OPENAI_API_KEY", "BRANCHLINE_ENGINE_KEY"), **server) == {"main": "ek"}
@@ -170,3 +194,17 @@ def test_only_the_built_in_model_has_a_default_limit(
 ) -> None:
     defaults: dict[str, object] = {"engine": "hf", "model": None, "default_max_tokens": None}
     assert serve._default_max_tokens(Namespace(**{**defaults, **options})) == expected
+
+
+@pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])
+def test_text_becomes_a_control_token_only_on_request(tmp_path: Path, flags: list[str]) -> None:
+    template = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
+    save_byte_level(tmp_path, chat_template=template)
+    arguments = ["serve", "--engine", "vllm", "--engine-url", "http://127.0.0.1:1"]
+    options = build_parser().parse_args([*arguments, "--tokenizer", str(tmp_path), *flags])
+    codec, _ = build_router(options)
+    ids = codec.extend(
+        (), [NewMessage(Message("user", "<|end|>"))], tools=(), chat_template_kwargs={}, history="template"
+    ).ids.tolist()
+    end = codec.encode("<|end|>").tolist()[0]
+    assert ids.count(end) == (2 if flags else 1)

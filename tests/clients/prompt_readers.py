@@ -72,7 +72,7 @@ class TemplatePromptReader:
 
     def __init__(self, codec: GenericCodec) -> None:
         self.codec = codec
-        self.name = codec.tokenizer.path.name
+        self.name = codec.tokenizer.name
 
     def read(self, ids: Ids) -> Prompt:
         found = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", self.codec.decode(ids), re.DOTALL)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine
@@ -45,7 +46,12 @@ class ScriptEngine(ScriptedEngine):
         self.generations: list[RecordedGeneration] = []
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         prompt = self._prompt_reader.read(prompt_ids)
         agent, turn = self._script.agent_of(prompt), prompt.turn
@@ -53,7 +59,7 @@ class ScriptEngine(ScriptedEngine):
         self.generations.append(generation)
         await self._wait(agent, turn)
         try:
-            async for chunk in super().generate(prompt_ids, params, session=session):
+            async for chunk in super().generate(prompt_ids, params, session=session, images=images):
                 generation.ids += chunk.ids.tolist()
                 yield chunk
         finally:

@@ -50,6 +50,15 @@ def rewriting_steps(audit: TemplateAudit) -> set[str]:
 # Artificial templates, one per trait
 
 
+def test_calls_in_a_form_that_no_parser_reads_are_reported(tmp_path: Path) -> None:
+    start = CLEAN.index("<tool_call>")
+    template = CLEAN[:start] + "call {{ c.function.name }}: {{ c.function.arguments | tojson }}{% endfor %}"
+    template += CLEAN[CLEAN.index("<|end|>\n{% endfor %}{% if") :]
+    finding = audit_source(tmp_path / "unread", template)["parses_calls"]
+    assert (finding.severity, finding.remedy) == (Severity.UNSAFE, "name a parser with serve --tool-parser")
+    assert finding.evidence["written"].startswith("call zqlook")
+
+
 def test_a_clean_template_has_only_a_note_about_its_json(tmp_path: Path) -> None:
     audit = audit_source(tmp_path / "clean", CLEAN)
     assert [finding.name for finding in audit.findings if not finding.ok] == ["arguments"]

@@ -9,6 +9,9 @@ from typing import Any, Self
 
 from tests.engines.fake_model import EOS, next_token
 
+PLACEHOLDER = 777
+"""The placeholder id of images."""
+
 
 class FakeServer:
     """Streams the response to `POST generate_path`; answers other paths from `json_by_path`, else 404."""
@@ -202,8 +205,14 @@ class FakeVllm(FakeServer):
 
     generate_path = "/v1/completions"
     add_to_prompt: tuple[int, ...] = ()
+    placeholder_counts: tuple[int, ...] = ()
+    """How often it repeats the placeholder of each image."""
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        if "token_ids" in body:
+            async for event in self._tokens_events(body):
+                yield event
+            return
         first = True
         async for ids, logprobs, finish in self.tokens(
             body["prompt"], body["max_tokens"], body["stop_token_ids"], body.get("stream_interval")
@@ -226,19 +235,57 @@ class FakeVllm(FakeServer):
             first = False
             yield {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice]}
 
+    async def _tokens_events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """`/inference/v1/generate`; `add_to_prompt` is added to the prompt that it reports."""
+        prompt = expand_placeholders(body["token_ids"], self.placeholder_counts)
+        sampling = body["sampling_params"]
+        first = True
+        async for ids, logprobs, finish in self.tokens(
+            prompt, sampling["max_tokens"], sampling["stop_token_ids"]
+        ):
+            content = [
+                {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+                for token, logprob in zip(ids, logprobs, strict=True)
+            ]
+            choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish}
+            yield {
+                "request_id": "r",
+                "usage": None,
+                "choices": [choice],
+                **({"prompt_token_ids": [*prompt, *self.add_to_prompt]} if first else {}),
+            }
+            first = False
+
+
+def expand_placeholders(ids: list[int], counts: tuple[int, ...]) -> list[int]:
+    """The ids with each placeholder repeated, as a server does with its image processor."""
+    remaining = iter(counts)
+    return [
+        token for id_ in ids for token in ([PLACEHOLDER] * next(remaining) if id_ == PLACEHOLDER else [id_])
+    ]
+
 
 class FakeSglang(FakeServer):
     """`/generate` as SGLang 0.5.18 streams it; unless `incremental`, events repeat the output so far."""
 
     generate_path = "/generate"
     incremental = False
+    placeholder_counts: tuple[int, ...] = ()
+    """How often it repeats the placeholder of each image."""
+    add_to_prompt: tuple[int, ...] = ()
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         params = body["sampling_params"]
         all_ids: list[int] = []
         all_logprobs: list[list[Any]] = []
+        prompt = expand_placeholders(body["input_ids"], self.placeholder_counts)
+        seen = (
+            {"prompt_token_ids": [*prompt, *self.add_to_prompt]}
+            if body.get("return_prompt_token_ids")
+            else {}
+        )
         async for ids, logprobs, finish in self.tokens(
-            body["input_ids"],
+            prompt,
             params["max_new_tokens"],
             params["stop_token_ids"],
             params.get("stream_interval"),
@@ -248,6 +295,7 @@ class FakeSglang(FakeServer):
             all_logprobs += [[logprob, id_, None] for logprob, id_ in zip(logprobs, ids, strict=True)]
             reason = {"stop": {"type": "stop", "matched": ids[-1]}, "length": {"type": "length", "length": 1}}
             yield {
+                **seen,
                 "text": "…",
                 "output_ids": all_ids[start:],
                 "meta_info": {

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.core.errors import EngineError
-from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, SamplingParams
+from branchline.engines.base import Chunk
 from branchline.engines.http import EngineRequest, HttpEngine
 from branchline.engines.sglang import SglangEngine
 from branchline.engines.vllm import VllmEngine
@@ -434,8 +433,8 @@ def test_finished_generation_leaves_no_reference_cycle() -> None:
     requests: list[weakref.ref[EngineRequest]] = []
 
     class TrackingEngine(VllmEngine):
-        def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
-            request = super().build_request(prompt_ids, params, session)
+        def build_request(self, *arguments: Any, **options: Any) -> EngineRequest:
+            request = super().build_request(*arguments, **options)
             requests.append(weakref.ref(request))
             return request
 

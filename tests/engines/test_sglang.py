@@ -167,6 +167,25 @@ def test_stop_id_is_the_last_id() -> None:
     run(main())
 
 
+def test_the_tokenizer_is_the_one_that_the_server_was_started_with() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            for info in (
+                {"model_path": "acme/model", "tokenizer_path": "acme/tokenizer"},
+                {"model_path": "acme/tokenizer", "tokenizer_path": None},
+                {"model_path": "acme/tokenizer"},
+            ):
+                server.json_by_path = {"/get_model_info": info}
+                assert await engine.tokenizer_name() == "acme/tokenizer"
+            server.json_by_path = {"/get_model_info": {"model_path": ""}}
+            with pytest.raises(EngineError, match="expected a tokenizer_path"):
+                await engine.tokenizer_name()
+            await engine.close()
+
+    run(main())
+
+
 def test_ready_samples_nothing_and_sets_the_context_length() -> None:
     async def main() -> None:
         async with FakeSglang() as server:

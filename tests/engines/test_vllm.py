@@ -94,6 +94,23 @@ def test_request_sends_every_parameter() -> None:
     run(main())
 
 
+def test_the_tokenizer_is_that_of_the_model_that_the_server_was_started_with() -> None:
+    async def main() -> None:
+        async with FakeVllm() as server:
+            engine = VllmEngine(server.url)
+            models = [{"id": "alias", "root": "acme/tiny-chat"}, {"id": "lora", "root": "/loras/1"}]
+            server.json_by_path = {"/v1/models": {"data": models}}
+            assert await engine.tokenizer_name() == "acme/tiny-chat"
+            incomplete: list[list[dict[str, str]]] = [[], [{"id": "alias"}], [{"id": "alias", "root": ""}]]
+            for models in incomplete:
+                server.json_by_path = {"/v1/models": {"data": models}}
+                with pytest.raises(EngineError, match="expected the root of a model"):
+                    await engine.tokenizer_name()
+            await engine.close()
+
+    run(main())
+
+
 def test_ready_samples_nothing_and_sets_model_and_context() -> None:
     async def main() -> None:
         async with FakeVllm() as server:

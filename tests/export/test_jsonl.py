@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from branchline import ExportPolicy, Generation, Message, Request, Sample, Session, ToyCodec, export_samples
+from branchline.core.message import Media
 from branchline.export.jsonl import read_jsonl, sample_from_json, sample_to_json, write_jsonl
 
 
@@ -57,3 +60,16 @@ def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
         write_jsonl(broken(), target)
     assert target.read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_the_data_of_an_image_is_written_once_in_a_file(tmp_path: Path) -> None:
+    cat, dog = (Media("image", name, name.encode() * 500, mime="image/png") for name in ("cat", "dog"))
+    link = Media("image", "url:http://h/p", url="http://h/p")
+    (sample,) = samples()[:1]
+    written = [replace(sample, media=media) for media in ((cat, link), (cat, dog, cat), (), (dog,))]
+    target = tmp_path / "out.jsonl"
+    write_jsonl(written, target)
+    assert [one.media for one in read_jsonl(target)] == [one.media for one in written]
+    assert target.read_text().count(base64.b64encode(cat.payload).decode()) == 1
+    assert target.read_text().count(base64.b64encode(dog.payload).decode()) == 1
+    assert sample_to_json(written[0])["media"][0]["data"]

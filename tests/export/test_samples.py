@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from branchline import ExportPolicy, Generation, Message, Request, Session, ToyCodec, export_samples
 from branchline.core.call import Delivery
 from branchline.core.errors import ExportError
+from branchline.core.message import Media
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from branchline.timelines.causes import Cause
@@ -149,3 +150,23 @@ def test_dropping_duplicates_trains_equal_answers_once() -> None:
 def test_an_invalid_limit_is_rejected(limits: dict[str, int]) -> None:
     with pytest.raises(ExportError, match="expected at least"):
         ExportPolicy(**limits)  # type: ignore[arg-type]
+
+
+def test_a_sample_is_not_cut_inside_a_message_with_an_image() -> None:
+    session = Session("s", CODEC)
+    first, second = Media("image", "a" * 9, b"1"), Media("image", "b" * 9, b"2")
+    messages = [Message("user", "u", parts=("u", first))]
+    messages.append(commit_reply(session, messages, "A1"))
+    messages.append(Message("user", "v", parts=("v", second)))
+    commit_reply(session, messages, "A2")
+    (whole,) = export_samples(session.tree).samples
+    assert whole.media == (first, second)
+    image_start, image_end = session.tree.nodes[3].start, session.tree.nodes[3].end
+    for limit in range(image_start, len(whole)):
+        export = export_samples(session.tree, ExportPolicy(max_tokens=limit))
+        (sample,) = export.samples
+        has_second = limit >= image_end
+        assert sample.media == ((first, second) if has_second else (first,))
+        assert len(sample) == (limit if has_second else image_start)
+        assert sample.truncated_tokens == len(whole) - len(sample)
+        assert export.report.is_balanced

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from branchline.chat.base import Codec
 from branchline.chat.toy import ToyCodec
 from branchline.engines.scripted import ReplyRule, ScriptedEngine, replies
 from branchline.gateway.config import GatewayConfig
@@ -98,7 +99,7 @@ def _message(index: int, message: Any) -> Any:
 async def agent(
     *scripted: Any,
     rule: ReplyRule | None = None,
-    codec: ToyCodec | None = None,
+    codec: Codec | None = None,
     config: GatewayConfig | None = None,
     journal: Path | None = None,
     engine: ScriptedEngine | None = None,

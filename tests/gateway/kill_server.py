@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import IntEnum, StrEnum
@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from branchline.chat.toy import ToyCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.call import Delivery
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
@@ -167,10 +168,15 @@ class Engine(ScriptedEngine):
         return reply_to(request.prompt_ids, secrets.token_hex(3))
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         with self._phase_counts.count_during(Phase.SAMPLING):
-            async for chunk in super().generate(prompt_ids, params, session=session):
+            async for chunk in super().generate(prompt_ids, params, session=session, images=images):
                 yield chunk
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from branchline.chat.base import Codec
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.toy import ToyCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Ids, as_ids
 from branchline.engines.base import Chunk, SamplingParams
@@ -138,6 +139,7 @@ class ResumableScriptedEngine:
     name: str = "scripted"
     version: int = 0
     logprob_kind: Any = "processed"
+    supports_images: bool = False
     max_context: int | None = None
     prompts_by_session: dict[str, list[Ids]] = field(default_factory=dict)
     """The prompts of each session, in order; replicas share one."""
@@ -154,7 +156,12 @@ class ResumableScriptedEngine:
         self._arrived = asyncio.Condition()
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         self.requests.append((session, prompt_ids))
         if self.failure is not None:

@@ -19,7 +19,7 @@ from branchline.loop.http_model import HttpModel
 from branchline.loop.interaction import BaseInteraction, InteractionConfig, InteractionResponse
 from branchline.loop.output import build_output
 from branchline.loop.state import LoopPhase, LoopState, StopReason
-from branchline.loop.task import LoopLimits, Task
+from branchline.loop.task import LoopLimits, Task, TruncateUnit
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.tools.base import BaseTool, ToolResult, ToolSelection, media_from_bytes
 from branchline.runtime.managed_session import SessionLimits
@@ -371,6 +371,24 @@ def test_the_wall_clock_limit_keeps_finished_tool_calls() -> None:
             assert [result.content for result in state.tool_results] == ["quick", "too"]
             assert (state.pending_results, state.pending_calls) == ({}, [])
             assert roles(state)[-1] == "assistant", "the results are not in the conversation"
+
+    run(test)
+
+
+@pytest.mark.parametrize("unit", ["characters", "tokens"])
+def test_the_wall_clock_limit_truncates_the_results_that_it_keeps(unit: TruncateUnit) -> None:
+    async def test() -> None:
+        calls = (ScriptedToolCall(result="0123456789"), ScriptedToolCall(result="slow", cancels=1))
+        async with loop_harness(LoopScript((ScriptedTurn(tool_calls=calls), ScriptedTurn("end")))) as s:
+            state = LoopState.begin(s.task())
+            limits = LoopLimits(wall_clock_s=100, tool_response_length=4, tool_response_unit=unit)
+            task = asyncio.create_task(s.run_once(state, limits=limits))
+            await s.tool.at_cancel_point.wait()
+            while not state.pending_results:
+                await asyncio.sleep(0)
+            move_clock(101)
+            assert (await task).stop_reason is StopReason.WALL_CLOCK
+            assert [result.content for result in state.tool_results] == ["01...(truncated)...89"]
 
     run(test)
 

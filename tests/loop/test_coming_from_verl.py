@@ -369,8 +369,8 @@ async def _(folder: Path) -> None:
 @check("metrics.num_preempted")
 async def _(folder: Path) -> None:
     class PreemptingEngine(ScriptedEngine):
-        async def generate(self, prompt_ids: Any, params: Any, *, session: str = "") -> Any:
-            async for chunk in super().generate(prompt_ids, params, session=session):
+        async def generate(self, prompt_ids: Any, params: Any, **options: Any) -> Any:
+            async for chunk in super().generate(prompt_ids, params, **options):
                 yield msgspec.structs.replace(chunk, num_preempted=2)
 
     codec = ToyCodec.chatml()
@@ -402,8 +402,8 @@ async def _(_: Path) -> None:
     sampled = asyncio.Event()
 
     class NotifyingEngine(ScriptedEngine):
-        async def generate(self, prompt_ids: Any, params: Any, *, session: str = "") -> Any:
-            async for chunk in super().generate(prompt_ids, params, session=session):
+        async def generate(self, prompt_ids: Any, params: Any, **options: Any) -> Any:
+            async for chunk in super().generate(prompt_ids, params, **options):
                 yield chunk
                 sampled.set()
                 await asyncio.sleep(0)

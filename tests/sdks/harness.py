@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from branchline import Message, ToolCall, ToyCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, ScriptedReply, replies
@@ -122,10 +123,15 @@ class RecordingEngine(ScriptedEngine):
     generations: list[tuple[list[int], list[int]]]
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         output: list[int] | None = None
-        async for chunk in super().generate(prompt_ids, params, session=session):
+        async for chunk in super().generate(prompt_ids, params, session=session, images=images):
             if output is None:
                 output = []
                 self.generations.append((prompt_ids.tolist(), output))
@@ -139,9 +145,14 @@ class PerSessionEngine(ScriptedEngine):
     engines: defaultdict[str, RecordingEngine]
 
     def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
-        return self.engines[session].generate(prompt_ids, params, session=session)
+        return self.engines[session].generate(prompt_ids, params, session=session, images=images)
 
 
 class ThreadedGateway:

@@ -27,6 +27,7 @@ from tokenizers import (
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
 from tests.chat.families import CACHE as TOKENIZERS_DIR
+from tests.templates.stop_tokens import declared_stop_tokens
 
 TEMPLATES_DIR = TOKENIZERS_DIR.parent / "templates"
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -42,7 +43,8 @@ _SPECIAL_TOKEN = re.compile(
     r"|<｜[^<>｜\n'{}]{1,40}｜>"  # <｜User｜>
     r"|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_(?:turn|image|utterance)>|<seed:[a-z:_]+>"
     r"|\[/?(?:[A-Z]+_)*[A-Z]{3,}\]|\[gMASK\]|<sop>"  # [INST], [TOOL_CALLS]
-    r"|\]~!?b\d?[\[\]]|\[e~\["  # MiniMax
+    r"|\]~!?b\d?[\[\]]|\[e~\[|<(?:beginning|end)_of_sentence>"  # MiniMax
+    r"|<SPECIAL_\d+>|<sep>|</?(?:assistant|user|system)>"  # Nemotron, Reka, Laguna
 )
 _PLAIN_TOKEN = re.compile(
     r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value|seed:tool_call|minimax:tool_call)>"
@@ -77,18 +79,23 @@ def load_template_codec(name: str, **options: Any) -> GenericCodec:
 
 
 @cache
-def load_template_tokenizer(name: str) -> TokenizerDir:
-    """Returns a tokenizer with the template and the added tokens of its source."""
+def load_template_tokenizer(name: str, *, declares_stops: bool = True) -> TokenizerDir:
+    """Returns a tokenizer with the template and the added tokens of its source. `declares_stops`: its files
+    declare the stop tokens of the real model, if they are known; else only an invented `eos_token`."""
     source = template_source(name)
     special, plain = tokens_of(source)
+    stops = (declares_stops and declared_stop_tokens(name)) or (EOS,)
     tokenizer = Tokenizer.from_str(_base_tokenizer())
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*special, BOS, EOS)])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in plain])
-    path = TEMPLATES_DIR / "tokenizers" / name
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in stops])
+    path = TEMPLATES_DIR / ("tokenizers_with_stops" if declares_stops else "tokenizers_without_stops") / name
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(source)
-    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": stops[0]}))
+    stop_ids = [tokenizer.token_to_id(token) for token in stops]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
     return TokenizerDir.open(path)
 
 

@@ -495,6 +495,40 @@ def test_a_foreign_database_is_rejected_unchanged(path: Path, mode: str) -> None
         assert file_contents(path.parent) == before
 
 
+def test_a_journal_of_the_version_before_media_is_upgraded(path: Path) -> None:
+    with Journal(path) as journal:
+        journal.append("s", b"1")
+    with closing(sqlite3.connect(path)) as older:
+        older.execute("DROP TABLE media")
+        older.execute("PRAGMA user_version = 2")
+    with Journal(path) as journal:
+        journal.append("s", b"2", media={"d": b"image"}).result()
+    with Journal(path) as journal:
+        assert list(journal.read("s")) == [b"1", b"2"]
+        assert journal.read_media("d") == b"image"
+
+
+@pytest.mark.parametrize("durability", LEVELS)
+def test_a_payload_is_stored_once_for_all_sessions(path: Path, durability: Durability) -> None:
+    image = b"image" * 1000
+    for _ in range(2):
+        with Journal(path, durability=durability) as journal:
+            for session in "abc":
+                journal.append(session, b"record", media={"d": image}).result()
+            assert journal.read_media("d") == image
+            assert journal.read_media("other") is None
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT digest, payload FROM media").fetchall() == [("d", image)]
+        assert file.execute("SELECT count(*) FROM records").fetchone() == (6,)
+
+
+def test_a_payload_and_its_record_are_one_transaction(path: Path) -> None:
+    with Journal(path) as journal:
+        before = journal.commit_count
+        journal.append("s", b"record", media={"d": b"1", "e": b"2"}).result()
+        assert journal.commit_count == before + 1
+
+
 def test_another_version_is_rejected_unchanged(path: Path) -> None:
     with Journal(path) as journal:
         journal.append("s", b"1")
@@ -502,7 +536,7 @@ def test_another_version_is_rejected_unchanged(path: Path) -> None:
         newer.execute("PRAGMA user_version = 7")
     before = file_contents(path.parent)
     with pytest.raises(
-        JournalError, match=r"version 7, expected a journal with application_id .*, version 2"
+        JournalError, match=r"version 7, expected a journal with application_id .*, version 3"
     ):
         Journal(path)
     assert file_contents(path.parent) == before

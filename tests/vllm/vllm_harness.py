@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, Engine, SamplingParams
 from branchline.engines.vllm import VllmEngine
@@ -55,12 +56,17 @@ class RecordingVllmEngine(VllmEngine):
         self._progressed = asyncio.Event()
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         generation = RecordedGeneration(prompt_ids.tolist())
         self.generations.append(generation)
         self._progressed.set()
-        async with aclosing(super().generate(prompt_ids, params, session=session)) as chunks:
+        async with aclosing(super().generate(prompt_ids, params, session=session, images=images)) as chunks:
             async for chunk in chunks:
                 generation.add(chunk)
                 self._progressed.set()

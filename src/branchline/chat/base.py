@@ -16,8 +16,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from branchline.chat.parsing.base import MessageDelta
+from branchline.chat.vision import ImageSpan
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, Runs, as_ids
 
@@ -135,6 +137,13 @@ class Codec(Protocol):
         history: HistoryPolicy,
     ) -> Extension:
         """Returns the next prompt of a path. Raises CodecError if the conversation cannot be rendered."""
+        ...
+
+    def image_spans(
+        self, messages: Sequence[Message], prompt_ids: Ids, is_sampled: NDArray[np.bool_] | None = None
+    ) -> tuple[ImageSpan, ...]:
+        """Returns the images of a prompt and where their placeholders stand. Raises CodecError if the
+        placeholders, apart from sampled ids, are not those of the images."""
         ...
 
     def count_tokens(

@@ -5,6 +5,7 @@ and in which order of roles they allow. `TemplateTraits` describes one template.
 rules, so whatever a template would refuse is written in the nearest form that it accepts:
 
 - arguments that are not a JSON object are shown as text or inside an object (`MalformedArgumentsFormat`);
+- text next to both reasoning and calls is added to the reasoning, if the template shows it there;
 - a late system message becomes a user message, consecutive user or system messages become one, and a user
   message after a tool result becomes part of the result (`RoleRules`).
 
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from branchline.chat.token_escapes import Escape
 from branchline.core.message import Message, Notation, ToolCall
 
 TemplateMessage = dict[str, Any]
@@ -112,6 +114,8 @@ class TemplateTraits:
     shows_tools: bool = True
     reasoning_field: str = "reasoning_content"
     """The message field from which the template reads reasoning."""
+    joins_text_to_reasoning: bool = False
+    """The template shows the text next to calls as reasoning; it may refuse a message with both."""
     role_aliases: Mapping[str, str] = field(default_factory=dict)
     """The roles that replace unknown ones, such as `system` for `developer`."""
     role_rules: RoleRules = UNRESTRICTED_ROLES
@@ -120,10 +124,13 @@ class TemplateTraits:
     """The text before an earlier reply; it may differ from the generation prompt."""
 
     def to_template_messages(
-        self, messages: Sequence[Message], markers: Mapping[int, FieldMarker] | None = None
+        self,
+        messages: Sequence[Message],
+        markers: Mapping[int, FieldMarker] | None = None,
+        escapes: Mapping[int, Escape] | None = None,
     ) -> list[TemplateMessage]:
         """Returns messages in the form this template accepts, with marked fields for the indices in
-        `markers`."""
+        `markers` and escaped texts for those in `escapes`."""
         written: list[TemplateMessage] = []
         template_ids: list[str] = []
         client_ids: list[str] = []
@@ -145,7 +152,7 @@ class TemplateTraits:
                 client_ids.pop(place)
             elif message.role == "tool":
                 raw["tool_call_id"] = self._call_id(message.tool_call_id, index, 0)
-            written.append(raw)
+            written.append(escapes[index](raw) if escapes and index in escapes else raw)
         return written if self.role_rules is UNRESTRICTED_ROLES else self.role_rules.apply(written)
 
     def _message_to_dict(self, message: Message, mark: FieldMarker | None) -> TemplateMessage:
@@ -168,6 +175,9 @@ class TemplateTraits:
             raw["content"] = content
         if reasoning:
             raw[self.reasoning_field] = mark(1, reasoning) if mark else reasoning
+            if self.joins_text_to_reasoning and message.tool_calls and isinstance(raw["content"], str):
+                raw[self.reasoning_field] += f"{_SEPARATOR}{raw['content']}" if raw["content"] else ""
+                raw["content"] = ""
         if message.name:
             raw["name"] = message.name
         return raw

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from branchline.chat.base import (
     ChatTemplateKwargs,
@@ -22,7 +26,8 @@ from branchline.chat.base import (
 )
 from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, parse_reply_bytes
 from branchline.chat.segment_encoder import SegmentEncoder
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
+from branchline.chat.vision import ImageProcessor, ImageSpan, find_image_spans
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
 
@@ -35,6 +40,13 @@ class ReplyReader:
     stop_ids: frozenset[int]
     output_format: OutputFormat
     tools: Tools = ()
+    joins_text_to_reasoning: bool = False
+    """The template shows the text next to calls as reasoning, so the two are compared as one."""
+
+    @cached_property
+    def framing_ids(self) -> frozenset[int]:
+        """The control tokens that two replies with the same meaning may differ in."""
+        return self.segment_encoder.find_ids(self.output_format.framing_tokens)
 
     def ends_with_stop(self, sampled: Ids) -> bool:
         """Whether the model ended the output itself."""
@@ -52,6 +64,7 @@ class ReplyReader:
                     reply,
                     cut=cut,
                     ignore_arguments=ignore_arguments,
+                    join_text_to_reasoning=self.joins_text_to_reasoning,
                 )
                 for reply in (rendered, sampled)
             )
@@ -68,6 +81,10 @@ class TokenizerCodec:
     def __init__(self, tokenizer: TokenizerDir) -> None:
         self.tokenizer = tokenizer
         self.segment_encoder = SegmentEncoder(tokenizer)
+        self.image_processor: ImageProcessor | None = None
+        """None if the model reads text only."""
+        self.image_token = ""
+        """The placeholder token of images."""
 
     def with_clock(self, now: datetime) -> Self:
         return self
@@ -82,6 +99,14 @@ class TokenizerCodec:
         history: HistoryPolicy = "template",
     ) -> Extension:
         raise NotImplementedError
+
+    def image_spans(
+        self, messages: Sequence[Message], prompt_ids: Ids, is_sampled: NDArray[np.bool_] | None = None
+    ) -> tuple[ImageSpan, ...]:
+        if self.image_processor is None:
+            return ()
+        pad = self.tokenizer.added_tokens[self.image_token]
+        return find_image_spans(messages, prompt_ids, pad, self.image_processor, is_sampled)
 
     def count_tokens(
         self,
@@ -114,7 +139,8 @@ class TokenizerCodec:
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
         """Returns the ids of the reply as plain text, without a terminator: no template shows its format."""
-        return self.tokenizer.encode(reply_to_text(message))
+        escaper = self.segment_encoder.escaper
+        return self.segment_encoder.encode(escaper.escape(reply_to_text(message)), ORDINARY)
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from branchline.chat.base import (
     ChatTemplateKwargs,
     Extension,
@@ -26,6 +29,7 @@ from branchline.chat.base import (
     Tools,
 )
 from branchline.chat.parsing.base import MessageDelta
+from branchline.chat.vision import ImageSpan
 from branchline.core.message import Message, ToolCall
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
 
@@ -121,6 +125,12 @@ class ToyCodec:
         length = len(self.terminator)
         stopped = len(sampled) >= length and sampled[-length:].tolist() == list(self.terminator)
         return [*(() if stopped else self.terminator), *self.separator]
+
+    def image_spans(
+        self, messages: Sequence[Message], prompt_ids: Ids, is_sampled: NDArray[np.bool_] | None = None
+    ) -> tuple[ImageSpan, ...]:
+        """Returns none: media are written as text, with their digest."""
+        return ()
 
     def count_tokens(
         self,

@@ -1,24 +1,27 @@
 """Reading a log of calls for the commands `merge` and `tree`: one merged tree for each session.
 
-A log is read completely before a command prints anything, so a bad line leaves stdout empty.
+A log is read completely before a command prints anything, so a bad line leaves stdout empty. How bad lines
+are reported is the same for all commands that read a log.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from branchline.chat.base import reply_to_text
 from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.tokenizer import TokenizerDir
+from branchline.cli.render import more_lines, pluralize, sanitize
 from branchline.core.call import Request
 from branchline.core.errors import CodecError, InputError, LogError
 from branchline.core.message import Message
@@ -30,6 +33,7 @@ from branchline.timelines.log import LoggedCall, LogReader, group_by_session, wi
 from branchline.timelines.merge import MergeResult, merge
 
 _DEFAULTS = MergePolicy()
+_MAX_SKIPPED = 10
 _PROGRESS_BAR_BYTES = 5_000_000
 """Size of a log whose reading takes long enough for a progress bar."""
 
@@ -92,10 +96,10 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="a model directory with tokenizer.json. With it ids are checked, drift is repaired by comparing "
-        "bytes, forks are shown as text, and calls without token ids are encoded",
+        metavar="DIR|NAME",
+        help="a folder with tokenizer.json, or a Hugging Face name such as Qwen/Qwen3-8B. With it ids are "
+        "checked, drift is repaired by comparing bytes, forks are shown as text, and calls "
+        "without token ids are encoded",
     )
     parser.add_argument(
         "--compare",
@@ -150,13 +154,33 @@ def load_call_log(options: argparse.Namespace) -> CallLogFile:
     calls = list(_show_progress(encoded, options.calls))
     reader.errors.sort(key=lambda error: error.line)
     if not calls:
-        errors = reader.errors
-        problem = f"; the first of {len(errors)} bad lines: {errors[0]}" if errors else ""
-        raise InputError(f"{options.calls}: no calls in it, expected one JSON object a line{problem}")
+        raise no_calls_error(reader)
     sessions = [
         LoggedSession(name, group, merge(group, policy)) for name, group in group_by_session(calls).items()
     ]
     return CallLogFile(options.calls, sessions, reader.errors, tokenizer)
+
+
+def no_calls_error(reader: LogReader) -> InputError:
+    """The error for a log in which no line could be read."""
+    errors = reader.errors
+    problem = f"; the first of {len(errors)} bad lines: {errors[0]}" if errors else ""
+    return InputError(f"{reader.path}: no calls in it, expected one JSON object a line{problem}")
+
+
+def skipped_to_json(errors: Sequence[LogError]) -> list[dict[str, Any]]:
+    """The lines that --skip-bad left out, as --json lists them."""
+    return [{"line": error.line, "problem": error.problem} for error in errors]
+
+
+def skipped_lines(errors: Sequence[LogError]) -> Iterator[Text]:
+    """The number of lines that --skip-bad left out, and the first of them."""
+    if not errors:
+        return
+    yield Text(f"skipped {pluralize(len(errors), 'bad line')}")
+    for error in errors[:_MAX_SKIPPED]:
+        yield Text(f"  {sanitize(str(error))}")
+    yield from more_lines(len(errors) - _MAX_SKIPPED)
 
 
 def _show_progress(calls: Iterable[LoggedCall], path: Path) -> Iterator[LoggedCall]:

@@ -15,8 +15,10 @@ from rich.text import Text
 
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
+from branchline.cli.call_log import no_calls_error, skipped_lines, skipped_to_json
+from branchline.cli.engines import add_stop_id_options
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
-from branchline.core.errors import InputError, LogError
+from branchline.core.errors import LogError
 from branchline.doctor.findings import Finding, Severity
 from branchline.doctor.replay_report import (
     MAX_FORK_RATE,
@@ -37,7 +39,7 @@ tokens. Ends with safe (exit code 0) or unsafe (1), and one sentence of advice.
 """
 _EPILOG = """\
 example:
-  branchline doctor --tokenizer ~/models/Qwen3-8B
+  branchline doctor --tokenizer Qwen/Qwen3-8B
   branchline doctor --tokenizer ~/models/Qwen3-8B calls.jsonl --history verbatim
   branchline doctor --tokenizer ~/models/Qwen3-8B --json | jq '.findings[] | select(.ok | not)'
 
@@ -51,7 +53,6 @@ history policies:
 _EXIT_UNSAFE = 1
 _STYLES = {Severity.FINE: "green", Severity.NOTE: "yellow", Severity.UNSAFE: "bold red"}
 _MAX_REFUSALS = 5
-_MAX_SKIPPED = 10
 
 JsonDict = dict[str, Any]
 
@@ -70,11 +71,11 @@ def add_doctor(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="DIR",
+        metavar="DIR|NAME",
         required=True,
-        help="a model's directory with tokenizer.json and its chat template",
+        help="a folder with tokenizer.json and the chat template, or a Hugging Face name",
     )
+    add_stop_id_options(parser)
     parser.add_argument(
         "--history",
         choices=get_args(HistoryPolicy),
@@ -90,7 +91,7 @@ def add_doctor(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Returns what the command prints, and its exit code."""
-    codec = GenericCodec.open(options.tokenizer)
+    codec = GenericCodec.open(options.tokenizer, stop_ids=options.stop_id, no_stop_ids=options.no_stop_id)
     reader = LogReader(
         options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error
     )
@@ -109,9 +110,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _read_calls(reader: LogReader) -> list[LoggedCall]:
     calls = list(reader)
     if not calls:
-        bad = reader.errors
-        problem = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
-        raise InputError(f"{reader.path}: no calls in it, expected one JSON object a line{problem}")
+        raise no_calls_error(reader)
     return calls
 
 
@@ -143,7 +142,7 @@ def _report_to_json(
         "parsers": dict(audit.parsers),
         "stop_ids": list(audit.stop_ids),
         "log": {report.history: _replay_to_json(report) for report in replays} or None,
-        "skipped": [{"line": error.line, "problem": error.problem} for error in skipped],
+        "skipped": skipped_to_json(skipped),
     }
 
 
@@ -190,10 +189,7 @@ def _render_report(
         yield _replay_table(replays)
         for report in replays:
             yield from _render_replay(report)
-    if skipped:
-        yield Text(f"skipped {pluralize(len(skipped), 'bad line')}")
-        for error in skipped[:_MAX_SKIPPED]:
-            yield Text(f"  {sanitize(str(error))}")
+    yield from skipped_lines(skipped)
     counts = [f"{len(audit.findings_of(severity))} {severity}" for severity in Severity]
     chosen = [report for report in replays if report.history == history]
     figures = "; ".join(

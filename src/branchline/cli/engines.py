@@ -7,24 +7,47 @@ kind of server only: the OpenAI key, which many environments contain, never goes
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from branchline.chat.base import Codec
 from branchline.core.errors import InputError
+from branchline.core.model_folder import MODEL_FILES, find_model_folder
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
     from branchline.engines.base import Engine
+    from branchline.engines.http import HttpEngine
     from branchline.engines.upstream_chat import UpstreamChat
     from branchline.runtime.router import Router
 
 ENGINE_NAMES = ("hf", "vllm", "sglang", "scripted", "openai")
+CODEC_NAMES = ("generic", "renderers")
 ENGINE_KEY_ENV = "BRANCHLINE_ENGINE_KEY"
 UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
 OPENAI_KEY_ENV = "OPENAI_API_KEY"
+
+
+def add_stop_id_options(parser: argparse._ActionsContainer) -> None:
+    """Adds --stop-id and --no-stop-id, which change the stop ids of a codec."""
+    parser.add_argument(
+        "--stop-id",
+        action="append",
+        default=[],
+        metavar="ID_OR_TOKEN",
+        help="an id that ends an output, besides those in the model's files and its template; repeatable",
+    )
+    parser.add_argument(
+        "--no-stop-id",
+        action="append",
+        default=[],
+        metavar="ID_OR_TOKEN",
+        help="an id that does not end an output, although the model's files or template name it; repeatable",
+    )
 
 
 def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
@@ -54,7 +77,8 @@ def _main_engine(options: argparse.Namespace) -> tuple[Codec, Engine | UpstreamC
 
     create = _engine_factory(options.engine)
     replicas = Replicas([create(url) for url in options.engine_url], name=options.engine)
-    return _load_codec(options), replicas
+    tokenizer = options.tokenizer or options.model or _reported_tokenizer(options)
+    return _load_codec(options, tokenizer), replicas
 
 
 def _openai_upstream(options: argparse.Namespace) -> tuple[Codec, UpstreamChat]:
@@ -64,24 +88,69 @@ def _openai_upstream(options: argparse.Namespace) -> tuple[Codec, UpstreamChat]:
     if len(options.engine_url) > 1:
         raise InputError("--engine openai: got several --engine-url, expected one; --upstream adds more")
     upstream = _upstream("openai", options.engine_url[0], ENGINE_KEY_ENV)
-    return _load_codec(options) if options.tokenizer else ToyCodec.chatml(), upstream
+    codec = _load_codec(options, options.tokenizer) if options.tokenizer else ToyCodec.chatml()
+    return codec, upstream
 
 
 def _require_url(options: argparse.Namespace) -> None:
     if not options.engine_url:
         raise InputError(f"--engine {options.engine}: expected --engine-url URL, the address of its server")
-    if options.engine != "openai" and not (options.tokenizer or options.model):
-        raise InputError(
-            f"--engine {options.engine}: expected --tokenizer DIR or --model DIR with the files of the model "
-            "that the server runs"
-        )
 
 
-def _load_codec(options: argparse.Namespace, folder: Path | None = None) -> Codec:
+def _reported_tokenizer(options: argparse.Namespace) -> Path:
+    """The folder of the tokenizer that the servers report; raises InputError if they report several."""
+    names = asyncio.run(_request_tokenizer_names(options))
+    expected = f"--engine {options.engine}: expected --tokenizer DIR or NAME"
+    if len(names) > 1:
+        raise InputError(f"{expected}; its servers report several models: {', '.join(names)}")
+    (name,) = names
+    try:
+        folder = find_model_folder(name)
+    except InputError as error:
+        raise InputError(f"{expected}; the model that its server reports is not here: {error}") from error
+    print(f"branchline: using the tokenizer of {name}, the model that the server reports", file=sys.stderr)
+    return folder
+
+
+async def _request_tokenizer_names(options: argparse.Namespace) -> list[str]:
+    """The names that the servers report, each once. A client belongs to one event loop, so these engines are
+    not those that will serve."""
+    engines = [_engine_factory(options.engine)(url) for url in options.engine_url]
+    try:
+        return list(dict.fromkeys([await engine.tokenizer_name() for engine in engines]))
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+def _load_codec(options: argparse.Namespace, tokenizer: str | Path) -> Codec:
     from branchline.chat.generic.codec import GenericCodec
 
     parsers = {"tool_parser": options.tool_parser, "reasoning_parser": options.reasoning_parser}
-    return GenericCodec.open(options.tokenizer or folder or options.model, **parsers)
+    stops = {"stop_ids": options.stop_id, "no_stop_ids": options.no_stop_id}
+    if options.codec == "renderers":
+        if value := [*options.stop_id, *options.no_stop_id]:
+            raise InputError(f"--stop-id, --no-stop-id: got {value}, expected none with --codec renderers")
+        return _load_renderers_codec(options, tokenizer, parsers)
+    if options.family:
+        raise InputError(f"--family: got {options.family!r}, expected it with --codec renderers only")
+    return GenericCodec.open(tokenizer, allow_special_tokens=options.allow_special_tokens, **parsers, **stops)
+
+
+def _load_renderers_codec(
+    options: argparse.Namespace, tokenizer: str | Path, parsers: Mapping[str, str | None]
+) -> Codec:
+    from branchline.chat.renderers_codec.codec import RenderersCodec
+    from branchline.chat.renderers_codec.families import FAMILIES
+
+    if not options.family:
+        raise InputError(f"--codec renderers: expected --family NAME, one of {', '.join(FAMILIES)}")
+    for name, value in parsers.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"{option}: got {value!r}, expected none: --codec renderers has parsers of its own"
+            )
+    return RenderersCodec.open(tokenizer, options.family, allow_special_tokens=options.allow_special_tokens)
 
 
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
@@ -94,11 +163,12 @@ def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
         ) from error
     from branchline.engines.smollm2 import smollm2_folder
 
-    folder = options.model or smollm2_folder()
-    return _load_codec(options, folder), HfEngine.load(folder)
+    # Found once, so that codec and engine use the same commit.
+    folder = find_model_folder(options.model, MODEL_FILES) if options.model else smollm2_folder()
+    return _load_codec(options, options.tokenizer or folder), HfEngine.load(folder)
 
 
-def _engine_factory(kind: str) -> Callable[[str], Engine]:
+def _engine_factory(kind: str) -> Callable[[str], HttpEngine]:
     from branchline.engines.client import ServerConfig
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine

@@ -25,7 +25,7 @@ examples:
   branchline serve --engine scripted      start a gateway for agents that records every call
   branchline merge calls.jsonl            merge a log into timelines; list forks, causes and all tokens
   branchline tree calls.jsonl             print the same calls as a tree
-  branchline doctor --tokenizer DIR       check what a model's chat template does to conversations
+  branchline doctor --tokenizer NAME      check what a model's chat template does to conversations
 
 `branchline merge --help` describes the format of calls.jsonl.
 """

@@ -25,8 +25,10 @@ from branchline.cli.call_log import (
     LoggedSession,
     add_log_options,
     load_call_log,
+    skipped_lines,
+    skipped_to_json,
 )
-from branchline.cli.render import format_count, pluralize, sanitize, to_text
+from branchline.cli.render import format_count, more_lines, pluralize, sanitize, to_text
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
 from branchline.core.sample import Sample
 from branchline.export.jsonl import report_to_json, write_jsonl
@@ -43,7 +45,7 @@ of every sampled token. With --samples, writes training samples to a file.
 """
 _EPILOG = f"""\
 example:
-  branchline merge calls.jsonl --tokenizer ~/models/Qwen3-8B --samples samples.jsonl
+  branchline merge calls.jsonl --tokenizer Qwen/Qwen3-8B --samples samples.jsonl
 
 {LOG_FORMAT_HELP}"""
 
@@ -53,7 +55,6 @@ _INCLUDE_ALL = ExportPolicy(include_inexact=True, include_missing_logprobs=True)
 _EXCERPT_CHARS = 200
 _MAX_TIMELINES = 50
 _MAX_FORKS = 20
-_MAX_SKIPPED = 10
 
 JsonDict = dict[str, Any]
 
@@ -138,7 +139,7 @@ def _build_report(log: CallLogFile) -> JsonDict:
         ],
         "forks": forks,
         "causes": dict(Counter(fork["cause"] for fork in forks).most_common()),
-        "skipped": [{"line": error.line, "problem": error.problem} for error in log.skipped],
+        "skipped": skipped_to_json(log.skipped),
     }
 
 
@@ -272,7 +273,7 @@ def _tables(report: JsonDict, log: CallLogFile) -> Iterator[RenderableType]:
     for method, count in Counter(repair["method"] for repair in report["repairs"]).most_common():
         yield Text(f"repaired by {method}: {pluralize(count, 'call')}")
     yield from _fork_lines(report)
-    yield from _skipped_lines(log)
+    yield from skipped_lines(log.skipped)
     written = report["samples"]
     if written is not None:
         not_trained = ", ".join(
@@ -320,18 +321,4 @@ def _fork_lines(report: JsonDict) -> Iterator[Text]:
     for fork in forks[:_MAX_FORKS]:
         session = f"{sanitize(fork['session'])}, " if report["sessions"] > 1 and fork["session"] else ""
         yield Text(f"  {session}line {fork['line']}: {sanitize(fork['diagnosis'], 1000)}")
-    yield from _more(len(forks) - _MAX_FORKS)
-
-
-def _skipped_lines(log: CallLogFile) -> Iterator[Text]:
-    if not log.skipped:
-        return
-    yield Text(f"skipped {pluralize(len(log.skipped), 'bad line')}")
-    for error in log.skipped[:_MAX_SKIPPED]:
-        yield Text(f"  {sanitize(str(error))}")
-    yield from _more(len(log.skipped) - _MAX_SKIPPED)
-
-
-def _more(count: int) -> Iterator[Text]:
-    if count > 0:
-        yield Text(f"  {format_count(count)} more; --json lists them all")
+    yield from more_lines(len(forks) - _MAX_FORKS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -53,6 +54,12 @@ def sanitize(text: str, max_chars: int = 400) -> str:
         else char.encode("unicode_escape", "surrogatepass").decode()
         for char in line
     )
+
+
+def more_lines(count: int) -> Iterator[Text]:
+    """A line for `count` entries that are not shown; none if the count is not positive."""
+    if count > 0:
+        yield Text(f"  {format_count(count)} more; --json lists them all")
 
 
 def format_count(count: int) -> str:

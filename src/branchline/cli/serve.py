@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.cli.engines import (
+    CODEC_NAMES,
     ENGINE_KEY_ENV,
     ENGINE_NAMES,
     OPENAI_KEY_ENV,
     UPSTREAM_KEY_ENV_PREFIX,
+    add_stop_id_options,
     build_router,
 )
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
@@ -42,15 +44,21 @@ examples:
       SmolLM2-135M-Instruct in this process, on a GPU or a CPU; needs no configuration
   branchline serve --engine scripted
       no model: echoes the last message, for testing a client
-  branchline serve --engine vllm --engine-url http://127.0.0.1:8000 --tokenizer ~/models/Qwen3-8B
-      a vLLM server that runs the same model; repeat --engine-url for each replica
-  branchline serve --engine hf --model ~/models/Qwen3-0.6B --journal run.journal
+  branchline serve --engine vllm --engine-url http://127.0.0.1:8000
+      a vLLM server, with the tokenizer of its model; repeat --engine-url for each replica
+  branchline serve --engine vllm --engine-url http://host:8000 --tokenizer ~/models/Qwen3-8B
+      the same with the tokenizer in a folder, for a server whose model is not known here
+  branchline serve --engine hf --model Qwen/Qwen3-0.6B --journal run.journal
       another model in this process; sessions survive a restart
   branchline serve --engine openai --engine-url https://host/v1
       record any OpenAI-compatible upstream; its token ids are unknown, so samples are inexact
   branchline serve --rule 'model=*haiku*,train=no' --rule 'agent=judge,engine=big,train=no' \\
       --upstream big=https://host/v1
       exclude calls from training, or send them to an upstream, by model or agent name
+
+A model or tokenizer is a folder or a Hugging Face name, NAME or NAME@REVISION. A name is looked up in the
+local cache (HF_HUB_CACHE) first; what is missing there is fetched from the hub. Without access to the hub,
+give a folder, or fill the cache elsewhere: hf download NAME
 
 Open a session and point an agent at it:
   curl -X POST $URL/sessions -H "authorization: Bearer $ADMIN_KEY"
@@ -69,7 +77,9 @@ def add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_engine_options(parser.add_argument_group("engine"))
-    _add_server_options(parser.add_argument_group("server"))
+    server_options = parser.add_argument_group("server")
+    _add_server_options(server_options)
+    _add_image_options(server_options)
     _add_session_options(parser.add_argument_group("sessions"))
     add_observability_options(parser)
     parser.set_defaults(run=run)
@@ -83,13 +93,33 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="what generates: a model in this process (hf), a server, or a script (default: %(default)s)",
     )
     group.add_argument(
-        "--model", type=Path, metavar="DIR", help="the model's folder (default: SmolLM2, unpacked once)"
+        "--model",
+        metavar="DIR|NAME",
+        help="the model: a folder or a Hugging Face name (default with --engine hf: SmolLM2, unpacked once)",
     )
     group.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="the tokenizer's folder (default: the model's)"
+        "--tokenizer",
+        metavar="DIR|NAME",
+        help="the tokenizer and its chat template: a folder or a Hugging Face name (default: the model's; "
+        "with --engine vllm or sglang, that of the model that the server reports)",
     )
+    group.add_argument(
+        "--codec",
+        choices=CODEC_NAMES,
+        default="generic",
+        help="what writes prompts: the tokenizer's chat template (generic), or the renderers package for a "
+        "named --family (default: %(default)s)",
+    )
+    group.add_argument("--family", metavar="NAME", help="the model family of --codec renderers")
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
+    add_stop_id_options(group)
+    group.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="let text of messages and tools become control tokens (<|im_end|>); by default it stays text, "
+        "so that a page fetched by a tool cannot open a turn",
+    )
     group.add_argument(
         "--engine-url",
         action="append",
@@ -158,6 +188,19 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_image_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--allow-image-urls",
+        nargs="?",
+        choices=("public", "any"),
+        const="public",
+        default=GatewayConfig.image_urls,
+        dest="image_urls",
+        help="fetch images that clients send as http(s) links: from public addresses, or from any, also "
+        "local ones (default: links are refused; without a value: public)",
+    )
+
+
 def _add_session_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--journal", type=Path, metavar="FILE", help="record sessions in FILE, so that they survive a restart"
@@ -222,6 +265,7 @@ async def _serve(
             drain_s=options.drain_s,
             idle_s=options.idle_s,
             explain_forks=options.explain_forks,
+            image_urls=options.image_urls,
         ),
         observers=observability.observers,
         on_session_end=observability.on_end,

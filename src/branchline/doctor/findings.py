@@ -24,6 +24,7 @@ Evidence = Mapping[str, str]
 USE_VERBATIM = "serve with history=verbatim"
 """The remedy for changes to earlier messages: keep them as they were sampled."""
 USE_RENDERERS = "use the renderers codec"
+NAME_A_PARSER = "name a parser with serve --tool-parser"
 
 _EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 _CHARS_BEFORE, _CHARS_AFTER = 40, 80

@@ -17,6 +17,7 @@ from branchline.core.errors import TemplateError
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
 from branchline.doctor.findings import (
+    NAME_A_PARSER,
     USE_RENDERERS,
     AuditProbe,
     Finding,
@@ -58,7 +59,7 @@ class TemplateAudit:
 
 def audit_template(codec: GenericCodec) -> TemplateAudit:
     """Checks a codec's chat template and tokenizer."""
-    name = codec.tokenizer.path.resolve().name
+    name = codec.tokenizer.name
     probe = AuditProbe(codec)
     try:
         probe.render([p.USER], add_generation_prompt=True)
@@ -92,7 +93,12 @@ def _stop_token_texts(codec: GenericCodec) -> dict[int, str]:
 def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
     output_format = probe.codec.profile(tools=True).reader.output_format
     yield _check_reply(probe, "parses_text", "text", p.ASSISTANT, "plain")
-    if probe.traits.shows_tool_calls:
+    if probe.codec.unread_calls:
+        evidence = {"written": probe.codec.unread_calls[0]}
+        yield unsafe(
+            "parses_calls", "shows tool calls in a form that no parser reads", evidence, NAME_A_PARSER
+        )
+    elif probe.traits.shows_tool_calls:
         parser = output_format.tool_format
         yield _check_reply(probe, "parses_calls", "a tool call", p.ASSISTANT_WITH_CALL, parser)
     if probe.traits.shows_reasoning:
@@ -123,13 +129,20 @@ def _check_reply(probe: AuditProbe, name: str, what: str, message: Message, pars
 
 def _check_stop_ids(probe: AuditProbe) -> Iterator[Finding]:
     codec = probe.codec
-    terminators = codec.profile().terminator_ids
+    endings = codec.profile(tools=True).endings
     texts = ", ".join(f"{token} {text!r}" for token, text in _stop_token_texts(codec).items())
-    unnamed = terminators - codec.tokenizer.stop_ids
-    if not terminators:
+    unnamed = endings.stop_ids & codec.stop_ids
+    unstopped = endings.unstopped_shapes
+    if not endings.terminator_ids:
         evidence = {"written": excerpt(probe.render([p.USER, p.ASSISTANT, p.NEXT_USER]), 0)}
         behaviour = "writes no token after a reply, so its end cannot be recognised"
         yield unsafe("stop_ids", behaviour, evidence, USE_RENDERERS)
+    elif unstopped:
+        sentence = (
+            f"No stop id ends a reply with {unstopped[0]} in the template: if outputs do not end, name the "
+            "model's own with --stop-id."
+        )
+        yield note("stop_ids", sentence, {"stop ids": texts, "replies": "; ".join(unstopped)})
     elif unnamed and codec.tokenizer.stop_ids:
         names = ", ".join(repr(codec.decode(as_ids([token]))) for token in sorted(unnamed))
         sentence = (

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from msgspec import Struct
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError
 from branchline.core.token_arrays import NO_IDS, Floats, Ids
 
@@ -87,10 +88,22 @@ class Engine(Protocol):
         """The maximum number of prompt and output ids together; None if unknown."""
         ...
 
+    @property
+    def supports_images(self) -> bool:
+        """Whether prompts may have images; those of other engines have none."""
+        ...
+
     def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         """Samples a continuation of the prompt. Closing the generator aborts it.
+
+        `images` are the images of the prompt, in order; their placeholders are among the ids.
 
         Raises EngineInputError for a request that cannot be served, EngineError if the engine fails.
         """

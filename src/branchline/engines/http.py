@@ -13,6 +13,7 @@ are dropped; a continuation samples them again.
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +23,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import EngineError
-from branchline.core.token_arrays import NO_IDS, Ids
+from branchline.core.message import Media
+from branchline.core.token_arrays import NO_IDS, Ids, as_ids
 from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams, remaining_request
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
 
@@ -129,9 +132,35 @@ class PromptEncoder:
         return encoded
 
 
+def collapse_placeholders(prompt_ids: Ids, images: Sequence[ImageSpan]) -> Ids:
+    """Returns a prompt with one placeholder for each image, as servers expect that process images themselves.
+
+    They repeat it again; the prompt that they report must then be the original one.
+    """
+    is_kept = np.ones(len(prompt_ids), np.bool_)
+    for image in images:
+        is_kept[image.offset + 1 : image.offset + image.length] = False
+    return as_ids(prompt_ids[is_kept])
+
+
+def to_data_url(media: Media) -> str:
+    """Returns an image as a data URL; servers detect its type from its bytes."""
+    return f"data:{media.mime or 'image/png'};base64,{base64.b64encode(media.payload).decode()}"
+
+
+def check_server_prompt(engine: str, seen: Sequence[int], prompt_ids: Ids) -> None:
+    """Raises EngineError unless the prompt that a server saw is the one that it was to see."""
+    if not np.array_equal(seen, prompt_ids):
+        raise EngineError(
+            f"{engine}: the server saw another prompt than the one it was sent: {len(seen)} ids, expected "
+            f"{len(prompt_ids)}; its image processor or its tokenizer differs from ours"
+        )
+
+
 class HttpEngine:
     """Base class of HTTP engines. A subclass builds requests and names the server's control endpoints."""
 
+    supports_images = False
     kind: ClassVar[str]
     default_logprob_kind: ClassVar[LogprobKind]
     pause_endpoint: ClassVar[tuple[str, Mapping[str, Any]]]
@@ -165,7 +194,12 @@ class HttpEngine:
         self._is_closed = False
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         clock = asyncio.get_running_loop().time
         yielded: list[Chunk] = []
@@ -181,7 +215,7 @@ class HttpEngine:
                 await self._resumed.wait()
             if self._is_closed:
                 raise EngineError(f"{self.name}: closed")
-            request = self.build_request(*rest, session)
+            request = self.build_request(*rest, session, images)
             self._active_requests.add(request)
             try:
                 while (chunk := await request.next_chunk(not_before)) is not None:
@@ -197,7 +231,13 @@ class HttpEngine:
                 if not request.response.is_ended:
                     await self._abort(request)
 
-    def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
+    def build_request(
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
+    ) -> EngineRequest:
         """Returns the request that samples a continuation of the prompt; reading its response sends it."""
         raise NotImplementedError
 
@@ -206,6 +246,10 @@ class HttpEngine:
 
     async def ready(self) -> None:
         """Raises EngineError until the server answers."""
+        raise NotImplementedError
+
+    async def tokenizer_name(self) -> str:
+        """Returns the tokenizer that the server reports: a folder there, or a Hugging Face name."""
         raise NotImplementedError
 
     def release_session(self, session: str) -> None:

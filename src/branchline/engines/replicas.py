@@ -19,6 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams, remaining_request
@@ -143,6 +144,11 @@ class Replicas:
         return min((length for length in lengths if length is not None), default=None)
 
     @property
+    def supports_images(self) -> bool:
+        """Whether all replicas do: a call may be moved to any of them."""
+        return all(replica.engine.supports_images for replica in self._replicas.values())
+
+    @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(replica.engine for replica in self._replicas.values())
 
@@ -164,7 +170,12 @@ class Replicas:
         return tuple(name for name, replica in replicas if replica.stale or replica.avoid_until > now)
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         yielded: list[Chunk] = []
         failed: dict[Replica, Exception] = {}
@@ -177,7 +188,7 @@ class Replicas:
                 yield rest
                 return
             replica = self._select_replica(session, failed)
-            stream = CancellableStream(replica.engine.generate(*rest, session=session))
+            stream = CancellableStream(replica.engine.generate(*rest, session=session, images=images))
             replica.running.add(stream)
             try:
                 async for chunk in stream:

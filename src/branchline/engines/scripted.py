@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from branchline.chat.base import Codec
 from branchline.chat.toy import ToyCodec
+from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Floats, Ids, as_ids
@@ -52,16 +54,19 @@ def replies(*scripted: ScriptedReply) -> ReplyRule:
 class ScriptedEngine:
     """Samples the replies of a rule."""
 
-    codec: ToyCodec = field(default_factory=ToyCodec.chatml)
+    codec: Codec = field(default_factory=ToyCodec.chatml)
     rule: ReplyRule = field(default_factory=lambda: replies("ok"))
     name: str = "scripted"
     version: int = 0
     logprob_kind: LogprobKind = "processed"
     max_context: int | None = None
+    supports_images: bool = True
     chunk_size: int = 4
     """Ids per chunk; small, so that replies are streamed."""
     gate: asyncio.Event | None = None
     """If given, no chunk is yielded before it is set; tests hold generations with it."""
+    received_images: list[Sequence[ImageSpan]] = field(default_factory=list)
+    """The images of each prompt."""
     received_prompts: list[Ids] = field(default_factory=list)
     """All prompts, in order of arrival."""
     aborted_count: int = 0
@@ -71,12 +76,18 @@ class ScriptedEngine:
         self._resumed.set()
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         if params.grammar is not None:
             raise EngineInputError("response_format: the scripted engine supports no grammar")
         call_index = len(self.received_prompts)
         self.received_prompts.append(prompt_ids)
+        self.received_images.append(images)
         reply = self.rule(ScriptedRequest(prompt_ids, self.codec.decode(prompt_ids), call_index, params))
         if isinstance(reply, Exception):
             raise reply if isinstance(reply, EngineError) else EngineError(str(reply)) from reply

@@ -3,6 +3,10 @@
 Follows SGLang's source at v0.5.18 (`managers/io_struct.py`, `managers/tokenizer_manager.py`). An event
 repeats all output so far, unless the server runs with `--incremental-streaming-output`; in both cases
 `meta_info.completion_tokens` counts from the start, which tells the new tokens of an event.
+
+Images are sent as `image_data`, with one placeholder each among the ids. SGLang decodes and encodes such a
+prompt again unless it runs with `SGLANG_MM_AVOID_RETOKENIZE=1`; it reports the prompt that it saw, and one
+that differs from ours in any id is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +21,20 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, SamplingParams
 from branchline.engines.error_responses import INVALID_REQUEST_STATUSES, error_from_event
-from branchline.engines.http import STREAM_INTERVAL, EngineRequest, HttpEngine, TokenId
+from branchline.engines.http import (
+    STREAM_INTERVAL,
+    EngineRequest,
+    HttpEngine,
+    TokenId,
+    check_server_prompt,
+    collapse_placeholders,
+    to_data_url,
+)
 
 T = TypeVar("T")
 ABORT_TIMEOUT_S = 5.0
@@ -42,6 +55,7 @@ class SglangMetaInfo(Struct):
 
 
 class SglangEvent(Struct):
+    prompt_token_ids: list[TokenId] | None = None
     output_ids: list[TokenId] = []
     meta_info: SglangMetaInfo | None = None
 
@@ -54,6 +68,8 @@ class SglangRequest(EngineRequest):
     """A request to `/generate`."""
 
     read_count: int = 0
+    expected_prompt: Ids | None = None
+    """The prompt that the server must report, if it has images; None once it was checked."""
 
     def read(self, events: Sequence[bytes]) -> None:
         if len(events) > 1 and _is_cumulative(events[-1]):
@@ -65,7 +81,17 @@ class SglangRequest(EngineRequest):
                 raise EngineError(f"{self.engine}: {error} in {data[:200]!r}") from error
             if event.meta_info is None:
                 raise error_from_event(self.engine, data)
+            if self.expected_prompt is not None:
+                self._check_prompt(event, self.expected_prompt)
             self._append(event.output_ids, event.meta_info)
+
+    def _check_prompt(self, event: SglangEvent, expected: Ids) -> None:
+        if event.prompt_token_ids is None:
+            raise EngineError(
+                f"{self.engine}: no prompt_token_ids in the stream, expected those of a prompt with images"
+            )
+        check_server_prompt(self.engine, event.prompt_token_ids, expected)
+        self.expected_prompt = None
 
     def _append(self, output_ids: list[int], meta: SglangMetaInfo) -> None:
         reason = meta.finish_reason
@@ -94,6 +120,7 @@ class SglangEngine(HttpEngine):
     long as sampling is not truncated. `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at the server makes them `raw`.
     """
 
+    supports_images = True
     kind = "sglang"
     default_logprob_kind = "processed"
     pause_endpoint = ("/pause_generation", {"mode": "abort"})
@@ -105,7 +132,19 @@ class SglangEngine(HttpEngine):
         which generates a token by default."""
         await self.load_model_info()
 
-    def build_request(self, prompt_ids: Ids, params: SamplingParams, session: str = "") -> EngineRequest:
+    async def tokenizer_name(self) -> str:
+        match info := await self.client.get_json("/get_model_info"):
+            case {"tokenizer_path": str(path)} | {"model_path": str(path)} if path:
+                return path
+        raise EngineError(f"{self.name}: /get_model_info returned {info!r}, expected a tokenizer_path")
+
+    def build_request(
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
+    ) -> EngineRequest:
         rid = uuid.uuid4().hex
         extra = dict(params.extra)
         sampling: dict[str, Any] = {
@@ -126,18 +165,23 @@ class SglangEngine(HttpEngine):
         if params.seed is not None:
             # SGLang hashes the seed with a token's position, so a continuation keeps the same seed.
             sampling["sampling_seed"] = params.seed
+        sent_ids = collapse_placeholders(prompt_ids, images) if images else prompt_ids
         body = {
             **extra,
             "rid": rid,
-            "input_ids": Raw(self.prompt_encoder.encode(prompt_ids, session)),
+            "input_ids": Raw(self.prompt_encoder.encode(sent_ids, session)),
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
             # A request under new weights must not reuse the KV cache of old ones.
             "extra_key": f"v{self.version}",
         }
+        if images:
+            body["image_data"] = [to_data_url(image.media) for image in images]
+            body["return_prompt_token_ids"] = True
         response = self.client.request("POST", "/generate", msgspec.json.encode(body))
-        return SglangRequest(self.name, response, self.version, rid)
+        expected = prompt_ids if images else None
+        return SglangRequest(self.name, response, self.version, rid, expected_prompt=expected)
 
     async def abort_at_server(self, request: EngineRequest) -> None:
         with suppress(EngineError):  # The server may be gone.

@@ -1,10 +1,12 @@
 """Samples as JSON lines, one object per sample. A file is written completely or not at all.
 
-NaN is not JSON, so a missing logprob is null.
+NaN is not JSON, so a missing logprob is null. The data of an image is written once, in the first sample of a
+file (or of a response) that has the image; later samples have its digest.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +23,10 @@ _MIN_FLOAT32 = np.finfo(np.float32).min
 """Replaces minus infinity, which JSON cannot represent."""
 
 
-def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Returns a sample as JSON values."""
+def sample_to_json(sample: Sample, written_digests: set[str] | None = None) -> dict[str, Any]:
+    """Returns a sample as JSON values. Media whose digests are in `written_digests` are written without their
+    data; the digests of the others are added."""
+    written = set() if written_digests is None else written_digests
     return {
         "session": sample.session,
         "agent": sample.agent,
@@ -46,8 +50,16 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
         "missing_logprobs": sample.missing_logprobs,
         "truncated_tokens": sample.truncated_tokens,
         "reward": sample.reward,
-        "media": [{"kind": media.kind, "digest": media.digest, "url": media.url} for media in sample.media],
+        "media": [_media_to_json(media, written) for media in sample.media],
     }
+
+
+def _media_to_json(media: Media, written: set[str]) -> dict[str, str]:
+    fields = {"kind": media.kind, "digest": media.digest, "url": media.url, "mime": media.mime}
+    if media.payload and media.digest not in written:
+        written.add(media.digest)
+        fields["data"] = base64.b64encode(media.payload).decode()
+    return fields
 
 
 def report_to_json(report: ExportReport) -> dict[str, Any]:
@@ -69,11 +81,12 @@ def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
     """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
     target = Path(path)
     count = 0
+    written_digests: set[str] = set()
     handle, temporary = tempfile.mkstemp(dir=target.parent or Path(), prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             for sample in samples:
-                file.write(msgspec.json.encode(sample_to_json(sample)) + b"\n")
+                file.write(msgspec.json.encode(sample_to_json(sample, written_digests)) + b"\n")
                 count += 1
         # mkstemp creates a file that only its owner can read; give it the usual permissions.
         umask = os.umask(0)
@@ -87,14 +100,18 @@ def write_jsonl(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Yields the samples of a file written by `write_jsonl`. Media have digests and no payload."""
+    """Yields the samples of a file written by `write_jsonl`, with the payloads of their media."""
+    payloads: dict[str, bytes] = {}
     with Path(path).open("rb") as file:
         for line in file:
-            yield sample_from_json(msgspec.json.decode(line))
+            yield sample_from_json(msgspec.json.decode(line), payloads)
 
 
-def sample_from_json(raw: Mapping[str, Any]) -> Sample:
-    """Returns the sample that `sample_to_json` wrote; its media have digests and no payload."""
+def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None = None) -> Sample:
+    """Returns the sample that `sample_to_json` wrote. `payloads` are those of the samples before it, by
+    digest; the sample's own are added."""
+    known = {} if payloads is None else payloads
+    known |= {media["digest"]: base64.b64decode(media["data"]) for media in raw["media"] if media.get("data")}
     logprobs = [np.nan if value is None else value for value in raw["response_logprobs"]]
     return Sample(
         prompt_ids=np.array(raw["prompt_ids"], np.int32),
@@ -112,5 +129,10 @@ def sample_from_json(raw: Mapping[str, Any]) -> Sample:
         missing_logprobs=raw["missing_logprobs"],
         truncated_tokens=raw["truncated_tokens"],
         reward=raw["reward"],
-        media=tuple(Media(**media) for media in raw["media"]),
+        media=tuple(_media_from_json(media, known) for media in raw["media"]),
     )
+
+
+def _media_from_json(raw: Mapping[str, Any], payloads: Mapping[str, bytes]) -> Media:
+    payload = payloads.get(raw["digest"], b"")
+    return Media(raw["kind"], raw["digest"], payload, url=raw["url"], mime=raw.get("mime", ""))

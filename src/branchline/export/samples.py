@@ -191,7 +191,7 @@ def _build_sample(
     reward: float | None,
 ) -> Sample | None:
     """Returns the sample of a timeline, or None if it would train nothing."""
-    length = len(timeline) if policy.max_tokens is None else min(len(timeline), policy.max_tokens)
+    length = _sample_length(timeline, policy.max_tokens)
     shares = np.zeros(len(timeline), np.float32)
     inexact = 0
     for node in timeline.sampled_nodes:
@@ -223,8 +223,17 @@ def _build_sample(
         missing_logprobs=int(np.isnan(logprobs).sum()),
         truncated_tokens=len(timeline) - length,
         reward=reward,
-        media=tuple(timeline.media),
+        media=tuple(media for node in timeline.nodes if node.end <= length for media in node.message.media),
     )
+
+
+def _sample_length(timeline: Timeline, max_tokens: int | None) -> int:
+    """Returns where a sample is cut off: never inside a message with media, whose placeholders belong
+    together. Such a message is context, so no trained token is lost."""
+    if max_tokens is None or max_tokens >= len(timeline):
+        return len(timeline)
+    cut = next(node for node in timeline.nodes if node.end > max_tokens)
+    return cut.start if cut.message.media and not cut.is_sampled else max_tokens
 
 
 def _build_report(

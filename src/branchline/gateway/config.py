@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from branchline.core.errors import InputError
+from branchline.gateway.image_urls import ImageUrlPolicy
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class GatewayConfig:
     """How long a stop waits for running calls before it cancels them."""
     idle_s: float = 24 * 3600
     """Sessions unused for this long are finalized; 0: never."""
+    image_urls: ImageUrlPolicy = "none"
+    """Whether images that clients send as links are fetched: not, from public addresses, or from any."""
     explain_forks: bool = False
     """Log the cause of every fork when it happens."""
 

@@ -31,6 +31,7 @@ from branchline.gateway.asgi import (
     to_error_info,
 )
 from branchline.gateway.config import GatewayConfig
+from branchline.gateway.image_urls import ImageFetcher
 from branchline.gateway.protocols import chat, messages
 from branchline.gateway.protocols.base import ErrorInfo, ParsedRequest, RequestContext, WireProtocol
 from branchline.gateway.protocols.chat import CHAT
@@ -150,6 +151,7 @@ class ModelApi:
         self._access = access
         self._config = config
         self._observers = observers
+        self._image_fetcher = ImageFetcher(config.image_urls)
         self.in_flight = 0
         """Calls in progress."""
 
@@ -201,7 +203,8 @@ class ModelApi:
         managed = self._access.model_session(route.session_id, bearer_key(http.headers))
         body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
         parsed = self._parse(protocol, managed, route, http.headers, body)
-        turn = await prepare_call(managed, parsed.call_request)
+        request = await self._image_fetcher.resolve(parsed.call_request.request, managed.session.tree)
+        turn = await prepare_call(managed, replace(parsed.call_request, request=request))
         await http.send_json(protocol.count_response(len(turn.prompt_ids)))
 
     async def _handle_call(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
@@ -237,6 +240,8 @@ class ModelApi:
                     call_request = replace(call_request, upstream_options=options)
                 events = run_upstream_call(managed, engine_route.engine, call_request, record)
             else:
+                request = await self._image_fetcher.resolve(request, managed.session.tree)
+                call_request = replace(call_request, request=request)
                 limit, flush_s = self._config.max_prompt_tokens, self._config.stream_flush_s
                 events = run_call(managed, engine_route.engine, call_request, record, limit, flush_s)
             call = _ModelCall(protocol, http, managed, parsed, record, events)

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 def tune_gc() -> None:
@@ -20,7 +20,7 @@ def tune_gc() -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
-def run_server(main: Coroutine[Any, Any, T]) -> T:
+def run_server(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` with tuned garbage collection, on uvloop if it is installed."""
     tune_gc()
     try:

@@ -59,7 +59,7 @@ from branchline.runtime.sampling import NO_LIMIT
 
 log = logging.getLogger("branchline.tracing")
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int]
 Attributes = dict[str, Attribute]
 
@@ -223,7 +223,7 @@ def _to_ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _log_exceptions(function: Callable[[T], None], value: T) -> None:
+def _log_exceptions(function: Callable[[Value], None], value: Value) -> None:
     try:
         function(value)
     except Exception:  # a span that fails must not fail its call

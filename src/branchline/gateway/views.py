@@ -92,8 +92,9 @@ def samples_view(
     export = managed.export(include_aborted=include_aborted, keep_calls=keep_calls)
     # A trainer reads line by line, so each sample carries its group and metadata.
     fields = {"group": managed.options.group, "metadata": managed.options.metadata}
+    written_digests: set[str] = set()
     return {
-        "samples": [{**sample_to_json(sample), **fields} for sample in export.samples],
+        "samples": [{**sample_to_json(sample, written_digests), **fields} for sample in export.samples],
         "report": report_to_json(export.report),
     }
 

@@ -42,7 +42,7 @@ from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.token_budget import exhausted_limit, reached_limit, remaining_tokens, truncate_result
-from branchline.loop.tools.base import ToolSelection
+from branchline.loop.tools.base import ToolResult, ToolSelection
 from branchline.loop.tools.tool_session import filter_media
 from branchline.loop.trajectory_resources import TrajectoryResources
 from branchline.runtime.call_record import StepObserver
@@ -148,6 +148,7 @@ class AgentLoop:
         except TimeoutError:
             if not clock.expired():
                 raise
+            state.pending_results = await self._truncate_results()
             state.flush_partial()
             state.phase = self._stop(StopReason.WALL_CLOCK, f"more than {limit_s:g} s")
         finally:
@@ -210,11 +211,11 @@ class AgentLoop:
         state = self.state
         errors = await self._run_tools()
         if errors:
+            state.pending_results = await self._truncate_results()
             state.flush_partial()
             return self._fail(errors[0])
-        pending = [state.pending_results[index] for index in range(len(state.pending_calls))]
-        results = [await truncate_result(result, self.limits, self.model.codec) for result in pending]
-        results = await filter_media(results, self._count_tokens)
+        truncated = await self._truncate_results()
+        results = await filter_media(list(truncated.values()), self._count_tokens)
         new = [result.message for result in results]
         tokens = await self._count_if_limited(new)
         state.tool_results += results
@@ -284,6 +285,13 @@ class AgentLoop:
         state.pending_results[index] = result
         if index in state.started_calls:
             state.started_calls.remove(index)
+
+    async def _truncate_results(self) -> dict[int, ToolResult]:
+        """The finished results of the pending calls, in the order of the calls, truncated to the limit."""
+        return {
+            index: await truncate_result(result, self.limits, self.model.codec)
+            for index, result in sorted(self.state.pending_results.items())
+        }
 
     async def _respond(self) -> TurnRecord:
         """The interaction's response to the last answer."""

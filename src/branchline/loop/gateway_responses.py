@@ -76,8 +76,9 @@ class SamplesJson(Struct):
     samples: list[dict[str, Any]]
 
     def to_samples(self) -> list[Sample]:
+        payloads: dict[str, bytes] = {}
         try:
-            return [sample_from_json(raw) for raw in self.samples]
+            return [sample_from_json(raw, payloads) for raw in self.samples]
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise EngineError(f"samples: not a gateway's response: {error!r}") from error
 

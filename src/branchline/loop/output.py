@@ -63,12 +63,12 @@ class LoopOutput:
     @classmethod
     def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
         """The output from those of the session's samples that contain one of the trajectory's calls."""
-        own = set(state.call_ids)
+        own, interrupted = set(state.call_ids), _interrupted_calls(state)
         outputs = tuple(
             sample
             for sample in samples
             if not own.isdisjoint(sample.calls)
-            or (state.call_name and state.call_name in map(call_name, sample.calls))
+            or any(call_name(call_id) in interrupted for call_id in sample.calls)
         )
         last = outputs[-1] if outputs else None
         return cls(
@@ -109,9 +109,14 @@ async def build_output(state: LoopState, model: Model, *, include_excluded: bool
     """
     if state.is_excluded and not include_excluded:
         return LoopOutput.from_samples(state, ())
-    names = [state.call_name] if state.call_name else []
-    samples = await model.samples(include_aborted=include_excluded, keep_calls=names)
+    interrupted = _interrupted_calls(state)
+    samples = await model.samples(include_aborted=include_excluded, keep_calls=interrupted)
     return LoopOutput.from_samples(state, samples)
+
+
+def _interrupted_calls(state: LoopState) -> list[str]:
+    """The name of the call that will be resumed, if there is one; none if the trajectory has ended."""
+    return [state.call_name] if state.call_name and not state.is_finished else []
 
 
 def _last_answer_tokens(sample: Sample) -> int:
@@ -121,7 +126,7 @@ def _last_answer_tokens(sample: Sample) -> int:
 
 
 def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:
-    """The sample's media with their bytes: a sample from HTTP has digests only, the state has the bytes."""
+    """The sample's media as the state has them, with their bytes and details."""
     known = {media.digest: media for message in state.messages for media in message.media}
     found: dict[MediaKind, tuple[Media, ...]] = {}
     for media in sample.media:

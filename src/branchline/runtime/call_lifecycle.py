@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
-from branchline.core.errors import ContextLengthError, JournalError
+from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
 from branchline.engines.upstream_chat import TokenUsage
@@ -65,6 +66,10 @@ async def run_call(
     with managed.count_call(record.call_id, resumes):
         turn = await prepare_call(managed, call_request, max_prompt_tokens)
         record.end_phase("prepare")
+        if turn.images and not engine.supports_images:
+            raise EngineInputError(
+                f"images: got {len(turn.images)}, expected none: {engine.name} takes no images"
+            )
         earlier = await load_partial(managed, turn, call_request.n, record.call_id) if resumes else []
         params = _engine_params(managed, engine, turn, call_request, flush_s)
         with ExitStack() as stack:
@@ -80,7 +85,8 @@ async def run_call(
                         yield delta
                 if params.max_tokens > 0:
                     streams = [
-                        _generate(engine, prompt_ids, params, builder, managed.id) for builder in builders
+                        _generate(engine, prompt_ids, params, builder, managed.id, turn.images)
+                        for builder in builders
                     ]
                     async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as deltas:
                         async for delta in deltas:
@@ -94,7 +100,7 @@ async def run_call(
     call = await commit_call(managed, turn, generations, record)
     answers = [builder.answer(generation) for builder, generation in zip(builders, generations, strict=True)]
     try:
-        yield build_result(record, call, turn, answers)
+        yield record_result(record, call, turn, answers)
     except (GeneratorExit, asyncio.CancelledError):
         record_delivery(managed, call, Delivery.LOST)
         raise
@@ -151,7 +157,7 @@ async def commit_call(
     return committed.call
 
 
-def build_result(
+def record_result(
     record: CallRecord, call: Call, turn: Turn, answers: Sequence[Answer], usage: TokenUsage | None = None
 ) -> CallResult:
     """Returns the result of a committed call and keeps it in its record."""
@@ -249,12 +255,17 @@ def _engine_params(
 
 
 async def _generate(
-    engine: Engine, prompt_ids: Ids, params: SamplingParams, builder: AnswerBuilder, session: str
+    engine: Engine,
+    prompt_ids: Ids,
+    params: SamplingParams,
+    builder: AnswerBuilder,
+    session: str,
+    images: Sequence[ImageSpan],
 ) -> AsyncGenerator[AnswerDelta, None]:
     """Samples one answer and yields its deltas."""
     if params.seed is not None:
         params = replace(params, seed=params.seed + builder.index)
-    async with aclosing(engine.generate(prompt_ids, params, session=session)) as chunks:
+    async with aclosing(engine.generate(prompt_ids, params, session=session, images=images)) as chunks:
         async for chunk in chunks:
             yield builder.add(chunk)
             if builder.is_stopped:

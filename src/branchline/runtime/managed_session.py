@@ -280,7 +280,7 @@ class ManagedSession:
             self.state, self.reason = record.state, record.reason
             self.ended_event.set()
         else:
-            self.session.tree.apply(record)
+            self.session.apply_record(record)
 
     def export(self, *, include_aborted: bool = False, keep_calls: Iterable[str] = ()) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.

@@ -17,7 +17,7 @@ from msgspec import Raw
 from branchline.core.errors import MessageError
 from branchline.core.reader import decode_json
 
-T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 _digest = xxhash.xxh3_128_digest
 _FIELD_SEED = 1
 """Keeps the digest of a field apart from that of an item with the same bytes."""
@@ -72,12 +72,12 @@ class MessageCache:
     def __init__(self) -> None:
         self._values: dict[bytes, Any] = {}
 
-    def read_items(self, items: Sequence[Any], parse: Callable[[object, int], T]) -> list[T]:
+    def read_items(self, items: Sequence[Any], parse: Callable[[object, int], Parsed]) -> list[Parsed]:
         """Parses each item with `parse(item, index)` and caches those that are raw bytes.
 
         The index is for errors: the parsed value must depend on the item only.
         """
-        values: list[T] = []
+        values: list[Parsed] = []
         for index, item in enumerate(items):
             if type(item) is not Raw:
                 values.append(parse(item, index))
@@ -89,14 +89,14 @@ class MessageCache:
             values.append(value)
         return values
 
-    def read_field(self, raw: object, parse: Callable[[object], T]) -> T:
+    def read_field(self, raw: object, parse: Callable[[object], Parsed]) -> Parsed:
         """Parses one field of a body; cached if it is raw bytes."""
         if type(raw) is not Raw:
             return parse(raw)
         digest = _digest(raw, _FIELD_SEED)
         if digest not in self._values:
             self._values[digest] = parse(parse_json(raw))
-        value: T = self._values[digest]
+        value: Parsed = self._values[digest]
         return value
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ from branchline.core.message import Message, ToolCall
 from branchline.core.reader import write_message
 from branchline.engines.upstream_chat import ChatDelta, TokenUsage, ToolCallDelta, UpstreamChat
 from branchline.runtime.answer import Answer, AnswerDelta, new_tool_call_id
-from branchline.runtime.call_lifecycle import build_result, commit_call, prepare_call, record_delivery
+from branchline.runtime.call_lifecycle import commit_call, prepare_call, record_delivery, record_result
 from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
@@ -121,7 +121,7 @@ async def run_upstream_call(
     generation = Generation(ids, None, 0, finish_reason, message, inexact=True)
     call = await commit_call(managed, turn, [generation], record)
     try:
-        yield build_result(record, call, turn, [Answer(message, finish_reason, ids)], partial.usage)
+        yield record_result(record, call, turn, [Answer(message, finish_reason, ids)], partial.usage)
     except (GeneratorExit, asyncio.CancelledError):
         record_delivery(managed, call, Delivery.LOST)
         raise

@@ -10,6 +10,9 @@ Invariant: **a record whose future has resolved is found by every later reader, 
 before it.** A crash loses only a tail of unresolved appends. The converse is not guaranteed: a record whose
 future failed or never resolved may still be found after a crash.
 
+Payloads of media are kept apart from the records, once each, by digest. They are committed together with the
+record that first carries them.
+
     with Journal("run.journal") as journal:
         seq = journal.append("session-1", b"delta").result()
         records = list(journal.read("session-1"))
@@ -23,7 +26,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -43,7 +46,10 @@ _DURABILITY_PRAGMAS: dict[Durability, str] = {
     "disk": "PRAGMA synchronous = FULL; PRAGMA fullfsync = ON",
 }
 _APPLICATION_ID = 0x42726C6E  # "Brln"
-_VERSION = 2
+_VERSION = 3
+_OLDER_VERSION = 2
+"""The version before `media`; a file of it is upgraded when it is opened."""
+_CREATE_MEDIA = "CREATE TABLE media (digest TEXT PRIMARY KEY, payload BLOB NOT NULL)"
 # One transaction, before the file is switched to WAL mode: the schema is in the main file, where truncating
 # the WAL cannot remove it, and a kill in the middle leaves a file that counts as empty.
 _SCHEMA = f"""
@@ -53,8 +59,10 @@ PRAGMA user_version = {_VERSION};
 CREATE TABLE sessions (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE records (seq INTEGER PRIMARY KEY, session INTEGER NOT NULL, record BLOB NOT NULL);
 CREATE INDEX records_by_session ON records (session);
+{_CREATE_MEDIA};
 COMMIT;
 """
+_UPGRADE = f"BEGIN IMMEDIATE; {_CREATE_MEDIA}; PRAGMA user_version = {_VERSION}; COMMIT"
 _LAST_SEQ_SQL = "SELECT coalesce(max(seq), 0) FROM records"
 # The WAL is copied into the main file each time it has grown by this much. Larger: fewer fsyncs and fewer
 # pages copied twice. Smaller: less to recover at open, and a shorter stall of the writer.
@@ -71,7 +79,8 @@ _BUSY_TIMEOUT_S, _BUSY_POLL_S = 5.0, 0.01
 # Session numbers kept in memory.
 _MAX_CACHED_SESSIONS = 10_000
 
-_Entry = tuple[str, bytes, "Future[int]"]
+_Entry = tuple[str, bytes, "Future[int]", Mapping[str, bytes]]
+"""Session, record, future, and the payloads that the record carries."""
 
 
 class Journal:
@@ -102,6 +111,7 @@ class Journal:
         self._last_future: Future[int] | None = None
         self._closed = False
         self._session_ids: dict[str, int] = {}
+        self._digests: set[str] = set()  # of the payloads that were written or queued through this object
         self._checkpoint_at_bytes = _CHECKPOINT_BYTES
         try:
             with ExitStack() as resources:
@@ -119,8 +129,11 @@ class Journal:
         self._writer = threading.Thread(target=self._run_writer, args=(owned,), name="journal", daemon=True)
         self._writer.start()
 
-    def append(self, session: str, record: bytes, *, lazy: bool = False) -> Future[int]:
-        """Writes or queues a record; the future resolves with its sequence number once it is durable.
+    def append(
+        self, session: str, record: bytes, *, lazy: bool = False, media: Mapping[str, bytes] | None = None
+    ) -> Future[int]:
+        """Writes or queues a record; the future resolves with its sequence number once it is durable, and so
+        are the payloads in `media`.
 
         Never raises and never waits for the disk: a rejected record returns a future that failed with
         JournalError.
@@ -135,12 +148,14 @@ class Journal:
             elif self._closed:
                 rejection = self._error("is closed")
             # Checked here, because an invalid value would fail the other records of its transaction.
-            elif len(record) > _MAX_RECORD_BYTES:
-                rejection = self._error(f"got {len(record)} bytes, expected at most {_MAX_RECORD_BYTES}")
+            elif (size := max(len(record), *map(len, (media or {}).values()), 0)) > _MAX_RECORD_BYTES:
+                rejection = self._error(f"got {size} bytes, expected at most {_MAX_RECORD_BYTES}")
             elif session.encode(errors="ignore").decode() != session:
                 rejection = self._error(f"got session {session!r}, expected no lone surrogates")
             else:
-                self._queue.append((session, record, future))
+                new_media = {key: data for key, data in (media or {}).items() if key not in self._digests}
+                self._digests.update(new_media)
+                self._queue.append((session, record, future, new_media))
                 self._last_future = future  # set after queueing: flush() must only wait for queued records
                 if not lazy and not self._write_inline():
                     self._write_requested = True
@@ -173,6 +188,11 @@ class Journal:
         return self._query(
             "SELECT name, record FROM records CROSS JOIN sessions ON id = session ORDER BY seq"
         )
+
+    def read_media(self, digest: str) -> bytes | None:
+        """Returns the payload with this digest, or None."""
+        found = next(self._query("SELECT payload FROM media WHERE digest = ?", digest), None)
+        return None if found is None else bytes(found[0])
 
     def close(self) -> None:
         """Commits what is queued and releases the file. Never raises: failures are set on the futures."""
@@ -213,13 +233,15 @@ class Journal:
         is_busy = self._write_requested or self._writer_active or self._checkpoint_due
         if is_busy or self.durability != "process" or len(self._queue) > _MAX_INLINE_RECORDS:
             return False
-        if sum([len(record) for _, record, _ in self._queue]) > _MAX_INLINE_BYTES:
+        if sum([len(record) for _, record, _, _ in self._queue]) > _MAX_INLINE_BYTES:
             return False
+        if any(media for _, _, _, media in self._queue):
+            return False  # several statements, so a transaction of the writer thread
         batch, before = self._queue, self._last_seq
         try:
             self._queue = []
             values: list[int | bytes] = []
-            for session, record, _ in batch:
+            for session, record, _, _ in batch:
                 values += (self._session_ids.get(session) or self._add_session(session), record)
             rows = ", ".join(["(?, ?)"] * len(batch))
             # One statement is one transaction: a signal arrives before it starts or after it has finished.
@@ -295,8 +317,11 @@ class Journal:
         db, first = self._db, self._last_seq + 1
         rows = [
             (seq, self._session_ids.get(name) or self._add_session(name), record)
-            for seq, (name, record, _) in enumerate(batch, first)
+            for seq, (name, record, _, _) in enumerate(batch, first)
         ]
+        for _, _, _, media in batch:
+            for item in media.items():
+                db.execute("INSERT OR IGNORE INTO media VALUES (?, ?)", item)
         db.executemany("INSERT INTO records VALUES (?, ?, ?)", rows)
         db.execute("COMMIT")
         self._last_seq += len(batch)
@@ -340,14 +365,14 @@ class Journal:
         with self._wake:
             self.failure = self._error("could not be written", cause)
             unresolved, self._queue = [*batch, *self._queue], []
-        for _, _, future in unresolved:
+        for _, _, future, _ in unresolved:
             if not future.done():  # after a failed checkpoint the batch itself is committed
                 future.set_exception(self._error("could not be written", cause))
 
 
 def _resolve(batch: list[_Entry], last: int) -> None:
     """Resolves the futures of a batch whose last record has this sequence number."""
-    for seq, (_, _, future) in enumerate(batch, last - len(batch) + 1):
+    for seq, (_, _, future, _) in enumerate(batch, last - len(batch) + 1):
         if not future.done():  # a signal may have interrupted an earlier call
             future.set_result(seq)
 
@@ -387,7 +412,7 @@ def _check_header(file: Path) -> None:
     found = f"a file that starts {header[:16]!r}"
     if len(header) == 72 and header.startswith(b"SQLite format 3\0"):
         version, application_id = struct.unpack(">60xI4xI", header)
-        if (application_id, version) == (_APPLICATION_ID, _VERSION):
+        if application_id == _APPLICATION_ID and version in (_OLDER_VERSION, _VERSION):
             return
         found = f"an SQLite file with application_id {application_id:#x}, version {version}"
     expected = f"a journal with application_id {_APPLICATION_ID:#x}, version {_VERSION}"
@@ -398,6 +423,8 @@ def _initialize(db: sqlite3.Connection, durability: Durability) -> int:
     """Creates the schema in a new file, sets the modes, and returns the last sequence number in use."""
     if db.execute("PRAGMA schema_version").fetchone() == (0,):
         db.executescript(_SCHEMA)
+    elif db.execute("PRAGMA user_version").fetchone() == (_OLDER_VERSION,):
+        db.executescript(_UPGRADE)
     db.executescript(
         f"PRAGMA journal_mode = WAL; PRAGMA wal_autocheckpoint = 0; {_DURABILITY_PRAGMAS[durability]}"
     )

@@ -11,13 +11,16 @@ A failed generation changes nothing. A commit is planned, written to the journal
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 import numpy as np
+from numpy.typing import NDArray
 
 from branchline.chat.base import Codec, HistoryPolicy, MessageTokens, NewMessage
+from branchline.chat.vision import ImageSpan
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Equivalence, Generation, Request
 from branchline.core.errors import TreeError
 from branchline.core.message import Message
@@ -25,10 +28,12 @@ from branchline.core.token_arrays import NO_IDS, Ids, Origin, as_ids, normalize_
 from branchline.tree.argument_defaults import restore_sampled_arguments
 from branchline.tree.journal import Journal
 from branchline.tree.match import PathMatcher, longest_raw_path, match_echo, reorder_tool_results
+from branchline.tree.media import detach_payloads, restore_payloads, share_payloads
 from branchline.tree.tree import (
     NO_NODE,
     Delivered,
     Tree,
+    TreeDelta,
     TreeRecord,
     Turn,
     decode_record,
@@ -71,6 +76,8 @@ class Session:
         self.tree = tree or Tree()
         self._matcher = PathMatcher(self.tree, restore_reasoning=restore_reasoning)
         self._journal = journal
+        self._payloads: dict[str, bytes] = {}
+        """The bytes of every image in the tree, by digest."""
         if journal is not None and tree is None and next(journal.read(id), None) is not None:
             raise TreeError(f"session {id} is in the journal already: reopen it with Session.reopen")
         # Makes plan, journal and apply atomic; prepare only reads an append-only tree and needs no lock.
@@ -88,18 +95,20 @@ class Session:
     ) -> Session:
         """Restores a session from its journal; an unknown id gives an empty session."""
         tree = Tree()
-        for data in journal.read(id):
-            tree.apply(decode_record(data))
-        started = datetime.fromtimestamp(tree.calls[0].template_time) if tree.calls else None
-        return cls(
+        records = [decode_record(data) for data in journal.read(id)]
+        first = next((record.call for record in records if isinstance(record, TreeDelta)), None)
+        session = cls(
             id,
             codec,
             history=history,
             restore_reasoning=restore_reasoning,
             journal=journal,
             tree=tree,
-            started_at=started,
+            started_at=None if first is None else datetime.fromtimestamp(first.template_time),
         )
+        for record in records:
+            session.apply_record(record)
+        return session
 
     # -- prepare -------------------------------------------------------------------------------------
 
@@ -129,10 +138,18 @@ class Session:
         parts.append(extension.generation_prompt_ids)
         prompt_ids = np.concatenate(parts)
         prompt_ids.flags.writeable = False
+        messages = (*(node.message for node in rewritten), *(message.message for message in new))
+        images: tuple[ImageSpan, ...] = ()
+        if any(message.parts and message.media for message in (*(node.message for node in path), *messages)):
+            shown = [*(node.message for node in path[:kept]), *messages]
+            sampled_ids = [node.sampled_ids if node.ends_sampled else None for node in path[:kept]]
+            sampled_ids += [node.sampled_ids for node in rewritten]
+            sampled_ids += [message.sampled_ids for message in new]
+            images = self.codec.image_spans(shown, prompt_ids, _sampled_mask(parts, sampled_ids))
         return Turn(
             request=request,
             parent=path[kept - 1] if kept else self.tree.root,
-            messages=(*(node.message for node in rewritten), *(message.message for message in new)),
+            messages=messages,
             message_tokens=extension.message_tokens,
             source_ids=(*(node.id if node.output else node.source_id for node in rewritten), *source_ids),
             generation_prompt_ids=extension.generation_prompt_ids,
@@ -146,6 +163,7 @@ class Session:
             ambiguous_match=match.ambiguous,
             encoded_tokens=extension.encoded_tokens,
             rewrite_reason=extension.rewrite_reason,
+            images=images,
         )
 
     def _new_messages(
@@ -204,6 +222,7 @@ class Session:
         """Adds the outputs of a turn, one generation per choice."""
         with self._commit_lock:
             delta = self.tree.plan(turn, generations, call_id, self.codec, self.started_at.timestamp())
+            delta = share_payloads(delta, self._payloads)
             durable = self._append_record(delta)
             return CommitResult(self.tree.apply(delta), durable)
 
@@ -217,6 +236,14 @@ class Session:
             self.tree.apply(record)
             return durable
 
+    def apply_record(self, record: TreeRecord) -> None:
+        """Applies a record that was read from the journal, whose media have no payloads."""
+
+        def read(digest: str) -> bytes | None:
+            return self._payloads.get(digest) or (self._journal.read_media(digest) if self._journal else None)
+
+        self.tree.apply(share_payloads(restore_payloads(record, read), self._payloads))
+
     def snapshot(self) -> Tree:
         """Returns a copy of the current tree, to be read while other threads commit."""
         return self.tree.copy(self._commit_lock)
@@ -226,9 +253,19 @@ class Session:
             return None
         if self._journal.failure is not None:
             raise self._journal.failure
-        durable = self._journal.append(self.id, encode_record(record), lazy=lazy)
+        record, payloads = detach_payloads(record)
+        durable = self._journal.append(self.id, encode_record(record), lazy=lazy, media=payloads)
         # A rejection is immediate: a record that the journal will never hold must not enter the tree.
         rejection = durable.exception() if durable.done() else None
         if rejection is not None:
             raise rejection
         return durable
+
+
+def _sampled_mask(pieces: Sequence[Ids], sampled_ids: Sequence[Ids | None]) -> NDArray[np.bool_]:
+    """Returns which ids of a prompt were sampled: the end of each piece that ends with its sampled ids."""
+    masks = [np.zeros(len(piece), np.bool_) for piece in pieces]
+    for mask, piece, sampled in zip(masks, pieces, sampled_ids, strict=False):
+        if sampled is not None and np.array_equal(piece[len(piece) - len(sampled) :], sampled):
+            mask[len(piece) - len(sampled) :] = True
+    return np.concatenate(masks)

@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from branchline.chat.base import Codec, MessageTokens
+from branchline.chat.vision import ImageSpan
 from branchline.core.call import AppliedEquivalence, Call, Delivery, Generation, Output, Request
 from branchline.core.errors import TreeError
 from branchline.core.message import Message, ToolCall
@@ -170,6 +171,8 @@ class Turn:
     ambiguous_match: bool
     encoded_tokens: int
     rewrite_reason: str
+    images: tuple[ImageSpan, ...] = ()
+    """The images of the prompt, in order."""
 
 
 class Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +102,140 @@ def harmony(text: str, calls: Sequence[ToolCall]) -> str:
     return "<|start|>assistant".join(messages)
 
 
+def llama4(text: str, calls: Sequence[ToolCall]) -> str:
+    return f"[{', '.join(map(_python_call, calls))}]" if calls else text
+
+
+def llama4_json(text: str, calls: Sequence[ToolCall]) -> str:
+    values = [(call.name, json.dumps(json.loads(call.arguments), ensure_ascii=False)) for call in calls]
+    blocks = [f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in values]
+    return f"<|python_start|><|python_end|>{''.join(blocks)}" if calls else text
+
+
+def lfm2(text: str, calls: Sequence[ToolCall]) -> str:
+    listed = ", ".join(map(_python_call, calls))
+    return text + (f"<|tool_call_start|>[{listed}]<|tool_call_end|>" if calls else "")
+
+
+def gemma4(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = [
+        f"<|tool_call>call:{call.name}{gemma_value(json.loads(call.arguments))}<tool_call|>" for call in calls
+    ]
+    return text + "".join(blocks)
+
+
+def cohere(text: str, calls: Sequence[ToolCall]) -> str:
+    items = [
+        f'{{"tool_call_id": "{call.id}", "tool_name": "{call.name}", "parameters": {call.arguments}}}'
+        for call in calls
+    ]
+    listed = ",\n    ".join(items)
+    actions = f"<|START_ACTION|>[\n    {listed}\n]<|END_ACTION|>" if calls else ""
+    return (f"<|START_RESPONSE|>{text}<|END_RESPONSE|>" if text else "") + actions
+
+
+def apertus(text: str, calls: Sequence[ToolCall]) -> str:
+    items = [f'{{"{call.name}": {call.arguments}}}' for call in calls]
+    return text + (f"<|tools_prefix|>[{', '.join(items)}]<|tools_suffix|>" if calls else "")
+
+
+def apriel(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + (f"<tool_calls>[{', '.join(_json_calls(calls))}]</tool_calls>" if calls else "")
+
+
+def minimax_m1(text: str, calls: Sequence[ToolCall]) -> str:
+    listed = "\n".join(_json_calls(calls))
+    return text + (f"<tool_calls>\n{listed}\n</tool_calls>" if calls else "")
+
+
+def nemotron_v2(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + (f"<TOOLCALL>[{', '.join(_json_calls(calls))}]</TOOLCALL>" if calls else "")
+
+
+def granite(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + (f"<|tool_call|>[{', '.join(_json_calls(calls))}]" if calls else "")
+
+
+def phi4_mini(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + (f"<|tool_call|>[{', '.join(_json_calls(calls))}]<|/tool_call|>" if calls else "")
+
+
+def gigachat(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + "<|message_sep|>".join(f"<|function_call|>{call}" for call in _json_calls(calls))
+
+
+def solar(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = [
+        f"<|tool_call:begin|>{call.id}<|tool_call:name|>{call.name}"
+        f"<|tool_call:args|>{call.arguments}<|tool_call:end|>"
+        for call in calls
+    ]
+    content = f"<|content|>{text}" if text else ""
+    return content + (f"<|tool_calls|>{''.join(blocks)}" if calls else "")
+
+
+def functionary(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + "".join(f"<function={call.name}>{call.arguments}</function>" for call in calls)
+
+
+def seed(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = []
+    for call in calls:
+        pairs = [f"<parameter={k}>{v}</parameter>\n" for k, v in bare_arguments(call)]
+        blocks.append(
+            f"<seed:tool_call>\n<function={call.name}>\n{''.join(pairs)}</function>\n</seed:tool_call>"
+        )
+    return "\n".join([text, *blocks] if text else blocks)
+
+
+def hunyuan(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = []
+    for call in calls:
+        pairs = [f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in bare_arguments(call)]
+        blocks.append(f"<tool_call>{call.name}<tool_sep>\n{''.join(pairs)}</tool_call>\n")
+    section = f"<tool_calls>\n{''.join(blocks)}</tool_calls>"
+    tags = re.sub(r"<(/?(?:tool_calls?|tool_sep|arg_key|arg_value))>", r"<\1:opensource>", section)
+    return text + (tags if calls else "")
+
+
+def minimax_m3(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = [
+        f'<invoke name="{call.name}">{_nested_tags(json.loads(call.arguments))}</invoke>\n' for call in calls
+    ]
+    section = f"<tool_call>\n{''.join(blocks)}</tool_call>"
+    return text + (re.sub(r"(?=</?[^<>]+>)", "]<]minimax[>[", section) if calls else "")
+
+
+def deepseek_v32(text: str, calls: Sequence[ToolCall]) -> str:
+    return _dsml(text, calls, "function_calls")
+
+
+def deepseek_v4(text: str, calls: Sequence[ToolCall]) -> str:
+    return _dsml(text, calls, "tool_calls")
+
+
+def kimi_k3(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = []
+    for number, call in enumerate(calls):
+        pairs = [
+            f'<|open|>argument key="{k}" type="{_type_name(json.loads(call.arguments)[k])}"<|sep|>{v}'
+            "<|close|>argument<|sep|>"
+            for k, v in bare_arguments(call)
+        ]
+        opening = f'<|open|>call tool="{call.name}" index="{number + 1}"<|sep|>'
+        blocks.append(f"{opening}{''.join(pairs)}<|close|>call<|sep|>")
+    content = f"<|open|>response<|sep|>{text}<|close|>response<|sep|>" if text else ""
+    return content + (f"<|open|>tools<|sep|>{''.join(blocks)}<|close|>tools<|sep|>" if calls else "")
+
+
+def minicpm5(text: str, calls: Sequence[ToolCall]) -> str:
+    blocks = []
+    for call in calls:
+        pairs = [f'<param name="{k}">{v}</param>' for k, v in bare_arguments(call)]
+        blocks.append(f'<function name="{call.name}">{"".join(pairs)}</function>')
+    return "\n".join([text, *blocks] if text else blocks)
+
+
 def plain(text: str, calls: Sequence[ToolCall]) -> str:
     return text
 
@@ -109,6 +244,52 @@ def bare_arguments(call: ToolCall) -> list[tuple[str, str]]:
     """Returns arguments as the tagged formats write them: strings unquoted, other values as JSON."""
     values: dict[str, Any] = json.loads(call.arguments)
     return [(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for k, v in values.items()]
+
+
+def _json_calls(calls: Sequence[ToolCall]) -> list[str]:
+    return [f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}' for call in calls]
+
+
+def _python_call(call: ToolCall) -> str:
+    arguments = [f"{key}={value!r}" for key, value in json.loads(call.arguments).items()]
+    return f"{call.name}({', '.join(arguments)})"
+
+
+def gemma_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma_value(member)}" for key, member in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma_value, value))}]"
+    return json.dumps(value)
+
+
+def _nested_tags(value: Any) -> str:
+    if isinstance(value, dict):
+        return "".join(f"<{key}>{_nested_tags(member)}</{key}>" for key, member in value.items())
+    if isinstance(value, list):
+        return "".join(f"<item>{_nested_tags(item)}</item>" for item in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _dsml(text: str, calls: Sequence[ToolCall], section: str) -> str:
+    blocks = []
+    for call in calls:
+        pairs = []
+        for k, v in bare_arguments(call):
+            is_string = json.dumps(isinstance(json.loads(call.arguments)[k], str))
+            pairs.append(f'<｜DSML｜parameter name="{k}" string="{is_string}">{v}</｜DSML｜parameter>\n')
+        blocks.append(f'<｜DSML｜invoke name="{call.name}">\n{"".join(pairs)}</｜DSML｜invoke>\n')
+    joined = "".join(blocks)
+    return text + (f"\n\n<｜DSML｜{section}>\n{joined}</｜DSML｜{section}>" if calls else "")
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else "boolean"
+    names: dict[type, str] = {str: "string", dict: "object", list: "array"}
+    return names.get(type(value), "number")
 
 
 WRITERS: list[tuple[str, Writer]] = [
@@ -124,15 +305,40 @@ WRITERS: list[tuple[str, Writer]] = [
     ("glm", glm),
     ("kimi", kimi),
     ("minimax", minimax),
+    ("llama4", llama4),
+    ("llama4", llama4_json),
+    ("lfm2", lfm2),
+    ("gemma4", gemma4),
+    ("cohere", cohere),
+    ("apertus", apertus),
+    ("tool_calls", apriel),
+    ("tool_calls", minimax_m1),
+    ("nemotron_v2", nemotron_v2),
+    ("granite", granite),
+    ("granite", phi4_mini),
+    ("gigachat", gigachat),
+    ("solar", solar),
+    ("functionary", functionary),
+    ("seed", seed),
+    ("hunyuan", hunyuan),
+    ("minimax_m3", minimax_m3),
+    ("deepseek_v32", deepseek_v32),
+    ("deepseek_v4", deepseek_v4),
+    ("kimi_k3", kimi_k3),
+    ("minicpm5", minicpm5),
 ]
 WRITER_IDS: dict[str, Any] = {"ids": [writer.__name__ for _, writer in WRITERS]}
 FORMATS = list(dict.fromkeys(name for name, _ in WRITERS))
 """Every format once."""
 WITH_CALLS = [pair for pair in WRITERS if pair[0] != "plain"]
-TAGGED = {"qwen3_coder", "glm", "minimax"}
-"""Formats that write values as bare text."""
-NAMED_IDS = {"kimi", "mistral"}
-"""Formats in which the model generates the ids of its calls."""
+BARE = {"qwen3_coder", "glm", "minimax", "seed", "hunyuan", "minimax_m3", "minicpm5"}
+"""Formats that write values as bare text, so that a string may look like another value."""
+CONVERTED = {*BARE, "deepseek_v32", "deepseek_v4", "kimi_k3", "llama4", "lfm2", "gemma4"}
+"""Formats whose arguments are not JSON and are converted to it."""
+UNFRAMED = {"llama3", "llama4"}
+"""Formats in which the complete output is the calls."""
+FRAMED_TEXT = {"harmony", "cohere", "solar", "kimi_k3"}
+"""Formats with markers around text."""
 
 TOOLS = [
     {
@@ -157,7 +363,12 @@ TOOLS = [
 
 def call(name: str, arguments: str = "{}", number: int = 0, *, format: str = "") -> ToolCall:
     """Returns a call as the format parses it: with an id only if models generate one."""
-    sampled = {"kimi": f"functions.{name}:{number}", "mistral": f"call{number:05}"}.get(format, "")
+    sampled = {
+        "kimi": f"functions.{name}:{number}",
+        "mistral": f"call{number:05}",
+        "cohere": str(number),
+        "solar": f"call{number}",
+    }.get(format, "")
     return ToolCall(name, arguments, id=sampled)
 
 

@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchline.chat.parsing.base import REPLACEMENT_CHARACTER, MessageDelta, ParseProblem
+from branchline.chat.parsing.framed import CallFormat
 from branchline.chat.parsing.json_scan import is_json_object
-from branchline.chat.parsing.output_parser import REASONING_MARKERS, OutputFormat, OutputParser, ParsedOutput
+from branchline.chat.parsing.output_parser import (
+    REASONING_MARKERS,
+    TOOL_FORMATS,
+    OutputFormat,
+    OutputParser,
+    ParsedOutput,
+)
 from branchline.core.message import Message
-from tests.chat.parsing.samples import FORMATS, TAGGED, WRITERS, byte_parser, call
+from tests.chat.parsing.samples import CONVERTED, FORMATS, FRAMED_TEXT, WRITERS, byte_parser, call
 
 MARKERS = {
     "plain": [],
@@ -31,6 +38,24 @@ MARKERS = {
              "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.f:0"],
     "minimax": ["<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>",
                 '<parameter name="k">', "</parameter>"],
+    "llama4": ["<|python_start|>", "<|python_end|>", "[f(", "k=", "'", ")]", '{"name": "f", "parameters": {'],
+    "lfm2": ["[f(", "k=", "'", ")]"],
+    "gemma4": ["call:f{", "k:", '<|"|>'],
+    "cohere": ['[{"tool_name": "f", "parameters": {'],
+    "apertus": ['[{"f": {'],
+    "tool_calls": ['{"name": "f", "arguments": {'],
+    "nemotron_v2": ['[{"name": "f", "arguments": {'],
+    "granite": ['[{"name": "f", "arguments": {'],
+    "gigachat": ['{"name": "f", "arguments": {'],
+    "solar": ["<|tool_call:name|>f", "<|tool_call:args|>"],
+    "functionary": ["f>"],
+    "seed": ["<function=f>", "</function>", "<parameter=k>", "</parameter>"],
+    "hunyuan": ["f<tool_sep:opensource>", "<arg_key:opensource>", "</arg_value:opensource>"],
+    "minimax_m3": ["]<]minimax[>[", '"f">', "<k>", "</k>", "<item>"],
+    "deepseek_v32": ['"f">', '<｜DSML｜parameter name="k" string="true">', "</｜DSML｜parameter>"],
+    "deepseek_v4": ['"f">', '<｜DSML｜parameter name="k" string="false">', "</｜DSML｜parameter>"],
+    "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>", '"f"', '<|open|>argument key="k" type="string"<|sep|>'],
+    "minicpm5": ['"f">', '<param name="k">', "<![CDATA[", "]]>", "</param>"],
 }  # fmt: skip
 FRAGMENTS = [
     "{",
@@ -68,12 +93,9 @@ def complete_outputs(name: str) -> list[str]:
 
 def malformed_outputs(name: str) -> list[str]:
     """Returns outputs whose arguments are not an object: JSON, not JSON, or with unclosed strings."""
-    if name in TAGGED:
-        return [
-            text.replace(cut, "")
-            for text in complete_outputs(name)
-            for cut in ("=k", ' name="k"', "</arg_value>")
-        ]
+    if name in CONVERTED:
+        cuts = ("=k", ' name="k"', "</arg_value>", "k=", '<|"|>', ' key="k"', "</k>")
+        return [text.replace(cut, "") for text in complete_outputs(name) for cut in cuts if cut in text]
     malformed = ("[1]", "null", '{"k": 1,}', '{"k": "x}', '{"k": "\n"}', "{k: 1}", "words")
     good = call("g", "{}", 1, format=name)
     return [
@@ -87,6 +109,8 @@ def malformed_outputs(name: str) -> list[str]:
 def outputs(name: str) -> st.SearchStrategy[list[int]]:
     """Generates ids: markers, partial markers, fragments of JSON, calls, any bytes, stop ids."""
     markers = [*MARKERS[name], *itertools.chain(*REASONING_MARKERS.values())]
+    if isinstance(tool_format := TOOL_FORMATS[name], CallFormat):
+        markers += tool_format.splitter.markers
     halves = st.sampled_from(markers).flatmap(lambda text: st.integers(1, len(text)).map(lambda n: text[:n]))
     known = [*markers, *FRAGMENTS, *complete_outputs(name), *malformed_outputs(name)]
     texts = st.sampled_from(known) | halves | st.text(max_size=4)
@@ -116,12 +140,19 @@ def parse_chunks(
 
 
 settings_of_reasoning = st.sampled_from(
-    [("none", False), ("think", False), ("think", True), ("mistral", True)]
+    [
+        ("none", False),
+        ("think", False),
+        ("think", True),
+        ("mistral", True),
+        ("kimi_k3", True),
+        ("solar", False),
+    ]
 )
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name))
@@ -135,13 +166,13 @@ def test_deltas_of_any_chunking_equal_the_whole_parse(name: str, data: st.DataOb
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
     text = bytes(ids).decode("utf-8", "replace")
     message = parse_chunks([ids], "length", name, "none", False).message
-    if name != "harmony" and not message.tool_calls:
+    if name not in FRAMED_TEXT and not message.tool_calls:
         assert message.content == text, "no call, no framing"
     rest = iter(text)
     assert all(char in rest for char in message.content), "the text occurs in the output, in order"
@@ -151,7 +182,7 @@ def test_no_character_is_lost_or_invented(name: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_malformed_arguments_occur_in_the_output_and_are_reported(name: str, data: st.DataObject) -> None:
     ids = data.draw(outputs(name).map(lambda ids: [token for token in ids if token != STOP]))
@@ -161,7 +192,7 @@ def test_malformed_arguments_occur_in_the_output_and_are_reported(name: str, dat
     malformed = [made.arguments for made in parsed.message.tool_calls if not is_json_object(made.arguments)]
     assert bool(malformed) == (ParseProblem.MALFORMED_ARGUMENTS in parsed.problems)
     assert all(arguments in text for arguments in malformed)
-    if name not in TAGGED:
+    if name not in CONVERTED:
         assert all(made.arguments in text for made in parsed.message.tool_calls)
 
 
@@ -234,9 +265,7 @@ def test_single_tokens_parse_like_the_whole(ids: list[int], cuts: list[int], fin
     assert parsed([[token] for token in ids]) == whole
     places = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     assert parsed([ids[a:b] for a, b in itertools.pairwise(places)]) == whole
-    if name == "plain" and b"<think>" not in b"".join(
-        TOKEN_BYTES[token] for token in ids if token != UNKNOWN
-    ):
+    if name == "plain" and b"think>" not in b"".join(TOKEN_BYTES[token] for token in ids if token != UNKNOWN):
         last_is_stop = bool(ids) and ids[-1] in STOPS
         encoded = [
             TOKEN_BYTES[token] if token != UNKNOWN else REPLACEMENT_CHARACTER

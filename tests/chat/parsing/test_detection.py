@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from branchline.chat.parsing.detection import detect_output_format
+from branchline.chat.parsing.detection import RenderedCall, detect_output_format
 from branchline.chat.parsing.output_parser import OutputFormat
+from branchline.core.message import ToolCall
 
 THINKS = "{{ '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}"
 LLAMA = "{{ '<|start_header_id|>' + message.role }}"
@@ -55,16 +56,46 @@ LLAMA = "{{ '<|start_header_id|>' + message.role }}"
     ],
 )
 def test_the_format_is_detected_from_the_template(source: str, prompt: str, expected: OutputFormat) -> None:
-    assert detect_output_format(source, prompt) == expected
+    assert detect_output_format(source, prompt).output_format == expected
 
 
 def test_a_template_that_shows_no_reasoning_gets_no_reasoning_parser() -> None:
     # Qwen2.5: the tokens may be in the vocabulary, but the template would drop the reasoning.
-    assert detect_output_format("{{ '<tool_call>' }}", "", ["<think>", "</think>"]) == OutputFormat("hermes")
+    detected = detect_output_format("{{ '<tool_call>' }}", "", ["<think>", "</think>"])
+    assert detected.output_format == OutputFormat("hermes")
 
 
 def test_without_a_template_the_added_tokens_decide() -> None:
-    assert detect_output_format("", "", ["<|python_tag|>"]) == OutputFormat("llama3")
-    assert detect_output_format("", "", {"<tool_call>", "<think>", "</think>"}) == OutputFormat(
-        "hermes", "think"
+    assert detect_output_format("", "", ["<|python_tag|>"]).output_format == OutputFormat("llama3")
+    detected = detect_output_format("", "", {"<tool_call>", "<think>", "</think>"})
+    assert detected.output_format == OutputFormat("hermes", "think")
+
+
+CALL = ToolCall("look", '{"at": "x"}')
+
+
+def test_the_rendered_call_decides_between_formats() -> None:
+    source = "{{ '<tool_call>' }}{{ '<function=' }}{{ '<tool_calls>[' }}"
+    for text, tool_format in (
+        ('<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', "hermes"),
+        ("<tool_call><function=look><parameter=at>x</parameter></function></tool_call>", "qwen3_coder"),
+        ('<tool_calls>[{"name": "look", "arguments": {"at": "x"}}]</tool_calls>', "tool_calls"),
+    ):
+        detected = detect_output_format(source, rendered_call=RenderedCall(text, CALL, ()))
+        assert (detected.output_format, detected.unread_call) == (OutputFormat(tool_format), "")
+
+
+def test_markers_may_occur_only_in_the_rendered_call() -> None:
+    text = "<tool_calls:opensource><tool_call:opensource>look<tool_sep:opensource>"
+    text += "<arg_key:opensource>at</arg_key:opensource><arg_value:opensource>x</arg_value:opensource>"
+    text += "</tool_call:opensource></tool_calls:opensource>"
+    detected = detect_output_format(
+        "{{ '<tool_calls{}>'.format(t) }}", rendered_call=RenderedCall(text, CALL, ())
     )
+    assert detected.output_format == OutputFormat("hunyuan")
+
+
+def test_a_call_that_no_parser_reads_is_reported_and_outputs_are_text() -> None:
+    text = "<tool_call>look: at=x</tool_call>"
+    detected = detect_output_format("{{ '<tool_call>' }}", rendered_call=RenderedCall(text, CALL, ()))
+    assert (detected.output_format, detected.unread_call) == (OutputFormat(), text)

@@ -27,16 +27,43 @@ OPENERS = {
     "deepseek": "<｜tool▁calls▁begin｜>",
     "kimi": "<|tool_calls_section_begin|>",
     "minimax": "<minimax:tool_call>",
+    "llama4": "[f(",
+    "lfm2": "<|tool_call_start|>",
+    "gemma4": "<|tool_call>",
+    "cohere": "<|START_ACTION|>",
+    "apertus": "<|tools_prefix|>",
+    "tool_calls": "<tool_calls>",
+    "nemotron_v2": "<TOOLCALL>",
+    "granite": "<|tool_call|>",
+    "gigachat": "<|function_call|>",
+    "solar": "<|tool_call:begin|>",
+    "functionary": "<function=",
+    "seed": "<seed:tool_call>",
+    "hunyuan": "<tool_calls:opensource>",
+    "minimax_m3": "]<]minimax[>[<tool_call>",
+    "deepseek_v32": "<｜DSML｜function_calls>",
+    "deepseek_v4": "<｜DSML｜tool_calls>",
+    "kimi_k3": "<|open|>tools<|sep|>",
+    "minicpm5": "<function name=",
 }
 """The text with which a call starts."""
-CLOSERS = {"deepseek": "<｜tool▁call▁end｜>", "kimi": "<|tool_call_end|>", "minimax": "</invoke>"}
+CLOSERS = {
+    "deepseek": "<｜tool▁call▁end｜>",
+    "kimi": "<|tool_call_end|>",
+    "minimax": "</invoke>",
+    "hunyuan": "</tool_call:opensource>",
+    "minimax_m3": "]<]minimax[>[</invoke>",
+    "deepseek_v32": "</｜DSML｜invoke>",
+    "deepseek_v4": "</｜DSML｜invoke>",
+    "kimi_k3": "<|close|>call<|sep|>",
+}
 """The text that completes a call, if more may follow."""
 
 every_writer = pytest.mark.parametrize(("name", "write"), WRITERS, **WRITER_IDS)
 every_caller = pytest.mark.parametrize(
     ("name", "write"), WITH_CALLS, ids=[writer.__name__ for _, writer in WITH_CALLS]
 )
-JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]
+JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.CONVERTED]
 every_json_caller = pytest.mark.parametrize(
     ("name", "write"), JSON_CALLERS, ids=[writer.__name__ for _, writer in JSON_CALLERS]
 )
@@ -53,8 +80,8 @@ def test_a_call_after_text(name: str, write: Writer) -> None:
     made = call("get_weather", '{"city": "Ulm", "days": 3}', format=name)
     parsed = parse_text(name, write("I will look.", [made]))
     assert parsed.message.tool_calls == (made,)
-    # Llama's format has no text next to a call.
-    assert parsed.message.content == ("" if name == "llama3" else "I will look.")
+    # Llama's formats have no text next to a call.
+    assert parsed.message.content == ("" if name in samples.UNFRAMED else "I will look.")
     assert parsed.problems == ()
 
 
@@ -69,7 +96,7 @@ def test_parallel_calls_keep_their_order(name: str, write: Writer) -> None:
 def test_arguments_are_kept_as_generated(name: str, write: Writer) -> None:
     arguments = '{"b":1.0,  "a": "\\u00e9\\n",\n "c":[ true,null ] }'
     [made] = parse_text(name, write("", [call("f", arguments, format=name)])).message.tool_calls
-    if name in samples.TAGGED:
+    if name in samples.CONVERTED:
         assert made.arguments == '{"b": 1.0, "a": "é\\n", "c": [true, null]}'
     else:
         assert made.arguments == arguments
@@ -82,7 +109,8 @@ def test_a_call_cut_anywhere_is_text_and_never_a_call(name: str, write: Writer) 
     for end in range(1, output.index(closes) + len(closes)):
         parsed = parse_text(name, output[:end], "length")
         assert parsed.message.tool_calls == ()
-        assert parsed.message.content == output[:end], "every character is still there"
+        kept = output[:end].replace("<|tool_calls|>", "") if name == "solar" else output[:end]
+        assert parsed.message.content == kept, "every character of the call is still there"
         if begins in output[:end]:
             assert parsed.problems == CUT
 
@@ -126,6 +154,29 @@ def test_a_closer_inside_a_string_closes_nothing(name: str, write: Writer) -> No
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"nom": "g"}]'),
         ("mistral", "[TOOL_CALLS][]"),
         ("mistral", "[TOOL_CALLS]f"),
+        ("llama4", "[f(1)]"),
+        ("llama4", "[f(a=g())]"),
+        ("llama4", "[f(a=1)] and more"),
+        ("llama4", '{"name": "f"}'),
+        ("llama4", "<|python_start|>print(1)<|python_end|>"),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>words<|tool_call_end|>"),
+        ("gemma4", "<|tool_call>f{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f<tool_call|>"),
+        ("cohere", '<|START_ACTION|>[{"name": "f", "parameters": {}}]<|END_ACTION|>'),
+        ("cohere", "<|START_ACTION|>[]<|END_ACTION|>"),
+        ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]<|tools_suffix|>'),
+        ("apertus", "<|tools_prefix|>{}<|tools_suffix|>"),
+        ("tool_calls", "<tool_calls>\n</tool_calls>"),
+        ("granite", "<|tool_call|>[]"),
+        ("solar", "<|tool_call:begin|>f<|tool_call:args|>{}<|tool_call:end|>"),
+        ("functionary", "<function=f></function>"),
+        ("seed", "<seed:tool_call>f</seed:tool_call>"),
+        ("hunyuan", "<tool_calls:opensource>\n</tool_calls:opensource>"),
+        ("minimax_m3", "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=f>]<]minimax[>[</invoke>"),
+        ("deepseek_v32", "<｜DSML｜function_calls><｜DSML｜invoke name=f></｜DSML｜invoke>"),
+        ("kimi_k3", "<|open|>tools<|sep|><|open|>call tool=f<|sep|><|close|>call<|sep|>"),
+        ("minicpm5", "<function name=f></function>"),
         ("llama3", '<|python_tag|>brave_search.call(query="x")'),
         ("llama3", '{"name": "f", "parameters": {}} and more'),
         ("llama3", '{"name": "f", "parameters": {}};'),
@@ -164,6 +215,21 @@ def test_only_newlines_next_to_a_call_are_framing(name: str, output: str, text: 
     parsed = parse_text(name, output.replace("{call}", write("", [call("f", format=name)]).lstrip("\n")))
     assert parsed.message.content == text
     assert len(parsed.message.tool_calls) == output.count("{call}")
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("apertus", '<|tools_prefix|>[{"f": {}}]'),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        ("gigachat", '<|function_call|>{"name": "f", "arguments": {}}'),
+    ],
+)
+def test_the_end_of_an_output_closes_a_call_whose_closer_may_be_missing(name: str, output: str) -> None:
+    parsed = parse_text(name, f"Hm.{output}")
+    assert (parsed.message.content, parsed.message.tool_calls, parsed.problems) == ("Hm.", (call("f"),), ())
+    cut = parse_text(name, f"Hm.{output}", "length")
+    assert (cut.message.content, cut.message.tool_calls, cut.problems) == (f"Hm.{output}", (), CUT)
 
 
 def test_llama_accepts_a_tag_and_several_calls() -> None:
@@ -224,14 +290,17 @@ objects = st.dictionaries(names, values, max_size=3)
 @given(data=st.data())
 def test_well_formed_outputs_parse_back(name: str, write: Writer, data: st.DataObject) -> None:
     drawn = data.draw(st.lists(st.tuples(names, objects), min_size=1, max_size=3))
-    text = "" if name == "llama3" else data.draw(strings.map(lambda text: text.strip("\n")))
+    text = "" if name in samples.UNFRAMED else data.draw(strings.map(lambda text: text.strip("\n")))
     made = [
         call(tool, json.dumps(arguments, ensure_ascii=False), number, format=name)
         for number, (tool, arguments) in enumerate(drawn)
     ]
     message = parse_text(name, write(text, made)).message
     assert message.content == text
-    if name in samples.TAGGED:
+    if name in samples.CONVERTED - samples.BARE:
+        assert [made.name for made in message.tool_calls] == [tool for tool, _ in drawn]
+        assert [json.loads(made.arguments) for made in message.tool_calls] == [values for _, values in drawn]
+    elif name in samples.BARE:
         # Without a schema a string that looks like JSON is parsed as JSON; the template writes both alike.
         assert [made.name for made in message.tool_calls] == [tool for tool, _ in drawn]
         assert write(text, message.tool_calls) == write(text, made)

@@ -18,7 +18,7 @@ from tests.chat.parsing import samples
 from tests.chat.parsing.samples import WITH_CALLS, Writer, call, parse_text
 
 MALFORMED = (ParseProblem.MALFORMED_ARGUMENTS,)
-JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.TAGGED]
+JSON_CALLERS = [(name, write) for name, write in WITH_CALLS if name not in samples.CONVERTED]
 every_json_caller = pytest.mark.parametrize(
     ("name", "write"), JSON_CALLERS, ids=[writer.__name__ for _, writer in JSON_CALLERS]
 )

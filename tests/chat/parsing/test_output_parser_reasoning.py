@@ -20,7 +20,7 @@ UNCLOSED = (ParseProblem.UNCLOSED_REASONING,)
         ("<think>a <think> b</think>c", "a <think> b", "c"),
         ("<think>a</think>b <think>c</think>", "a", "b <think>c</think>"),
         ("yes <think>no</think>", "", "yes <think>no</think>"),
-        ("</think>yes", "", "</think>yes"),
+        ("</think>yes", "", "yes"),
         (" \n yes", "", " \n yes"),
         ("<thin", "", "<thin"),
         ("\n\n", "", "\n\n"),

@@ -25,6 +25,7 @@ from tests.chat.parsing.samples import call, parse_text
         ("b", "false", "false"),
         ("maybe", "5", '"5"'),
         ("maybe", "null", "null"),
+        ("maybe", "None", "null"),
         ("either", "5", "5"),
         ("either", "5.5", '"5.5"'),
         ("either", "x", '"x"'),
@@ -36,7 +37,7 @@ from tests.chat.parsing.samples import call, parse_text
         ("unknown", "", '""'),
     ],
 )
-@pytest.mark.parametrize("name", sorted(samples.TAGGED))
+@pytest.mark.parametrize("name", ["glm", "minimax", "qwen3_coder"])
 def test_bare_values_are_typed_by_the_schema(name: str, schema_key: str, sampled: str, expected: str) -> None:
     parameter = f"<parameter={schema_key}>{sampled}</parameter>"
     name_attribute = f' name="{schema_key}"'

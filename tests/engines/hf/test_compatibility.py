@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from branchline.core.errors import EngineError, EngineInputError
+from branchline.core.errors import EngineError, EngineInputError, InputError
+from tests.core.fake_hub import fake_hub
 from tests.engines.tiny_model import (
     collect,
     full_logprobs,
@@ -63,8 +64,27 @@ def test_model_folder_is_loaded(tmp_path: Path) -> None:
         assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 5)
 
     run(body())
-    with pytest.raises(EngineError, match="nowhere"):
+    with pytest.raises(InputError, match="nowhere: not a directory"):
         hf.HfEngine.load(tmp_path / "nowhere")
+    with pytest.raises(EngineError, match="config"):
+        hf.HfEngine.load(tmp_path)
+
+
+def test_a_model_is_loaded_by_its_hugging_face_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model().save_pretrained(tmp_path / "repository")
+
+    async def body() -> None:
+        engine = hf.HfEngine.load("acme/little", device="cpu")
+        output = await collect(engine, prompt(1, 30), greedy(5))
+        await engine.close()
+        assert engine.name == "hf:little"
+        assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 5)
+
+    with fake_hub(monkeypatch, tmp_path / "cache", {"acme/little": tmp_path / "repository"}):
+        run(body())
+    run(body())  # cached: no hub
+    with pytest.raises(InputError, match="revision: got 'v1', expected it in the name"):
+        hf.HfEngine.load("acme/little", revision="v1")
 
 
 @pytest.mark.parametrize(

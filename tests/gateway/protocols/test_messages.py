@@ -368,7 +368,7 @@ def test_too_many_calls_is_a_rate_limit() -> None:
 class _FailingEngine(ScriptedEngine):
     """Yields two chunks and fails."""
 
-    async def generate(self, prompt_ids: Any, params: Any, *, session: str = "") -> Any:
+    async def generate(self, prompt_ids: Any, params: Any, *, session: str = "", images: Any = ()) -> Any:
         self.received_prompts.append(prompt_ids)
         for part in (b"one ", b"two "):
             yield Chunk(CHATML.encode(part.decode()), None, 0, None)

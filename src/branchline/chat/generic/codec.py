@@ -7,6 +7,7 @@ replace the marked text (`prompt_builder`); the text between is encoded segment 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -25,22 +26,40 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
 from branchline.chat.generic.prompt_builder import PromptBuilder, TemplateProfile, create_prompt_cache
+from branchline.chat.generic.reply_endings import probe_reply_endings
 from branchline.chat.generic.template_probe import (
-    ASSISTANT,
+    ARGUMENT_WORD,
+    ASSISTANT_WITH_REASONING,
+    TOOL_CALL,
     TOOLS,
     USER,
     TemplateProbe,
     probe_template_traits,
 )
-from branchline.chat.parsing.detection import detect_output_format
+from branchline.chat.message_escapes import MessageEscapes
+from branchline.chat.parsing.detection import RenderedCall, detect_output_format
 from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
-from branchline.chat.vision import reject_media
+from branchline.chat.vision import (
+    ImageExpander,
+    ImageProcessor,
+    VisionConfig,
+    check_media,
+    find_image_token,
+    reject_media,
+)
+from branchline.core.call import ToolList
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
+
+log = logging.getLogger("branchline.chat")
+UNREAD_CALL = (
+    "%s: the chat template shows tool calls in a form that no parser reads: %r. Calls in outputs stay text; "
+    "--tool-parser NAME selects a parser"
+)
 
 
 class GenericCodec(TokenizerCodec):
@@ -48,8 +67,11 @@ class GenericCodec(TokenizerCodec):
 
     Parsers are detected from the template unless named. `chat_template` replaces the tokenizer's own
     templates. `keep_empty_think` keeps an empty reasoning block of the generation prompt, although history
-    does not show it. `stop_ids` are ids that end an output, in addition to those found in the tokenizer's
-    files and in the template (an engine may know more).
+    does not show it. `stop_ids` and `no_stop_ids` add to and remove from the ids that end an output, which
+    are found in the tokenizer's files and in the template (`reply_endings`); each is an id or the text of a
+    token. With `allow_special_tokens` the text of a control token (`<|im_end|>`) in a message becomes that
+    token; by default it stays text. `vision` and `image_token` replace the settings of the image processor
+    and the placeholder token that the tokenizer directory names.
     """
 
     def __init__(
@@ -60,32 +82,69 @@ class GenericCodec(TokenizerCodec):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         keep_empty_think: bool = True,
-        stop_ids: Iterable[int] = (),
+        allow_special_tokens: bool = False,
+        stop_ids: Iterable[int | str] = (),
+        no_stop_ids: Iterable[int | str] = (),
+        vision: VisionConfig | None = None,
+        image_token: str = "",
         now: datetime | None = None,
     ) -> None:
         super().__init__(tokenizer)
         self.now = now or datetime.now()
         """The time that template clocks show; one time for a whole session."""
-        self.name = f"generic:{tokenizer.path.name}"
+        self.name = f"generic:{tokenizer.name}"
         self.markers = FieldMarkers()
         self.prompt_cache = create_prompt_cache()
         self._tool_parser = tool_parser
+        self.unread_calls: list[str] = []
+        """Calls as the templates show them, if no parser reads them."""
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
+        self._allow_special_tokens = allow_special_tokens
+        self._open_image_processor(vision, image_token)
         sources = {tools: chat_template or tokenizer.template_source(tools=tools) for tools in (False, True)}
         compiled = {source: self._compile(source) for source in sources.values()}
         self._templates = {tools: compiled[source] for tools, source in sources.items()}
         self._traits = {
             template: probe_template_traits(template, now=self.now) for template in compiled.values()
         }
-        terminators = [self._find_terminators(template) for template in compiled.values()]
-        self.stop_ids = tokenizer.stop_ids.union(stop_ids, *terminators)
+        for template, traits in self._traits.items():
+            self.segment_encoder.verify(TemplateProbe(template, traits, now=self.now).render_examples())
+        declared = tokenizer.stop_ids.union(tokenizer.find_id(value, "stop_ids") for value in stop_ids)
+        self._endings = {
+            template: probe_reply_endings(
+                TemplateProbe(template, traits, now=self.now), self.segment_encoder, declared
+            )
+            for template, traits in self._traits.items()
+        }
+        found = declared.union(*(endings.stop_ids for endings in self._endings.values()))
+        self.stop_ids = found - self._find_removed_stops(no_stop_ids, found)
+        self._escapes = MessageEscapes(self.segment_encoder, self.stop_ids, allow_special_tokens)
         self._profiles: dict[tuple[ChatTemplate, bytes], TemplateProfile] = {}
 
     @classmethod
     def open(cls, path: str | Path, **options: Any) -> GenericCodec:
-        """Opens the codec of a tokenizer directory."""
+        """Opens the codec of a tokenizer directory or of a Hugging Face name such as `Qwen/Qwen3-8B`."""
         return cls(TokenizerDir.open(path), **options)
+
+    def _open_image_processor(self, vision: VisionConfig | None, image_token: str) -> None:
+        """A directory with an image processor of another kind is that of a text model, with a reason."""
+        self._image_expander: ImageExpander | None = None
+        self._no_images_reason = ""
+        try:
+            vision = vision or VisionConfig.find(self.tokenizer.path)
+        except CodecError as error:
+            self._no_images_reason = str(error)
+        added_tokens = self.tokenizer.added_tokens
+        if vision is None:
+            return
+        self.image_token = image_token or find_image_token(self.tokenizer.path, added_tokens)
+        if self.image_token not in added_tokens:
+            expected = "an added token of the tokenizer"
+            self._no_images_reason = f"image_token: got {self.image_token!r}, expected {expected}"
+            return
+        self.image_processor = ImageProcessor(vision)
+        self._image_expander = ImageExpander(self.image_processor, self.image_token)
 
     def with_clock(self, now: datetime) -> GenericCodec:
         """Returns the same codec with another time; both share all caches."""
@@ -123,31 +182,36 @@ class GenericCodec(TokenizerCodec):
         if kwargs:
             traits = probe_template_traits(template, kwargs, self.now)
         traits = self._with_generation_prompt(template, traits, kwargs)
-        output_format = self._detect_output_format(template, traits)
-        reader = ReplyReader(self.segment_encoder, self.stop_ids, output_format)
+        output_format = self._detect_output_format(template, traits, kwargs)
+        endings = self._endings[template]
+        reader = ReplyReader(
+            self.segment_encoder,
+            self.stop_ids,
+            output_format,
+            joins_text_to_reasoning=traits.joins_text_to_reasoning,
+        )
         prefixes = (traits.generation_prompt, traits.history_reply_prefix)
         return TemplateProfile(
             template,
             traits,
             kwargs,
             reader,
-            self._find_terminators(template),
-            SpanFinder(reader, self.markers, prefixes),
+            endings,
+            SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
+            self._allow_special_tokens,
+            self._image_expander,
         )
 
-    def _find_terminators(self, template: ChatTemplate) -> frozenset[int]:
-        """Returns the added tokens that follow a reply if a user message or a tool result comes next."""
-        probe = TemplateProbe(template, self._traits[template], now=self.now)
-        found: set[int] = set()
-        for following in (USER, Message("tool", "t")):
-            text = probe.render_or_empty([USER, ASSISTANT, following])
-            start = text.find(ASSISTANT.content)
-            token = next(self.segment_encoder.find_added_tokens(text, start), None) if start >= 0 else None
-            if token is not None:
-                found.add(token[2])
-        return frozenset(found)
+    def _find_removed_stops(self, values: Iterable[int | str], stop_ids: frozenset[int]) -> frozenset[int]:
+        """Returns the ids of stops to remove. Raises CodecError for a value that is no stop id."""
+        removed = {value: self.tokenizer.find_id(value, "no_stop_ids") for value in values}
+        for value, token in removed.items():
+            if token not in stop_ids:
+                names = ", ".join(f"{stop} {self.decode(as_ids([stop]))!r}" for stop in sorted(stop_ids))
+                raise CodecError(f"no_stop_ids: got {value!r}, expected one of the stop ids {names}")
+        return frozenset(removed.values())
 
     def _with_generation_prompt(
         self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
@@ -162,18 +226,42 @@ class GenericCodec(TokenizerCodec):
                 return replace(traits, generation_prompt=prompt, history_reply_prefix=prompt)
         return traits
 
-    def _detect_output_format(self, template: ChatTemplate, traits: TemplateTraits) -> OutputFormat:
+    def _detect_output_format(
+        self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
+    ) -> OutputFormat:
+        probe = TemplateProbe(template, traits, kwargs, self.now)
         detected = detect_output_format(
-            template.source, traits.generation_prompt, self.tokenizer.added_tokens
+            template.source,
+            traits.generation_prompt,
+            self.tokenizer.added_tokens,
+            self._render_call(probe),
+            probe.render_or_empty([USER, ASSISTANT_WITH_REASONING]) if traits.shows_reasoning else "",
         )
+        output_format = detected.output_format
         if self._tool_parser is not None:
-            detected = replace(detected, tool_format=self._tool_parser)
+            output_format = replace(output_format, tool_format=self._tool_parser)
+        elif detected.unread_call and detected.unread_call not in self.unread_calls:
+            self.unread_calls.append(detected.unread_call)
+            log.warning(UNREAD_CALL, self.tokenizer.path, detected.unread_call)
         if self._reasoning_parser is not None:
-            return replace(detected, reasoning_format=self._reasoning_parser)
-        if not traits.shows_reasoning:
-            # Reasoning that is parsed out and never shown again would fork every call.
-            return replace(detected, reasoning_format=NO_REASONING, starts_in_reasoning=False)
-        return detected
+            return replace(output_format, reasoning_format=self._reasoning_parser)
+        if (
+            traits.shows_reasoning
+            or output_format.starts_in_reasoning
+            or probe.strips_reasoning(output_format.reasoning_format)
+        ):
+            return output_format
+        # History shows reasoning as part of the text. Parsed out, it would be lost there.
+        return replace(output_format, reasoning_format=NO_REASONING)
+
+    def _render_call(self, probe: TemplateProbe) -> RenderedCall | None:
+        """Returns a reply with one call as the template shows it, or None if the template shows no calls."""
+        text = probe.render_call()
+        if not text:
+            return None
+        added = self.segment_encoder.find_added_tokens(text, text.rfind(ARGUMENT_WORD))
+        stops = [start for start, _, token in added if token in self.stop_ids]
+        return RenderedCall(text[: stops[-1]] if stops else text, TOOL_CALL, TOOLS)
 
     # -- ids to messages -----------------------------------------------------------------------------
 
@@ -196,7 +284,10 @@ class GenericCodec(TokenizerCodec):
         history: HistoryPolicy = "template",
     ) -> Extension:
         if any(entry.message.parts for entry in new):
-            reject_media([entry.message for entry in new], self.name, first_index=len(path))
+            messages = [entry.message for entry in new]
+            if self.image_processor is None:
+                reject_media(messages, self.name, len(path), self._no_images_reason)
+            check_media(messages, self.name, len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
         builder = PromptBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:
@@ -212,7 +303,9 @@ class GenericCodec(TokenizerCodec):
         """Returns the ids of a prompt as the template renders it. Unlike `extend`, this reuses no sampled ids
         and accepts media, which appear as the template prints them."""
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
-        raw = profile.traits.to_template_messages(messages)
+        escapes = {index: self._escapes.of_context(message) for index, message in enumerate(messages)}
+        raw = profile.traits.to_template_messages(messages, escapes=escapes)
+        tools = self._escapes.escape_tools(ToolList(map(dict, tools)))
         text = profile.template.render(raw, tools, profile.chat_template_kwargs, now=self.now)
         return self.segment_encoder.encode(text)
 
@@ -223,21 +316,31 @@ class GenericCodec(TokenizerCodec):
         if reply is None:
             return super().encode_reply(message)
         text, terminator = reply
-        ids = self.tokenizer.encode(text)
+        ids = self.segment_encoder.encode(text, self.last_prompt_id(tools=bool(message.tool_calls)))
         return as_ids([*ids.tolist(), terminator]) if stop and terminator is not None else ids
 
+    def last_prompt_id(self, *, tools: bool) -> int:
+        """Returns the last id of a prompt, after which a reply is sampled."""
+        ids = self.segment_encoder.encode(
+            self.probe(tools=tools).render_or_empty([USER], TOOLS if tools else ())
+        )
+        return int(ids[-1]) if len(ids) else ORDINARY
+
     def render_reply(self, message: Message) -> tuple[str, int | None] | None:
-        """Returns the text of a reply as the template shows it and the id of its terminator, or None if the
-        template does not show the reply after its own generation prompt."""
+        """Returns the text of a reply as the template shows it, with control tokens in its fields escaped,
+        and the id of its terminator; None if the template does not show the reply after its own generation
+        prompt."""
         tools = bool(message.tool_calls)
-        text = self.probe(tools=tools).render_reply(message, TOOLS if tools else ())
+        escape = self._escapes.of_context(message)
+        text = self.probe(tools=tools).render_reply(message, TOOLS if tools else (), escape)
         if text is None:
             return None
-        stops = [
+        endings = self.profile(tools=tools).endings
+        ends = [
             (start, token)
             for start, _, token in self.segment_encoder.find_added_tokens(text)
-            if token in self.stop_ids
+            if token in self.stop_ids or token in endings.terminator_ids
         ]
-        if stops:
-            return text[: stops[-1][0]], stops[-1][1]
-        return text, min(self.profile(tools=tools).terminator_ids, default=None)
+        if ends:
+            return text[: ends[-1][0]], ends[-1][1]
+        return text, min(endings.call_terminator_ids if tools else endings.text_terminator_ids, default=None)

@@ -8,7 +8,7 @@ template engines, so that probing also verifies minijinja against jinja2.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import product
@@ -16,6 +16,7 @@ from typing import Any
 
 from branchline.chat.base import ChatTemplateKwargs
 from branchline.chat.generic.chat_template import ChatTemplate
+from branchline.chat.parsing.output_parser import NO_REASONING, REASONING_MARKERS
 from branchline.chat.template_traits import (
     MALFORMED_CALL,
     UNRESTRICTED_ROLES,
@@ -24,13 +25,14 @@ from branchline.chat.template_traits import (
     TemplateTraits,
     detect_malformed_arguments_format,
 )
+from branchline.chat.token_escapes import Escape
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import REASONING_TEXT_FIELDS
 
 PROBE_TIME = datetime(2001, 2, 3, 4, 5, 6)
 EMPTY_THINK = "<think>\n\n</think>\n\n"
-REASONING_WORD, ARGUMENT_WORD = "zqthought", "zqargument"
+REASONING_WORD, ARGUMENT_WORD, OTHER_ARGUMENT_WORD = "zqthought", "zqargument", "zqother"
 TOOL_NAME, TOOL_DESCRIPTION = "zqlook", "zqpurpose"
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -43,7 +45,7 @@ TOOLS: tuple[dict[str, Any], ...] = (
     },
 )
 TOOL_CALL = ToolCall(TOOL_NAME, f'{{"at": "{ARGUMENT_WORD}"}}', "abcdefgh1")
-OTHER_TOOL_CALL = ToolCall(TOOL_NAME, '{"at": "zqother"}', "abcdefgh2")
+OTHER_TOOL_CALL = ToolCall(TOOL_NAME, f'{{"at": "{OTHER_ARGUMENT_WORD}"}}', "abcdefgh2")
 
 SYSTEM = Message("system", "zqsystem")
 LATE_SYSTEM = Message("system", "zqlater")
@@ -167,9 +169,10 @@ class TemplateProbe:
         *,
         add_generation_prompt: bool = True,
         now: datetime | None = None,
+        escapes: Mapping[int, Escape] | None = None,
     ) -> str:
         """Returns the text of a conversation. Raises TemplateError if the template refuses it."""
-        raw = self.traits.to_template_messages(messages)
+        raw = self.traits.to_template_messages(messages, escapes=escapes)
         return self.render_raw(raw, tools, add_generation_prompt=add_generation_prompt, now=now)
 
     def render_or_empty(
@@ -178,23 +181,52 @@ class TemplateProbe:
         tools: Sequence[dict[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        escapes: Mapping[int, Escape] | None = None,
     ) -> str:
         """Returns the text of a conversation, or an empty text if the template refuses it."""
         try:
-            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt, escapes=escapes)
         except TemplateError:
             return ""
 
-    def render_reply(self, message: Message, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+    def render_reply(
+        self, message: Message, tools: Sequence[dict[str, Any]] = (), escape: Escape | None = None
+    ) -> str | None:
         """Returns the text that follows the generation prompt if the message is the last one, terminator
         included; None if the template refuses the message or changes the prompt."""
         user = Message("user", ".")
+        escapes = {1: escape} if escape is not None else None
         prompt = self.render_or_empty([user], tools)
-        text = self.render_or_empty([user, message], tools, add_generation_prompt=False)
+        text = self.render_or_empty([user, message], tools, add_generation_prompt=False, escapes=escapes)
         if not prompt or not text.startswith(prompt):
             return None
         reply = text[len(prompt) :]
         return reply if message.reasoning_content else reply.removeprefix(EMPTY_THINK)
+
+    def render_call(self) -> str:
+        """Returns a reply with one call, from the start of its text or its marker to the end of the
+        conversation; empty if the template shows no calls."""
+        for messages in ([USER, ASSISTANT_WITH_CALL], [USER, ASSISTANT_WITH_CALL, TOOL_RESULT]):
+            text = self.render_or_empty(messages, TOOLS, add_generation_prompt=False)
+            text = text[text.rfind(USER.content) + len(USER.content) :]
+            if ARGUMENT_WORD not in text:
+                continue
+            text = text.partition(TOOL_RESULT.content)[0]
+            for prefix in (self.traits.generation_prompt, self.traits.history_reply_prefix):
+                before, found, reply = text.partition(prefix.strip()) if prefix.strip() else (text, "", "")
+                if found and ARGUMENT_WORD not in before:
+                    return reply.lstrip()
+            return text
+        return ""
+
+    def strips_reasoning(self, reasoning_format: str) -> bool:
+        """Whether the template removes reasoning that stands in the text of an earlier reply."""
+        if reasoning_format == NO_REASONING:
+            return False
+        opener, closer = REASONING_MARKERS[reasoning_format]
+        reply = Message("assistant", f"{opener}\n{REASONING_WORD}\n{closer}\n\n{ASSISTANT.content}")
+        text = self.render_or_empty([USER, reply, NEXT_USER])
+        return ASSISTANT.content in text and REASONING_WORD not in text
 
     def verify_engines(self) -> None:
         """Renders all verification conversations with both engines; a difference disables minijinja."""
@@ -202,6 +234,12 @@ class TemplateProbe:
             if not self.template.uses_minijinja:
                 return
             self.render_or_empty(messages, tools)
+
+    def render_examples(self) -> list[str]:
+        """Returns the texts of some conversations with unusual characters, as far as the template accepts
+        them."""
+        conversations = _verification_conversations()
+        return list(filter(None, (self.render_or_empty(*example) for example in conversations[:14:3])))
 
     def has_local_tail(self) -> bool:
         """Whether the text after a reply is the same in a short conversation without tools and in a long one
@@ -313,5 +351,14 @@ def _probe_reasoning(probe: TemplateProbe) -> TemplateProbe:
     for name in REASONING_TEXT_FIELDS:
         candidate = probe.with_traits(reasoning_field=name)
         if any(REASONING_WORD in candidate.render_or_empty(messages) for messages in conversations):
-            return candidate.with_traits(shows_reasoning=True)
+            joins = _shows_text_as_reasoning(candidate)
+            return candidate.with_traits(shows_reasoning=True, joins_text_to_reasoning=joins)
     return probe
+
+
+def _shows_text_as_reasoning(probe: TemplateProbe) -> bool:
+    """Whether the template shows text next to a call exactly as it shows reasoning there."""
+    reply = ASSISTANT_WITH_REASONING_AND_CALL
+    as_text = Message("assistant", REASONING_WORD, tool_calls=reply.tool_calls)
+    one, other = (probe.render_or_empty([USER, message, TOOL_RESULT], TOOLS) for message in (reply, as_text))
+    return one == other and REASONING_WORD in one

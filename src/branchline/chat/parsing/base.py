@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -79,16 +79,17 @@ class Lexeme(NamedTuple):
 class MarkerSplitter:
     """Splits text at the markers of a format.
 
-    The first character of a marker never occurs inside a marker, so markers cannot overlap and at most one
-    can be incomplete. The lexemes are therefore the same for every chunking.
+    No marker occurs inside another one, so whether a marker starts at a character depends only on the
+    characters from there on. The lexemes are therefore the same for every chunking.
     """
 
     def __init__(self, *markers: str) -> None:
-        self.markers = markers
-        self._starts = frozenset(marker[0] for marker in markers)
-        if any(char in self._starts for marker in markers for char in marker[1:]):
-            raise ValueError(f"markers {markers} could overlap")
-        self._pattern = re.compile("|".join(map(re.escape, markers)))
+        self.markers = tuple(dict.fromkeys(markers))
+        if any(one in other for one in self.markers for other in self.markers if one is not other):
+            raise ValueError(f"markers {markers}: expected that none occurs inside another one")
+        self._pattern = re.compile("|".join(map(re.escape, self.markers)))
+        self._start = re.compile("[" + re.escape("".join({marker[0] for marker in self.markers})) + "]")
+        self._longest = max(map(len, self.markers))
 
     def split(self, text: str) -> tuple[list[Lexeme], str]:
         """Returns the lexemes of a text, and the suffix that could become a marker.
@@ -104,9 +105,11 @@ class MarkerSplitter:
                 lexemes.append(Lexeme(text[position : match.start()], False))
             lexemes.append(Lexeme(match[0], True))
             position = match.end()
-        end = max(text.rfind(char, position) for char in self._starts)
-        if end < 0 or not any(marker.startswith(text[end:]) for marker in self.markers):
-            end = len(text)
+        end = len(text)
+        for start in self._start.finditer(text, max(position, end - self._longest + 1)):
+            if any(marker.startswith(text[start.start() :]) for marker in self.markers):
+                end = start.start()
+                break
         if end > position:
             lexemes.append(Lexeme(text[position:end], False))
         return lexemes, text[end:]
@@ -115,7 +118,7 @@ class MarkerSplitter:
 class FormatParser:
     """Base of the format parsers. A subclass consumes lexemes and closes an output that ended."""
 
-    splitter: ClassVar[MarkerSplitter]
+    splitter: MarkerSplitter
 
     def __init__(self, tools: Tools = ()) -> None:
         self.problems: list[ParseProblem] = []

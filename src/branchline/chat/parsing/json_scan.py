@@ -17,8 +17,9 @@ _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\\x00-\x1f]')
 _CLOSERS = {"{": "}", "[": "]"}
 _SPACE = re.compile(r"[ \t\n\r]*")
-_CALL_PREFIX = re.compile(r'\s*\{\s*"name"\s*:\s*"([^\s<>{}"\\,]+)"\s*,?\s*(?:"arguments"\s*:)?')
+_CALL_PREFIX = r'\s*\{\s*%s"%s"\s*:\s*"(?P<name>[^\s<>{}"\\,]+)"\s*,?\s*(?:"%s"\s*:)?'
 """The part of a call that must be complete for its name to be readable."""
+_ID_MEMBER = r'(?:"%s"\s*:\s*"(?P<id>[^"\\]*)"\s*,\s*)?'
 
 
 class JsonScanner:
@@ -29,12 +30,14 @@ class JsonScanner:
     (-1, 2)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._repeats = repeats
+        """Further values may follow the first one."""
         self.in_string = False
         self.is_invalid = False
         """The text cannot become JSON: a control character in a string, or a closer without its opener."""
         self.is_complete = False
-        """The outermost bracket is closed."""
+        """The outermost bracket is closed, and with `repeats` no further one is open."""
         self._closers: list[str] = []
         self._escaped = False
 
@@ -44,7 +47,7 @@ class JsonScanner:
         if self._escaped and text:
             self._escaped = False
             at = 1
-        while not (self.is_complete or self.is_invalid):
+        while not self.is_invalid and (self._repeats or not self.is_complete):
             match = (_INSIDE if self.in_string else _OUTSIDE).search(text, at)
             if match is None:
                 return -1
@@ -57,10 +60,11 @@ class JsonScanner:
                 at += 1
             elif char in _CLOSERS:
                 self._closers.append(_CLOSERS[char])
+                self.is_complete = False
             elif self._closers and char == self._closers[-1]:
                 self._closers.pop()
                 self.is_complete = not self._closers
-                if self.is_complete:
+                if self.is_complete and not self._repeats:
                     return at
             else:
                 self.is_invalid = True
@@ -98,6 +102,24 @@ def is_json_object(text: str) -> bool:
 def split_array(text: str) -> list[str] | None:
     """Returns the source text of each element of a JSON array, or None if the text is not an array."""
     return _split(text, "[", "]", _parse_element)
+
+
+def split_sequence(text: str) -> list[str] | None:
+    """Returns the source text of JSON values that follow each other, or None if there is other text.
+
+    >>> split_sequence('{"a": 1}\\n{"b": 2}')
+    ['{"a": 1}', '{"b": 2}']
+    """
+    items: list[str] = []
+    at = _skip_whitespace(text, 0)
+    try:
+        while at < len(text):
+            item, at = _parse_element(text, at)
+            items.append(item)
+            at = _skip_whitespace(text, at)
+    except (ValueError, RecursionError):
+        return None
+    return items
 
 
 def split_object(text: str) -> dict[str, str] | None:
@@ -152,24 +174,26 @@ def _parse_member(text: str, at: int) -> tuple[tuple[str, str], int]:
     return (key, value), end
 
 
-def parse_call(text: str, *argument_keys: str, id_key: str = "") -> ToolCall | None:
+def parse_call(text: str, *argument_keys: str, name_key: str = "name", id_key: str = "") -> ToolCall | None:
     """Returns the call that a JSON object describes, with its arguments as generated, or None.
 
     The arguments of a call that has only a name are an empty text.
     """
     found = split_object(text)
-    name = _parse_string(found.get("name", "")) if found is not None else ""
+    name = _parse_string(found.get(name_key, "")) if found is not None else ""
     if not name or found is None:
         return None
     arguments = next((found[key] for key in argument_keys if key in found), None)
     if arguments is None:
-        if found.keys() - {"name", id_key}:
+        if found.keys() - {name_key, id_key}:
             return None
         arguments = ""
     return ToolCall(name, arguments, id=_parse_string(found.get(id_key, "")))
 
 
-def parse_lenient(text: str) -> ToolCall | None:
+def parse_lenient(
+    text: str, name_key: str = "name", argument_key: str = "arguments", id_key: str = ""
+) -> ToolCall | None:
     """Returns a call that is not JSON but starts with its name; the rest are its arguments, as generated.
 
     >>> parse_lenient('{"name": "f", "arguments": {"x": 1,}}').arguments
@@ -178,14 +202,15 @@ def parse_lenient(text: str) -> ToolCall | None:
     The last brace belongs to the call. A missing brace is missing in the arguments and a superfluous one is
     kept there, so the arguments are never an object, and never empty, which would mean an empty object.
     """
-    opening = _CALL_PREFIX.match(text)
+    id_member = _ID_MEMBER % id_key if id_key else ""
+    opening = re.match(_CALL_PREFIX % (id_member, name_key, argument_key), text)
     if opening is None:
         return None
     rest = text[opening.end() :].strip()
     arguments = rest.removesuffix("}").rstrip()
     if not arguments or is_json_object(arguments):
         arguments = rest
-    return ToolCall(opening[1], arguments) if arguments else None
+    return ToolCall(opening["name"], arguments, id=opening.groupdict().get("id") or "") if arguments else None
 
 
 def _parse_string(text: str) -> str:

@@ -21,17 +21,12 @@ from branchline.chat.parsing.base import (
     TextParser,
     Tools,
 )
-from branchline.chat.parsing.framed import (
-    DeepSeekParser,
-    GlmParser,
-    HermesParser,
-    KimiParser,
-    MiniMaxParser,
-    Qwen3CoderParser,
-)
 from branchline.chat.parsing.harmony import HarmonyParser
+from branchline.chat.parsing.json_formats import JSON_FORMATS
+from branchline.chat.parsing.literal_formats import LITERAL_FORMATS, Llama4Parser
 from branchline.chat.parsing.llama3 import Llama3Parser
 from branchline.chat.parsing.mistral import MistralParser
+from branchline.chat.parsing.tagged_formats import TAGGED_FORMATS
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
 
@@ -39,22 +34,30 @@ NO_REASONING = "none"
 REASONING_MARKERS: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "hunyuan": ("<think:opensource>", "</think:opensource>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "solar": ("<|think|>", "<|end|>"),
+    "apriel": ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 }
 """Opener and closer of each reasoning format."""
 _REASONING_SPLITTERS = {name: MarkerSplitter(*markers) for name, markers in REASONING_MARKERS.items()}
 
 TOOL_FORMATS: dict[str, Callable[[Tools], TextParser]] = {
     "plain": PlainParser,
-    "hermes": HermesParser,
-    "qwen3_coder": Qwen3CoderParser,
+    **JSON_FORMATS,
+    **TAGGED_FORMATS,
+    **LITERAL_FORMATS,
     "harmony": HarmonyParser,
     "llama3": Llama3Parser,
+    "llama4": Llama4Parser,
     "mistral": MistralParser,
-    "deepseek": DeepSeekParser,
-    "glm": GlmParser,
-    "kimi": KimiParser,
-    "minimax": MiniMaxParser,
 }
+_FRAMING_TOKENS = {"harmony": HarmonyParser.splitter.markers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,12 @@ class OutputFormat:
         if self.reasoning_format not in (NO_REASONING, *REASONING_MARKERS):
             expected = ", ".join([NO_REASONING, *REASONING_MARKERS])
             raise CodecError(f"reasoning format: got {self.reasoning_format!r}, expected one of {expected}")
+
+    @property
+    def framing_tokens(self) -> tuple[str, ...]:
+        """The control tokens that only frame the parts of an output; outputs that differ in no more than
+        these may mean the same."""
+        return _FRAMING_TOKENS.get(self.tool_format, ())
 
     def create_parser(self, tools: Tools = ()) -> TextParser:
         """Returns a parser for one output. `tools` give the argument types for formats that write arguments
@@ -147,6 +156,10 @@ class ReasoningParser:
                 if is_marker and text == self._open:
                     self._held_newlines = ""
                     self._state = _ReasoningState.OPENED
+                elif is_marker:
+                    # A closer alone is empty reasoning.
+                    self._held_newlines = ""
+                    self._state = _ReasoningState.CLOSED
                 elif text.isspace():
                     self._held_newlines += text
                 else:
@@ -296,15 +309,24 @@ class OutputParser:
 
 
 def parse_reply_bytes(
-    parser: TextParser, reply: bytes, *, cut: bool, ignore_arguments: bool = False
+    parser: TextParser,
+    reply: bytes,
+    *,
+    cut: bool,
+    ignore_arguments: bool = False,
+    join_text_to_reasoning: bool = False,
 ) -> tuple[str, str, list[tuple[str, bytes]]]:
     """Returns the text, the reasoning and the calls of a reply for comparison with another spelling of it.
 
-    Whitespace is removed. With `ignore_arguments` calls are compared by name only.
+    Whitespace is removed. With `ignore_arguments` calls are compared by name only, with
+    `join_text_to_reasoning` text next to calls counts as the end of the reasoning.
     """
     # The reply is fed as if it were one token.
     message = OutputParser(parser, lambda _: reply).parse([0], "length" if cut else "stop").message
     calls = [
         (call.name, b"" if ignore_arguments else call.canonical_arguments) for call in message.tool_calls
     ]
-    return "".join(message.content.split()), "".join(message.reasoning_content.split()), calls
+    content, reasoning = "".join(message.content.split()), "".join(message.reasoning_content.split())
+    if join_text_to_reasoning and calls:
+        return "", reasoning + content, calls
+    return content, reasoning, calls

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -30,12 +30,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from branchline.core.errors import EngineError
+from branchline.chat.vision import ImageProcessor, ImageSpan, VisionConfig
+from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
 from branchline.engines.hf.validation import check_request, check_weights
+from branchline.engines.hf.vision import IMAGE_MODEL_TYPES, VisionEncoder
 
 T = TypeVar("T")
 
@@ -76,8 +79,15 @@ class HfEngine:
     """A transformers causal language model that samples for many sessions at once."""
 
     def __init__(
-        self, model: Any, config: HfConfig | None = None, *, name: str = "hf", version: int = 0
+        self,
+        model: Any,
+        config: HfConfig | None = None,
+        *,
+        name: str = "hf",
+        version: int = 0,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
+        """`image_processor` makes a vision-language model take images."""
         config = config or HfConfig()
         self.name = name
         self.version = version
@@ -86,7 +96,9 @@ class HfEngine:
         self.max_context: int | None = getattr(text_config, "max_position_embeddings", None)
         self._model = model.eval()
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self._scheduler = Scheduler(model, config)
+        self._vision = None if image_processor is None else VisionEncoder(model, image_processor)
+        self.supports_images = self._vision is not None
+        self._scheduler = Scheduler(model, config, self._vision)
         self._streams: dict[Job, _TokenStream] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_paused = False
@@ -106,29 +118,46 @@ class HfEngine:
         dtype: str | None = None,
         **options: Any,
     ) -> HfEngine:
-        """Loads a model folder; `options` go to `from_pretrained`. The default dtype is float32 on a CPU and
-        the model's own on a GPU."""
+        """Loads a model folder or a model by its Hugging Face name (`NAME` or `NAME@REVISION`).
+
+        `options` go to `from_pretrained`. The default dtype is float32 on a CPU and the model's own on a GPU.
+        """
+        if "revision" in options:
+            raise InputError(f"revision: got {options['revision']!r}, expected it in the name: NAME@REVISION")
+        folder = find_model_folder(path, MODEL_FILES)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if device == "cpu" else "auto")
-        auto: Any = transformers.AutoModelForCausalLM
         logs: Any = transformers.utils.logging
         logs.disable_progress_bar()
         try:
-            model = auto.from_pretrained(str(path), dtype=dtype, **options)
+            model_config = transformers.AutoConfig.from_pretrained(str(folder))
+            has_images = model_config.model_type in IMAGE_MODEL_TYPES
+            auto: Any = (
+                transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+            )
+            model = auto.from_pretrained(str(folder), dtype=dtype, **options)
         except (OSError, ValueError) as error:
             raise EngineError(f"model {str(path)!r}: {error}") from error
-        return cls(model.to(device), config, name=f"hf:{Path(path).name}")
+        vision = VisionConfig.find(folder) if has_images else None
+        processor = None if vision is None else ImageProcessor(vision)
+        return cls(model.to(device), config, name=f"hf:{model_name(folder)}", image_processor=processor)
 
     @property
     def stats(self) -> HfStats:
         return self._scheduler.stats
 
     async def generate(
-        self, prompt_ids: Ids, params: SamplingParams, *, session: str = ""
+        self,
+        prompt_ids: Ids,
+        params: SamplingParams,
+        *,
+        session: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         check_request(prompt_ids, params, self._vocab_size, self.max_context)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        job, stream = Job(prompt_ids, params, seed), _TokenStream(params.flush_s)
+        job = await self._create_job(prompt_ids, params, seed, images)
+        stream = _TokenStream(params.flush_s)
         added = self._submit(partial(self._add, job, stream))
         is_open = True
         try:
@@ -143,6 +172,18 @@ class HfEngine:
             if is_open:
                 with suppress(EngineError):  # The engine was closed.
                     self._submit(partial(self._remove, job))
+
+    async def _create_job(
+        self, prompt_ids: Ids, params: SamplingParams, seed: int, images: Sequence[ImageSpan]
+    ) -> Job:
+        if self._vision is None:
+            if images:
+                raise EngineInputError(
+                    f"images: got {len(images)}, expected none: {self.name} takes no images"
+                )
+            return Job(prompt_ids, params, seed)
+        decoded = await asyncio.to_thread(self._vision.decode, images, prompt_ids) if images else ()
+        return Job(prompt_ids, params, seed, decoded, self._vision.positions(len(prompt_ids), decoded))
 
     async def ready(self) -> None:
         pass

@@ -7,14 +7,16 @@ job loses its row and nothing else, so it continues after its own ids.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import FinishReason, SamplingParams
+from branchline.engines.hf.vision import PromptImage, prefix_keys
 
 
 class PenaltyCounts:
@@ -44,6 +46,9 @@ class Job:
     prompt_ids: Ids
     params: SamplingParams
     seed: int
+    images: tuple[PromptImage, ...] = ()
+    rope_positions: NDArray[np.int64] | None = None
+    """The positions of the prompt for a model with three axes: [3, tokens]; None for other models."""
     arrival: int = 0
     """Its number in order of arrival."""
     length: int = 0
@@ -52,16 +57,35 @@ class Job:
     penalty_counts: PenaltyCounts | None = None
     """Created when it first samples with penalties."""
     _ids: Ids = field(init=False, repr=False)
+    _keys: NDArray[np.integer[Any]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.length = len(self.prompt_ids)
         self._ids = np.empty(self.length + self.params.max_tokens, np.int32)
         self._ids[: self.length] = self.prompt_ids
+        # Without images, ids are compared as they are.
+        self._keys = self._ids
+        if self.images:
+            self._keys = np.zeros(len(self._ids), np.int64)
+            self._keys[: self.length] = prefix_keys(self.prompt_ids, self.images)
 
     @property
     def ids(self) -> Ids:
         """Prompt and output so far."""
         return self._ids[: self.length]
+
+    @property
+    def prefix_keys(self) -> NDArray[np.integer[Any]]:
+        """One number per id; two jobs have equal keys and values as far as these are equal."""
+        return self._keys[: self.length]
+
+    def positions(self, start: int, end: int) -> NDArray[np.int64]:
+        """The positions of ids: [3, tokens]. An output continues after the highest position of the prompt."""
+        prompt = self.rope_positions
+        assert prompt is not None
+        size = prompt.shape[1]
+        following = np.arange(max(start, size), max(end, size)) - size + int(prompt.max(initial=-1)) + 1
+        return np.concatenate((prompt[:, start:end], np.broadcast_to(following, (3, len(following)))), axis=1)
 
     @property
     def output_ids(self) -> Ids:
@@ -72,7 +96,7 @@ class Job:
         return self.length - self.num_computed_tokens
 
     def append(self, token: int) -> None:
-        self._ids[self.length] = token
+        self._ids[self.length] = self._keys[self.length] = token
         self.length += 1
 
 

@@ -49,6 +49,16 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class MultimodalInputs:
+    """What a step of a vision-language model needs besides ids."""
+
+    positions: Sequence[Array]
+    """The positions of the ids of each row: [3, tokens]."""
+    features: Sequence[tuple[int, int, Tensor]]
+    """Row, place among its ids, and the features that replace the embeddings from there on."""
+
+
+@dataclass(frozen=True)
 class KvShape:
     """The shape of a layer's keys or values."""
 
@@ -155,7 +165,13 @@ class BatchKvCache:
             layer.keys[row] = 0
             layer.values[row] = 0
 
-    def forward(self, rows: Sequence[int], starts: Sequence[int], ids: Sequence[Ids]) -> Tensor:
+    def forward(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ids: Sequence[Ids],
+        multimodal: MultimodalInputs | None = None,
+    ) -> Tensor:
         """Computes `ids[i]` from position `starts[i]` of row `rows[i]` on; returns the logits after the last
         id of each row: [rows, vocab]. Shorter rows are left-padded, so that their last query is real."""
         counts = [len(part) for part in ids]
@@ -175,9 +191,11 @@ class BatchKvCache:
         positions = self._tensor(positions_b_q)
         # For rows of equal length the model's own mask is right, and often is none, which is faster.
         is_uniform = is_real_b_q is None and len(set(starts)) == 1
+        inputs: dict[str, Any] = {"input_ids": self._tensor(tokens_b_q), "position_ids": positions}
+        if multimodal is not None:
+            inputs = self._multimodal_arguments(inputs["input_ids"], positions_b_q, multimodal)
         output = self._model(
-            input_ids=self._tensor(tokens_b_q),
-            position_ids=positions,
+            **inputs,
             attention_mask=None if is_uniform else self._mask(positions, plan.length),
             past_key_values=self._cache,
             use_cache=True,
@@ -185,6 +203,21 @@ class BatchKvCache:
         )
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _multimodal_arguments(
+        self, tokens_b_q: Tensor, positions_b_q: Array, multimodal: MultimodalInputs
+    ) -> dict[str, Any]:
+        """Embeddings with the features of images in place, and positions with three axes."""
+        width = tokens_b_q.shape[1]
+        embeddings = self._model.get_input_embeddings()(tokens_b_q)
+        positions_3_b_q = np.broadcast_to(positions_b_q, (3, *positions_b_q.shape)).copy()
+        padding = [width - part.shape[1] for part in multimodal.positions]
+        for row, part in enumerate(multimodal.positions):
+            positions_3_b_q[:, row, padding[row] :] = part
+        for row, start, features in multimodal.features:
+            first = padding[row] + start
+            embeddings[row, first : first + len(features)] = features.to(embeddings.dtype)
+        return {"inputs_embeds": embeddings, "position_ids": self._tensor(positions_3_b_q)}
 
     def _mask(self, positions_b_q: Tensor, length: int) -> Tensor | dict[str, Tensor]:
         """The attention mask that the model expects: one, or one for each type of layer."""

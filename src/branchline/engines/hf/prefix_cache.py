@@ -1,6 +1,7 @@
-"""Keys and values of ended sequences, kept for the next request that begins with the same ids.
+"""Keys and values of ended sequences, kept for the next request that begins with the same ids and images.
 
-Invariant: an entry's keys and values were computed under the current weights, for exactly its ids. The bytes
+Invariant: an entry's keys and values were computed under the current weights, for exactly its ids and images;
+among the ids, the placeholders of each image have a number of its own. The bytes
 of all entries stay within the limit; the least recently used entry is evicted first. A prefix of a longer
 entry is not kept, so a growing conversation is one entry.
 """
@@ -9,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from branchline.core.token_arrays import Ids
-
+PrefixKeys = NDArray[np.integer[Any]]
+"""Ids, with another number for each placeholder of an image (`vision.prefix_keys`)."""
 KeysValues = list[tuple[Tensor, Tensor]]
 """One pair for each layer, each [heads, tokens, dim]."""
 
 
-def common_prefix_length(left: Ids, right: Ids) -> int:
+def common_prefix_length(left: PrefixKeys, right: PrefixKeys) -> int:
     """The length of the common prefix of two sequences.
 
     >>> from branchline.core.token_arrays import as_ids
@@ -33,7 +37,7 @@ def common_prefix_length(left: Ids, right: Ids) -> int:
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    ids: Ids
+    ids: PrefixKeys
     kv: KeysValues
 
 
@@ -50,7 +54,7 @@ class PrefixCache:
     def token_count(self) -> int:
         return sum(len(entry.ids) for entry in self._entries)
 
-    def find_longest(self, ids: Ids) -> tuple[int, CachedPrefix | None]:
+    def find_longest(self, ids: PrefixKeys) -> tuple[int, CachedPrefix | None]:
         """The entry with the longest common prefix with `ids`, and the length of that prefix."""
         best, found = 0, None
         for entry in self._entries:
@@ -62,7 +66,7 @@ class PrefixCache:
         self._entries.remove(entry)
         self._entries.append(entry)
 
-    def add(self, ids: Ids, read: Callable[[], KeysValues]) -> None:
+    def add(self, ids: PrefixKeys, read: Callable[[], KeysValues]) -> None:
         """Adds a sequence; `read` copies its keys and values and is called only if it is kept."""
         size, covering = self.find_longest(ids)
         if covering is not None and size == len(ids):

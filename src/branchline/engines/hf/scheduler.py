@@ -2,8 +2,8 @@
 
 A step admits the jobs that fit, computes one portion of the pending prompts, and samples one id for every row
 without a pending prompt. A new job starts after the longest prefix with known keys and values: of an ended
-sequence, or of a running one. If another job is computing that prefix, it waits for it, so that a group of
-requests with one prompt computes it once.
+sequence, or of a running one. Prefixes with images are equal only if their images are. If another job is
+computing that prefix, it waits for it, so that a group of requests with one prompt computes it once.
 
 Invariant: `_running[row]` is the job in that row. Used from one thread only; does not use asyncio.
 """
@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
+from torch import Tensor
+
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.engines.base import FinishReason, LogprobKind
 from branchline.engines.hf.compatibility import check_compatibility
 from branchline.engines.hf.job import Job, StepOutput
-from branchline.engines.hf.kv_cache import BatchKvCache
+from branchline.engines.hf.kv_cache import BatchKvCache, MultimodalInputs
 from branchline.engines.hf.prefix_cache import KeysValues, PrefixCache, common_prefix_length
 from branchline.engines.hf.sampling import sample
+from branchline.engines.hf.vision import VisionEncoder
 
 # A job waits for another that is computing at least this many ids of its prompt.
 _MIN_SHARED_TOKENS: Final = 16
@@ -70,8 +73,9 @@ class HfStats:
 class Scheduler:
     """Schedules the jobs of one model."""
 
-    def __init__(self, model: Any, config: HfConfig) -> None:
+    def __init__(self, model: Any, config: HfConfig, vision: VisionEncoder | None = None) -> None:
         self._config = config
+        self._vision = vision
         check_compatibility(model)
         self._kv_cache = BatchKvCache(model, config.batch_bytes, config.max_batch)
         self._prefix_cache = PrefixCache(config.cache_bytes, self._kv_cache.token_bytes)
@@ -172,11 +176,11 @@ class Scheduler:
 
     def _find_prefix(self, job: Job) -> tuple[int, KeysValues] | None:
         """The length of the known prefix, and its keys and values; None if another job is computing more."""
-        ids = job.ids[:-1]  # The last id is always computed, for its logits.
+        ids = job.prefix_keys[:-1]  # The last id is always computed, for its logits.
         best, entry = self._prefix_cache.find_longest(ids)
         upcoming, source = 0, -1
         for row, other in enumerate(self._running):
-            common = common_prefix_length(ids, other.ids)
+            common = common_prefix_length(ids, other.prefix_keys)
             if (size := min(common, other.num_computed_tokens)) > best:
                 best, source = size, row
             if other.num_pending_tokens > 1:
@@ -193,6 +197,8 @@ class Scheduler:
     def _drop_all(self) -> None:
         self._running.clear()
         self._prefix_cache.clear()
+        if self._vision is not None:
+            self._vision.clear()
         self._kv_cache.free()
 
     def _release_row(self, job: Job, *, keep: bool = True) -> None:
@@ -200,7 +206,7 @@ class Scheduler:
         row = self._running.index(job)
         if keep:
             self._prefix_cache.add(
-                job.ids[: job.num_computed_tokens],
+                job.prefix_keys[: job.num_computed_tokens],
                 lambda: self._kv_cache.copy_row(row, job.num_computed_tokens),
             )
         # Without logits it is not known that the row's values are finite.
@@ -258,13 +264,15 @@ class Scheduler:
     def _compute(self, jobs: Sequence[Job], sizes: Sequence[int]) -> None:
         """Runs the next ids of each job through the model; samples for jobs with no pending ids left."""
         rows = {job: row for row, job in enumerate(self._running)}
+        parts = [
+            slice(job.num_computed_tokens, job.num_computed_tokens + size)
+            for job, size in zip(jobs, sizes, strict=True)
+        ]
         logits = self._kv_cache.forward(
             [rows[job] for job in jobs],
-            [job.num_computed_tokens for job in jobs],
-            [
-                job.ids[job.num_computed_tokens : job.num_computed_tokens + size]
-                for job, size in zip(jobs, sizes, strict=True)
-            ],
+            [part.start for part in parts],
+            [job.ids[part] for job, part in zip(jobs, parts, strict=True)],
+            self._multimodal_inputs(jobs, parts),
         )
         for job, size in zip(jobs, sizes, strict=True):
             if job.length == len(job.prompt_ids) or size > 1:
@@ -284,6 +292,20 @@ class Scheduler:
                 self._release_row(job, keep=False)
                 error = EngineError(f"logits after {job.length} ids: got NaN or infinity, expected numbers")
                 self._outputs.append(StepOutput(job, error=error))
+
+    def _multimodal_inputs(self, jobs: Sequence[Job], parts: Sequence[slice]) -> MultimodalInputs | None:
+        """The positions of the computed ids and the features among them; None for a text model."""
+        if self._vision is None:
+            return None
+        features: list[tuple[int, int, Tensor]] = []
+        for index, (job, part) in enumerate(zip(jobs, parts, strict=True)):
+            for image in job.images:
+                start, end = max(part.start, image.offset), min(part.stop, image.offset + image.length)
+                if start < end:
+                    found = self._vision.features(image)[start - image.offset : end - image.offset]
+                    features.append((index, start - part.start, found))
+        positions = [job.positions(part.start, part.stop) for job, part in zip(jobs, parts, strict=True)]
+        return MultimodalInputs(positions, features)
 
     def _advance(self, job: Job, token: int, logprob: float) -> None:
         job.append(token)

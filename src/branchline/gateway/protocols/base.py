@@ -79,7 +79,7 @@ class ErrorInfo:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-P = TypeVar("P", bound=ParsedRequest)
+ProtocolRequest = TypeVar("ProtocolRequest", bound=ParsedRequest)
 
 
 class StreamEncoder(Protocol):
@@ -95,15 +95,15 @@ class StreamEncoder(Protocol):
 
 
 @dataclass(frozen=True)
-class WireProtocol(Generic[P]):
+class WireProtocol(Generic[ProtocolRequest]):
     """One protocol as a value."""
 
     name: str
     id_prefix: str
     """The prefix of its response ids."""
-    read_request: Callable[[object, RequestContext], P]
-    build_response: Callable[[P, CallResult, Codec], dict[str, Any]]
-    stream_encoder: Callable[[P, str, Codec], StreamEncoder]
+    read_request: Callable[[object, RequestContext], ProtocolRequest]
+    build_response: Callable[[ProtocolRequest, CallResult, Codec], dict[str, Any]]
+    stream_encoder: Callable[[ProtocolRequest, str, Codec], StreamEncoder]
     error_body: Callable[[ErrorInfo], dict[str, Any]]
     decode_body: Callable[[bytes], object] = decode_json
     """Decodes the body's bytes for `read_request`."""

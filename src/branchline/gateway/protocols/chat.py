@@ -27,10 +27,10 @@ from branchline.gateway.protocols.base import (
 from branchline.gateway.protocols.logprobs import logprob_entries
 from branchline.gateway.protocols.openai_tools import (
     ToolSet,
-    is_client_tool,
-    read_chat_message,
+    is_run_by_client,
+    read_message_with_custom_calls,
     read_tool_set,
-    restore_arguments,
+    restore_custom_arguments,
     translate_tool_choice,
 )
 from branchline.runtime.answer import Answer, AnswerDelta
@@ -74,9 +74,9 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         messages = read_messages(messages)
     else:
-        messages = cache.read_items(messages, read_chat_message)
+        messages = cache.read_items(messages, read_message_with_custom_calls)
     if tool_set.aliases:
-        messages = [restore_arguments(message, context.managed.session.tree) for message in messages]
+        messages = [restore_custom_arguments(message, context.managed.session.tree) for message in messages]
     request = Request.read(
         body,
         agent=context.agent,
@@ -124,7 +124,7 @@ def upstream_options(body: bytes, session: SessionOptions, tools: Sequence[JsonO
     if isinstance(choice, dict):
         options["tool_choice"] = {"type": "function", "function": choice}
     if "tools" in options:
-        options["tools"] = [tool for tool in options["tools"] if not is_client_tool(tool)]
+        options["tools"] = [tool for tool in options["tools"] if not is_run_by_client(tool)]
     if "tool_choice" in options:
         options["tool_choice"] = translate_tool_choice(options["tool_choice"], tools)
     return options

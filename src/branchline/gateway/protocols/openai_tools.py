@@ -44,10 +44,10 @@ class ToolAlias:
     """The vendor's tool that this is, if it is one; its calls have an item type of their own."""
 
 
-def model_tool_name(namespace: str, name: str) -> str:
+def qualified_tool_name(namespace: str, name: str) -> str:
     """The name under which the model sees a tool.
 
-    >>> model_tool_name("mcp__files", "read"), model_tool_name("functions", "look")
+    >>> qualified_tool_name("mcp__files", "read"), qualified_tool_name("functions", "look")
     ('mcp__files__read', 'look')
     """
     return name if namespace in ("", _DEFAULT_NAMESPACE) else f"{namespace.rstrip('_')}__{name}"
@@ -87,13 +87,13 @@ def read_openai_tools(
             # Chat Completions nests the definition in a field named like its kind; Responses does not.
             body = tool[kind] if isinstance(tool.get(kind), dict) else tool
             name = _read_name(body, tool_path)
-            model_name = model_tool_name(namespace, name)
+            model_name = qualified_tool_name(namespace, name)
             schema = _freeform_schema(body) if kind == _CUSTOM else _function_schema(body, tool_path)
             tools.append({"type": "function", "function": {**schema, "name": model_name}})
             if kind == _CUSTOM or model_name != name:
                 alias_namespace = namespace if model_name != name else ""
                 aliases[model_name] = ToolAlias(name, alias_namespace, kind == _CUSTOM)
-        elif is_client_tool(tool):
+        elif is_run_by_client(tool):
             tools.append(OPENAI_TOOLS[kind].to_function(kind))
             aliases[kind] = ToolAlias(kind, vendor=OPENAI_TOOLS[kind])
         else:
@@ -101,7 +101,7 @@ def read_openai_tools(
     return tools, aliases
 
 
-def is_client_tool(tool: JsonObject) -> bool:
+def is_run_by_client(tool: JsonObject) -> bool:
     """Whether the client runs this tool itself, so that any model may call it."""
     environment = tool.get("environment") or {"type": "local"}
     is_local = isinstance(environment, dict) and environment.get("type") == "local"
@@ -134,7 +134,7 @@ def _translate_choice(choice: object, names: Sequence[str]) -> object:
     if kind in OPENAI_TOOLS:
         name = kind
     elif kind in _CLIENT_KINDS and isinstance(name, str) and isinstance(namespace, str):
-        name = model_tool_name(namespace, replace_surrogates(name))
+        name = qualified_tool_name(namespace, replace_surrogates(name))
     else:
         return choice
     return {"type": "function", "function": {"name": name}} if name in names else choice
@@ -228,7 +228,7 @@ def _parse_tool_set(raw: object) -> ToolSet:
     return ToolSet(ToolList(tools), aliases)
 
 
-def read_chat_message(raw: object, index: int) -> Message:
+def read_message_with_custom_calls(raw: object, index: int) -> Message:
     """A message; the input of a custom tool becomes the argument of the function that the model sees."""
     message = read_message(raw, "messages", index)
     if all(call.kind != _CUSTOM for call in message.tool_calls):
@@ -240,7 +240,7 @@ def read_chat_message(raw: object, index: int) -> Message:
     return replace(message, tool_calls=tuple(calls))
 
 
-def restore_arguments(message: Message, tree: Tree) -> Message:
+def restore_custom_arguments(message: Message, tree: Tree) -> Message:
     """The message with the arguments of its custom tool calls as the model wrote them.
 
     The model may have written other arguments than `input`; the client saw only the input made from them.

@@ -22,7 +22,7 @@ from branchline.core.call import RAW_PROMPT_DIGEST, Call
 from branchline.core.errors import MessageError
 from branchline.core.message import Media, Message, ToolCall, WireShape, freeform_arguments, freeform_input
 from branchline.core.reader import prefix_error, read_message, read_text_field, replace_surrogates
-from branchline.gateway.protocols.openai_tools import ToolAlias, model_tool_name, read_openai_tools
+from branchline.gateway.protocols.openai_tools import ToolAlias, qualified_tool_name, read_openai_tools
 from branchline.gateway.protocols.vendor_tools import OPENAI_TOOLS, TOOLS_BY_ITEM_TYPE, drop_empty
 from branchline.runtime.sampling import JsonObject
 from branchline.tree.tree import Node, Tree
@@ -260,7 +260,7 @@ class ItemReader:
             name = read_text_field(item, "name")
             if not name:
                 raise MessageError("name", item.get("name"), "a non-empty string")
-            tool_name = model_tool_name(read_text_field(item, "namespace"), name)
+            tool_name = qualified_tool_name(read_text_field(item, "namespace"), name)
         call = ToolCall(tool_name, arguments, read_text_field(item, "call_id"))
         self._reply_for_item("call", read_text_field(item, "id")).tool_calls.append(call)
 

@@ -1,0 +1,139 @@
+"""The codec and the engines that `branchline serve` builds: models by folder, by name, or from the server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from branchline.chat.generic.codec import GenericCodec
+from branchline.cli.engines import build_router
+from branchline.cli.main import main
+from branchline.core.errors import EngineError, InputError
+from tests.chat.harness import save_byte_level
+from tests.cli.harness import serve_options
+from tests.core.fake_hub import fake_hub, use_cache
+from tests.engines.fake_servers import FakeServer, FakeSglang, FakeVllm
+
+NAME = "acme/tiny-chat"
+TEMPLATE = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}<|start|>"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return save_byte_level(tmp_path / "tiny-chat", chat_template=TEMPLATE, eos_token="<|end|>")
+
+
+@contextmanager
+def model_server(engine: str, name: str | None) -> Iterator[str]:
+    """The address of a server, in a thread of its own, that reports this model."""
+    server: FakeServer = FakeVllm() if engine == "vllm" else FakeSglang()
+    server.json_by_path = {
+        "/v1/models": {"data": [{"id": "policy", "root": name, "max_model_len": 64}]},
+        "/get_model_info": {"model_path": "/weights", "tokenizer_path": name},
+    }
+    started, urls = threading.Event(), []
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        async with server:
+            urls.append(server.url)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def build_codec(engine: str, *urls: str, **options: object) -> GenericCodec:
+    codec, router = build_router(serve_options(engine=engine, engine_url=list(urls), **options))
+    asyncio.run(router.close())
+    assert isinstance(codec, GenericCodec)
+    return codec
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_without_a_tokenizer_the_one_that_the_server_reports_is_used(
+    engine: str,
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with model_server(engine, str(tokenizer)) as url:
+        assert build_codec(engine, url).tokenizer.path == tokenizer
+    assert f"using the tokenizer of {tokenizer}" in capsys.readouterr().err
+    with (
+        model_server(engine, NAME) as url,
+        model_server(engine, NAME) as replica,
+        fake_hub(monkeypatch, tmp_path / "cache", {NAME: tokenizer}) as hub,
+    ):
+        codec = build_codec(engine, url, replica)
+        assert (codec.name, codec.tokenizer.path) == ("generic:tiny-chat", hub.snapshot(NAME))
+
+
+def test_a_given_tokenizer_is_used_without_a_question_to_the_server(tokenizer: Path) -> None:
+    for options in ({"tokenizer": str(tokenizer)}, {"model": str(tokenizer)}):
+        assert build_codec("vllm", "http://127.0.0.1:9", **options).tokenizer.path == tokenizer
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["/models/elsewhere", NAME, f"{NAME}:Q4_K_M"])
+def test_a_reported_model_that_is_not_here_is_an_error_that_names_the_option(
+    engine: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cache(monkeypatch, tmp_path / "cache")
+    expected = f"--engine {engine}: expected --tokenizer DIR or NAME; the model .* is not here: {name}: not a"
+    with model_server(engine, name) as url, pytest.raises(InputError, match=expected):
+        build_codec(engine, url)
+
+
+def test_servers_that_report_different_models_are_an_error(tokenizer: Path) -> None:
+    with (
+        model_server("vllm", str(tokenizer)) as one,
+        model_server("vllm", "acme/other") as other,
+        pytest.raises(InputError, match=r"expected --tokenizer DIR or NAME; its servers report several"),
+    ):
+        build_codec("vllm", one, other)
+
+
+def test_a_server_that_reports_no_model_or_does_not_answer_is_an_error() -> None:
+    with model_server("vllm", None) as url, pytest.raises(EngineError, match="expected the root of a model"):
+        build_codec("vllm", url)
+    with pytest.raises(EngineError):
+        build_codec("vllm", url)
+
+
+def test_every_command_takes_a_name(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Path(__file__).parent.parent.parent / "examples" / "three_words.jsonl"
+    with fake_hub(monkeypatch, tmp_path / "cache", {NAME: tokenizer}):
+        printed = {}
+        for model in (str(tokenizer), NAME):
+            codes = [
+                main([command, "--tokenizer", model, *arguments])
+                for command, arguments in {
+                    "doctor": ["--json"],
+                    "merge": [str(log), "--skip-bad"],
+                    "tree": [str(log), "--skip-bad"],
+                }.items()
+            ]
+            printed[model] = (codes, capsys.readouterr().out)
+    assert printed[NAME] == printed[str(tokenizer)]
+    assert main(["doctor", "--tokenizer", "acme/unknown"]) == 2
+    error = capsys.readouterr().err
+    assert "acme/unknown: not a directory" in error
+    assert "hf download acme/unknown" in error

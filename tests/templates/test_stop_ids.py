@@ -1,0 +1,55 @@
+"""Stop ids and harmony conversations with the real templates of the corpus."""
+
+from __future__ import annotations
+
+import pytest
+
+from branchline.chat.generic.codec import GenericCodec
+from tests.gateway.harmony_episode import PROTOCOL_CLIENTS, ProtocolClient, verify_episode
+from tests.templates.corpus import EOS, load_template_codec, load_template_tokenizer, template_names
+from tests.templates.stop_tokens import declared_stop_tokens
+
+pytestmark = pytest.mark.slow
+
+GPT_OSS = ("llama_cpp/openai-gpt-oss-120b", "trl/gptoss", "trl/gptoss_training")
+
+
+def stop_tokens(codec: GenericCodec) -> set[str]:
+    return {codec.token_bytes(token).decode() for token in codec.stop_ids}
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_stop_ids_are_those_of_the_real_model(name: str) -> None:
+    """A template adds nothing to what a model declares. Without that, it finds no other tokens."""
+    declared = set(declared_stop_tokens(name))
+    if not declared:
+        pytest.skip(f"{name}: the stop tokens of the model are not known")
+    assert stop_tokens(load_template_codec(name)) == declared
+    assert stop_tokens(GenericCodec(load_template_tokenizer(name, declares_stops=False))) <= declared | {EOS}
+
+
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        *((name, {"<|return|>", "<|call|>"}) for name in GPT_OSS),
+        ("llama_cpp/Kimi-K3", {"<|end_of_msg|>"}),
+        ("llama_cpp/Cohere2MoE", {"<|END_OF_TURN_TOKEN|>"}),
+        ("llama_cpp/CohereForAI-c4ai-command-r7b-12-2024-tool_use", {"<|END_OF_TURN_TOKEN|>"}),
+        ("llama_cpp/Apertus-8B-Instruct", {"<|assistant_end|>", "<|tools_suffix|>"}),
+        ("llama_cpp/GLM-4.6", {"<|user|>", "<|observation|>"}),
+        ("llama_cpp/google-gemma-4-31B-it", {"<turn|>", "<|tool_response>"}),
+        ("llama_cpp/Qwen-Qwen3-0.6B", {"<|im_end|>"}),
+    ],
+)
+def test_the_template_alone_shows_the_stop_ids(name: str, stops: set[str]) -> None:
+    codec = GenericCodec(load_template_tokenizer(name, declares_stops=False))
+    assert stop_tokens(codec) == stops | {EOS}
+
+
+@pytest.mark.parametrize("name", GPT_OSS[:1])
+@pytest.mark.parametrize("exchange", PROTOCOL_CLIENTS)
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_gpt_oss_keeps_all_sampled_ids_of_a_tool_cycle(
+    name: str, exchange: ProtocolClient, streamed: bool
+) -> None:
+    verify_episode(load_template_codec(name), exchange, streamed)
