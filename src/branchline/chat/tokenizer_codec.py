@@ -24,7 +24,12 @@ from branchline.chat.base import (
     Tools,
     reply_to_text,
 )
-from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, parse_reply_bytes
+from branchline.chat.parsing.output_parser import (
+    REASONING_MARKERS,
+    OutputFormat,
+    OutputParser,
+    parse_reply_bytes,
+)
 from branchline.chat.segment_encoder import SegmentEncoder
 from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.vision import ImageProcessor, ImageSpan, find_image_spans
@@ -56,7 +61,12 @@ class ReplyReader:
         self, rendered: bytes, sampled: bytes, *, cut: bool, ignore_arguments: bool
     ) -> bool:
         """Whether two different spellings parse to one reply, apart from whitespace and the style of
-        arguments."""
+        arguments. Empty reasoning that only one of them closes is a difference."""
+        _, closer = REASONING_MARKERS.get(self.output_format.reasoning_format, ("", ""))
+        shown, written = (reply.count(closer.encode()) if closer else 0 for reply in (rendered, sampled))
+        # Reasoning that was cut may be closed by the template.
+        if shown < written or (shown > written and not cut):
+            return False
         for inside in (False, True):
             one, other = (
                 parse_reply_bytes(
