@@ -44,6 +44,8 @@ class ExportPolicy:
     max_tokens: int | None = None
     """Maximum length of a sample; later tokens are cut off."""
     seed: int = 0
+    keep_calls: frozenset[str] = frozenset()
+    """Ids of calls that are trained although they were cancelled: the last answer of an interrupted agent."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("max_samples", self.max_samples, 1), ("max_tokens", self.max_tokens, 0)):
@@ -111,7 +113,11 @@ def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> 
         undelivered = fork_report.undelivered.get(node.id)
         if tree.is_resumed(tree.call_of(node)):
             pruned[node.id] = DropReason.RESUMED
-        elif undelivered is not None and undelivered in policy.drop:
+        elif (
+            undelivered is not None
+            and undelivered in policy.drop
+            and tree.call_of(node).id not in policy.keep_calls
+        ):
             pruned[node.id] = undelivered
         elif cause:
             pruned[node.id] = cause

@@ -28,6 +28,7 @@ from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
+from branchline.runtime.call_record import attempts_of
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
@@ -43,7 +44,6 @@ _VIEWS: dict[str, View] = {
     "": session_view,
     "/tree": tree_view,
     "/timelines": timelines_view,
-    "/samples": samples_view,
     "/report": report_view,
 }
 _STATES_BY_VERB: dict[str, SessionState] = {
@@ -81,6 +81,7 @@ class ControlApi:
             admin("GET", "/sessions", self._list),
             session("DELETE", "", self._delete),
             *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
+            session("GET", "/samples", self._samples),
             session("GET", "/wait", self._wait),
             session("POST", "/reward", self._reward, is_reward=True),
             *(
@@ -146,6 +147,21 @@ class ControlApi:
             raise MessageError("timeout_s", value, f"a number of seconds from 0 to {_MAX_WAIT_S:g}")
         await self._sessions.wait_until_ended(managed, timeout_s)
         return _json(session_view(managed))
+
+    async def _samples(self, http: HttpRequest, managed: ManagedSession) -> Response:
+        """`include_aborted=true`: also those of an aborted session. `keep_call`, any number of times: names
+        of calls that are exported although they were cancelled."""
+        params = http.query_params
+        for name in params:
+            if name not in ("include_aborted", "keep_call"):
+                raise MessageError("parameter", name, "include_aborted or keep_call")
+        value = params.get("include_aborted", "false")
+        if value not in ("true", "false"):
+            raise MessageError("include_aborted", value, "true or false")
+        is_included, calls = value == "true", attempts_of(managed, params.getlist("keep_call"))
+        return await asyncio.to_thread(
+            lambda: _json(samples_view(managed, include_aborted=is_included, keep_calls=calls))
+        )
 
     async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
         await managed.post_reward(await self._read_body(http))

@@ -5,6 +5,7 @@ Views of a tree run in threads: each reads a snapshot, and calls continue meanwh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,11 @@ def timelines_view(managed: ManagedSession) -> dict[str, Any]:
     }
 
 
-def samples_view(managed: ManagedSession) -> dict[str, Any]:
+def samples_view(
+    managed: ManagedSession, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()
+) -> dict[str, Any]:
     """The samples of the session as it is now, and the report on every sampled token."""
-    export = managed.export()
+    export = managed.export(include_aborted=include_aborted, keep_calls=keep_calls)
     # A trainer reads line by line, so each sample carries its group and metadata.
     fields = {"group": managed.options.group, "metadata": managed.options.metadata}
     written_digests: set[str] = set()

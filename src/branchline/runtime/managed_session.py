@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
@@ -143,6 +143,8 @@ class ManagedSession:
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the session is completed, finalized or aborted."""
+    on_closed: Callable[[ManagedSession], Awaitable[None]] | None = field(default=None, repr=False)
+    """Called by `end` when the session is closed; its store sets it."""
 
     def __post_init__(self) -> None:
         self.id = self.session.id
@@ -215,12 +217,26 @@ class ManagedSession:
         return len(made) + self.in_flight - (resumes in self.running_calls)
 
     async def post_reward(self, raw: object) -> None:
-        """Adds a reward, a number or an object with a score, when the journal has it."""
+        """Adds a reward, a number or an object with a score, or a list of them, when the journal has it.
+
+        A reward with an `id` that was posted before, unchanged, is not added again: a client that does not
+        know whether its request arrived can repeat it.
+        """
         self.require_open()
-        reward = validate_reward(raw)
+        rewards = [validate_reward(one) for one in (raw if isinstance(raw, list) else [raw])]
         self.last_used = time.monotonic()
-        await self._append_record(SessionRewarded(reward))
-        self.rewards.append(reward)
+        for reward in rewards:
+            if "id" in reward and reward in self.rewards:
+                continue
+            await self._append_record(SessionRewarded(reward))
+            self.rewards.append(reward)
+
+    async def end(self, state: SessionState, reason: str = "") -> None:
+        """Sets the state. When that closes the session, its store calls the observers."""
+        was_closed = self.is_closed
+        await self.set_state(state, reason)
+        if self.is_closed and not was_closed and self.on_closed is not None:
+            await self.on_closed(self)
 
     async def set_state(self, state: SessionState, reason: str = "") -> None:
         """Changes the state and, if the session is closed by that, cancels its running calls.
@@ -266,14 +282,17 @@ class ManagedSession:
         else:
             self.session.apply_record(record)
 
-    def export(self) -> Export:
+    def export(self, *, include_aborted: bool = False, keep_calls: Iterable[str] = ()) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.
 
-        Evaluation sessions export no samples. Reads a snapshot of the tree, so it may run in a thread.
+        Evaluation sessions export no samples, aborted ones only with `include_aborted`. `keep_calls` are
+        calls that are exported although they were cancelled. Reads a snapshot of the tree, so it may run in a
+        thread.
         """
-        policy = ExportPolicy(include_missing_logprobs=True)
+        policy = ExportPolicy(include_missing_logprobs=True, keep_calls=frozenset(keep_calls))
         tree = self.session.snapshot()
-        if self.options.eval or not tree.calls:
+        is_excluded = self.options.eval or (self.state == "aborted" and not include_aborted)
+        if is_excluded or not tree.calls:
             return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
         return export_samples(tree, policy, session=self.id, reward=self.reward)
 
