@@ -40,7 +40,12 @@ TOOLS: tuple[dict[str, Any], ...] = (
         "function": {
             "name": TOOL_NAME,
             "description": TOOL_DESCRIPTION,
-            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+            # Some templates fail on properties without a description.
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"type": "string", "description": "zqplace"}},
+                "required": ["at"],
+            },
         },
     },
 )
