@@ -424,4 +424,5 @@ def _check_generation(generation: Generation, call: int, choice: int) -> tuple[I
         raise TreeError(
             f"versions: got {max(v for _, v in versions)}, expected integers from 0 to 2147483647"
         )
-    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, generation.inexact)
+    is_encoded = generation.inexact
+    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, is_encoded, is_encoded)
