@@ -20,11 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from branchline.core.errors import MessageError
+from branchline.timelines.causes import Cause, ForkReport
 from branchline.tree.tree import NO_NODE, Node, Tree
 
 PART_KEYS = ("call", "turn", "timeline", "tool")
 """A reward with one of these is not for the whole session."""
 _MAX_TURN = 2**31 - 1
+_ASIDE = (Cause.SUB_AGENT, Cause.SIDE_CALL)
+"""Causes of branches that are not part of the main conversation."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,9 @@ def check_reward_part(tree: Tree, reward: Mapping[str, Any]) -> None:
 
 
 def assign_rewards(
-    tree: Tree, rewards: Sequence[Mapping[str, Any]], main_leaf: Node | None
+    tree: Tree, rewards: Sequence[Mapping[str, Any]], fork_report: ForkReport
 ) -> AssignedRewards:
-    """Returns the rewards for parts of a tree. `main_leaf` ends the main conversation."""
+    """Returns the rewards for parts of a tree."""
     latest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for reward in rewards:
         if "score" in reward and any(key in reward for key in PART_KEYS):
@@ -112,11 +115,13 @@ def assign_rewards(
             latest[part] = reward
     assigned = AssignedRewards()
     for reward in latest.values():
-        _assign(assigned, tree, reward, main_leaf)
+        _assign(assigned, tree, reward, fork_report)
     return assigned
 
 
-def _assign(assigned: AssignedRewards, tree: Tree, reward: Mapping[str, Any], main_leaf: Node | None) -> None:
+def _assign(
+    assigned: AssignedRewards, tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport
+) -> None:
     turn, tool = reward.get("turn"), str(reward.get("tool") or "")
     part = PartReward(float(reward["score"]), turn, tool, is_timeline=turn is None and not tool)
     if "call" in reward:
@@ -125,7 +130,7 @@ def _assign(assigned: AssignedRewards, tree: Tree, reward: Mapping[str, Any], ma
             assigned.by_node.setdefault(node_id, []).append(part)
         assigned.unresolved += call is None
     elif turn is not None:
-        node = _answer_of_turn(tree, _conversation_leaf(tree, reward, main_leaf), turn)
+        node = _answer_of_turn(tree, _conversation_leaf(tree, reward, fork_report), turn)
         if node is None:
             assigned.unresolved += 1
         else:
@@ -136,13 +141,19 @@ def _assign(assigned: AssignedRewards, tree: Tree, reward: Mapping[str, Any], ma
         assigned.of_tools.append(part)
 
 
-def _conversation_leaf(tree: Tree, reward: Mapping[str, Any], main_leaf: Node | None) -> Node | None:
-    """Returns the leaf of the named timeline, else of the named agent's last one, else of the main one."""
+def _conversation_leaf(tree: Tree, reward: Mapping[str, Any], fork_report: ForkReport) -> Node | None:
+    """Returns the end of the named timeline, else of the last one of the named agent or of the first agent,
+    apart from sub-agents and side calls. Its last answer may be cancelled: the turns before it count."""
     if "timeline" in reward:
         return tree.nodes[int(reward["timeline"])]
     if "agent" in reward:
         return next((leaf for leaf in reversed(tree.leaves()) if leaf.agent == reward["agent"]), None)
-    return main_leaf
+    agent = tree.calls[0].agent if tree.calls else ""
+    aside = {fork.branch.id for fork in fork_report.forks if fork.cause in _ASIDE}
+    leaves = [leaf for leaf in tree.leaves() if leaf.agent == agent]
+    return max(
+        leaves, key=lambda leaf: (not any(node.id in aside for node in leaf.path()), leaf.id), default=None
+    )
 
 
 def _answer_of_turn(tree: Tree, leaf: Node | None, turn: int) -> Node | None:

@@ -97,7 +97,7 @@ def export_samples(
     pruned = _pruned_nodes(tree, policy, fork_report)
     leaves = _limit_leaves(_kept_leaves(tree, pruned), policy)
     counts = _leaf_counts(leaves, pruned)
-    assigned = assign_rewards(tree, rewards, fork_report.main_leaf)
+    assigned = assign_rewards(tree, rewards, fork_report)
     seen: set[int] = set()
     samples: list[Sample] = []
     for leaf in leaves:
