@@ -82,6 +82,10 @@ class DropReason(StrEnum):
     CAPPED = "capped"
     """The session has more samples than the policy allows."""
     OVER_LENGTH = "over_length"
+    ABORTED = "aborted"
+    """The session was aborted."""
+    EVALUATION = "evaluation"
+    """The session is for evaluation."""
 
 
 @dataclass(frozen=True)

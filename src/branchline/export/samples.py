@@ -121,6 +121,18 @@ def export_samples(
     return Export(samples, report, frozenset(counts))
 
 
+def export_nothing(tree: Tree, reason: DropReason) -> Export:
+    """Returns no samples, and a report that lists every sampled token as dropped for a reason."""
+    dropped = [
+        DroppedTokens(reason, tree.call_of(node).id, len(node.sampled_ids))
+        for node in tree.nodes
+        if node.output is not None
+        and node.sampled_ids is not None
+        and not tree.is_resumed(tree.call_of(node))
+    ]
+    return Export([], ExportReport(sum(entry.tokens for entry in dropped), 0, tuple(dropped)))
+
+
 def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> dict[int, str]:
     """Returns the sampled nodes that are not trained, with the reason."""
     pruned: dict[int, str] = {}

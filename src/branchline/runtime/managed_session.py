@@ -13,15 +13,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
+from branchline.core.sample import DropReason, ExportReport
 from branchline.engines.base import SamplingParams
-from branchline.export.samples import Export, ExportPolicy, export_samples
+from branchline.export.rewards import check_reward_part, session_reward
+from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
 from branchline.runtime.message_cache import MessageCache
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
@@ -153,11 +155,8 @@ class ManagedSession:
 
     @property
     def reward(self) -> float | None:
-        """The last score that was posted for the session, not for one of its timelines, turns or tools."""
-        for reward in reversed(self.rewards):
-            if "score" in reward and not {"timeline", "turn", "tool"} & reward.keys():
-                return float(reward["score"])
-        return None
+        """The last score that was posted for the session, not for a part of it."""
+        return session_reward(self.rewards)
 
     @property
     def sampled_tokens(self) -> int:
@@ -215,9 +214,14 @@ class ManagedSession:
         return len(made) + self.in_flight - (resumes in self.running_calls)
 
     async def post_reward(self, raw: object) -> None:
-        """Adds a reward, a number or an object with a score, when the journal has it."""
+        """Adds a reward, a number or an object with a score, when the journal has it.
+
+        `call`, `turn`, `timeline` and `tool` name the part of the session that it is for
+        (`export/rewards.py`); without them it is for all of it.
+        """
         self.require_open()
         reward = validate_reward(raw)
+        check_reward_part(self.session.tree, reward)
         self.last_used = time.monotonic()
         await self._append_record(SessionRewarded(reward))
         self.rewards.append(reward)
@@ -266,16 +270,32 @@ class ManagedSession:
         else:
             self.session.apply_record(record)
 
-    def export(self) -> Export:
+    @property
+    def default_export_policy(self) -> ExportPolicy:
+        """The policy of `export` if the caller gives none."""
+        return ExportPolicy(include_missing_logprobs=True)
+
+    def export(self, policy: ExportPolicy | None = None, *, include_aborted: bool = False) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.
 
-        Evaluation sessions export no samples. Reads a snapshot of the tree, so it may run in a thread.
+        Evaluation sessions export no samples, aborted ones only with `include_aborted`. Reads a snapshot of
+        the tree, so it may run in a thread.
         """
-        policy = ExportPolicy(include_missing_logprobs=True)
         tree = self.session.snapshot()
-        if self.options.eval or not tree.calls:
-            return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
-        return export_samples(tree, policy, session=self.id, reward=self.reward)
+        if self.options.eval:
+            return export_nothing(tree, DropReason.EVALUATION)
+        if self.state == "aborted" and not include_aborted:
+            return export_nothing(tree, DropReason.ABORTED)
+        if not tree.calls:
+            return Export([], ExportReport(0, 0))
+        rewards = self.rewards[:]
+        return export_samples(
+            tree,
+            policy or self.default_export_policy,
+            session=self.id,
+            reward=session_reward(rewards),
+            rewards=rewards,
+        )
 
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:
