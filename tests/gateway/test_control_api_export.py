@@ -322,3 +322,70 @@ def test_timelines_have_messages_authors_and_token_spans() -> None:
             assert timeline["spans"][-1][1] == len(timeline["ids"])
 
     run(test)
+
+
+# -- options of a session ----------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "search"}}
+
+
+def test_a_session_that_ignores_tools_is_one_timeline_that_is_trained() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A3", ignore_tools=True) as a:
+            await a.ask_text("p")
+            await a.ask_text("p", "A1", "q", tools=[TOOL])
+            await a.ask_text("p", "A1", "q", "A2", "r")
+            (timeline,) = await a.timelines()
+            assert not timeline["exact"]
+            assert [message["content"] for message in timeline["messages"]] == [
+                "p",
+                "A1",
+                "q",
+                "A2",
+                "r",
+                "A3",
+            ]
+            assert ['"search"' in prompt for prompt in a.prompts()] == [False, True, False]
+            (sample,) = (await a.get("/samples"))["samples"]
+            assert (sum(sample["response_mask"]), sample["exact"], sample["tokens_behind_other_ids"]) == (
+                6,
+                False,
+                2,
+            )
+            body = await a.get("/samples?include_inexact=false")
+            assert [entry["reason"] for entry in body["report"]["dropped"]] == ["inexact"]
+
+    run(test)
+
+
+def test_a_call_with_other_tools_is_resumed_after_the_ids_it_had_sampled() -> None:
+    async def test() -> None:
+        async with agent("A1", "A2", "A2", ignore_tools=True) as a:
+            await a.ask_text("p")
+            headers = {"x-branchline-call": "second"}
+            await a.ask("p", "A1", "q", tools=[TOOL], headers=headers)
+            again = await a.ask("p", "A1", "q", tools=[TOOL], headers=headers)
+            assert again.status_code == 200
+            assert again.json()["choices"][0]["message"]["content"] == "A2"
+            other = {"type": "function", "function": {"name": "read"}}
+            refused = await a.ask("p", "A1", "q", tools=[other], headers=headers)
+            assert refused.status_code == 409
+            assert "had another prompt" in refused.text
+            assert sum((await a.get("/samples"))["samples"][0]["response_mask"]) == 4
+
+    run(test)
+
+
+def test_equal_answers_are_exported_once_with_dedupe() -> None:
+    async def test() -> None:
+        for dedupe, expected in ((False, 3), (True, 2)):
+            async with agent("A1", "A1", "A2", dedupe=dedupe) as a:
+                for _ in range(3):
+                    await a.ask_text("p")
+                body = await a.get("/samples")
+                assert len(body["samples"]) == expected
+                reasons = [entry["reason"] for entry in body["report"]["dropped"]]
+                assert reasons == ["duplicate"] * (3 - expected)
+                assert len((await a.get("/samples?drop="))["samples"]) == 3
+
+    run(test)

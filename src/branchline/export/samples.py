@@ -36,7 +36,7 @@ class ExportPolicy:
     """Drop reasons and fork causes whose outputs are not trained; by default, outputs that reached no client.
 
     A cause drops its branches but not the first sibling. `duplicate` and `best_of_n` drop only outputs that
-    no call continues, so `{Cause.DUPLICATE}` removes duplicates."""
+    no call continues, and `duplicate` only outputs with equal ids, so it removes duplicates."""
     include_inexact: InexactMode = False
     """Train tokens whose context differs from the context they were sampled in. `context`: if all ids are
     known (repaired drift, other tools). True: also if ids were encoded from text or estimated (upstreams,
@@ -138,10 +138,12 @@ def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> 
     pruned: dict[int, str] = {}
     dropped_causes: dict[int, str] = {}
     for fork in fork_report.forks:
-        if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED):
+        if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED, Cause.DUPLICATE):
             continue
-        if fork.cause not in (Cause.DUPLICATE, Cause.BEST_OF_N) or not fork.branch.children:
+        if fork.cause != Cause.BEST_OF_N or not fork.branch.children:
             dropped_causes[fork.branch.id] = fork.cause
+    if Cause.DUPLICATE in policy.drop:
+        dropped_causes |= dict.fromkeys(_duplicate_outputs(tree, fork_report), Cause.DUPLICATE)
     for node in tree.nodes[1:]:
         assert node.parent is not None
         cause = dropped_causes.get(node.id) or dropped_causes.get(node.parent.id)
@@ -167,6 +169,26 @@ def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> 
         elif not tree.call_of(node).trainable:
             pruned[node.id] = DropReason.UNTRAINED
     return pruned
+
+
+def _duplicate_outputs(tree: Tree, fork_report: ForkReport) -> Iterator[int]:
+    """Yields the outputs that no call continues and whose prompt has another output with the same ids."""
+    candidates = [
+        fork.branch
+        for fork in fork_report.forks
+        if fork.cause == Cause.DUPLICATE and fork.branch.is_sampled and not fork.branch.children
+    ]
+    candidate_ids = {node.id for node in candidates}
+    others = [node for node in tree.nodes if node.is_sampled and node.id not in candidate_ids]
+    kept = {_prompt_and_ids(node) for node in others}
+    for node in candidates:
+        if _prompt_and_ids(node) in kept:
+            yield node.id
+        kept.add(_prompt_and_ids(node))
+
+
+def _prompt_and_ids(node: Node) -> tuple[int, bytes]:
+    return node.parent.id if node.parent is not None else 0, node.ids.tobytes()
 
 
 def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,6 +25,7 @@ from branchline.engines.base import SamplingParams
 from branchline.export.rewards import check_reward_part, session_reward
 from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
 from branchline.runtime.message_cache import MessageCache
+from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_record
@@ -68,6 +69,10 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How prompts show earlier turns, `template` or `verbatim`; None is the store's default."""
     restore_reasoning: bool = True
     """Prompts show recorded reasoning that a client did not send back; false lets clients drop it."""
+    ignore_tools: bool = False
+    """A call with other tools or template arguments continues the path, and counts as inexact."""
+    dedupe: bool = False
+    """Of several answers with equal ids to one prompt, samples have one."""
 
     def __post_init__(self) -> None:
         for name, sampling in (("sampling", self.sampling), ("sampling_defaults", self.sampling_defaults)):
@@ -273,7 +278,10 @@ class ManagedSession:
     @property
     def default_export_policy(self) -> ExportPolicy:
         """The policy of `export` if the caller gives none."""
-        return ExportPolicy(include_missing_logprobs=True)
+        policy = ExportPolicy(
+            include_missing_logprobs=True, include_inexact="context" if self.options.ignore_tools else False
+        )
+        return replace(policy, drop=policy.drop | {Cause.DUPLICATE}) if self.options.dedupe else policy
 
     def export(self, policy: ExportPolicy | None = None, *, include_aborted: bool = False) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.

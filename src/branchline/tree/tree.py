@@ -171,6 +171,9 @@ class Turn:
     ambiguous_match: bool
     encoded_tokens: int
     rewrite_reason: str
+    path_ids: Ids | None = None
+    """The ids before the output on its path if they differ from `prompt_ids`, because the call continues a
+    path with other tools; None if they are equal."""
     images: tuple[ImageSpan, ...] = ()
     """The images of the prompt, in order."""
 
@@ -239,6 +242,8 @@ class Tree:
         outputs: list[int] = []
         for choice, generation in enumerate(generations):
             ids, output = _check_generation(generation, call_index, choice)
+            if turn.path_ids is not None:
+                output = msgspec.structs.replace(output, inexact=True)
             message = generation.message or (
                 codec.parse(
                     ids, generation.finish_reason, turn.request.tools, turn.request.chat_template_kwargs
