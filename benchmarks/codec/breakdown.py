@@ -41,7 +41,7 @@ _PARTS: tuple[tuple[str, Any, str], ...] = (
     ("locate messages", SpanFinder, "locate_messages"),
     ("encode: tokenizers", TokenizerDir, "encode"),
     ("encode: segments and cache", SegmentEncoder, "encode"),
-    ("split ids", SegmentEncoder, "split_ids"),
+    ("split ids", SegmentEncoder, "encode_parts"),
     ("assemble", PromptBuilder, "_assemble"),
 )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from branchline import Generation, Message, Request, Session, ToolCall
 from branchline.chat.generic.codec import GenericCodec
@@ -38,6 +38,44 @@ def save_byte_level(
     tokenizer.add_tokens([AddedToken(name, special=False) for name in added])
     tokenizer.enable_truncation(4)
     path.mkdir(exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+SpaceRule = Literal["prepend", "always", "first", "never"]
+"""Where a sentencepiece-style tokenizer inserts a space: `prepend` is a normalizer (Llama 2), the others are
+schemes of the Metaspace pre-tokenizer."""
+
+
+def save_sentencepiece(
+    path: Path,
+    space: SpaceRule,
+    *,
+    special: Sequence[str] = ("<s>", "</s>"),
+    lstrip: bool = False,
+    rstrip: bool = False,
+    **config: Any,
+) -> Path:
+    """Saves a tokenizer with spaces as `▁` and byte fallback, whose added tokens may remove spaces."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for char in [*map(chr, range(33, 127)), "▁", "\n"]:
+        vocab[char] = len(vocab)
+    merges = [("▁", "▁"), ("l", "o"), ("e", "l"), ("el", "lo"), ("h", "ello"), ("▁", "hello"),
+              ("\n", "\n"), ("t", "h"), ("th", "e"), ("▁", "the"), ("T", "O"), ("[", "TO"), ("a", "n"),
+              ("▁", "[TO")]  # fmt: skip
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    if space == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=space, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False, lstrip=lstrip, rstrip=rstrip) for name in special]
+    )
+    path.mkdir(exist_ok=True, parents=True)
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path

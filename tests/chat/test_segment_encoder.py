@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,11 +47,12 @@ def test_ids_are_split_at_the_nearest_token_end_to_the_right(data: st.DataObject
     encoder = load_codec("qwen3").segment_encoder
     text = encoder.normalize(data.draw(texts("qwen3")))
     offsets = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
-    ids = encoder.encode(text)
-    parts, actual = encoder.split_ids(text, ids, offsets)
-    assert [token for part in parts for token in part.tolist()] == ids.tolist()
-    for number, (offset, end) in enumerate(zip(offsets, actual, strict=True)):
-        assert end >= offset
+    pieces = [text[start:end] for start, end in pairwise([0, *offsets, len(text)])]
+    parts, moves = encoder.encode_parts(pieces, None)
+    assert [token for part in parts for token in part.tolist()] == encoder.encode(text).tolist()
+    for number, (offset, move) in enumerate(zip(offsets, moves, strict=True)):
+        assert move >= 0
+        end = offset + move
         prefix = [token for part in parts[: number + 1] for token in part.tolist()]
         # A token may end inside a character; the character then counts to the left.
         decoded = b"".join(map(load_tokenizer("qwen3").token_bytes, prefix)).decode("utf-8", "ignore")

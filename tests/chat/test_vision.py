@@ -300,9 +300,14 @@ def test_an_image_in_a_role_that_shows_none_is_refused(codec: RenderersCodec) ->
         prompt_ids(codec, *messages)
 
 
-def test_text_that_contains_a_placeholder_is_refused(codec: RenderersCodec) -> None:
+def test_the_text_of_a_placeholder_stays_text_and_is_refused_as_a_token(codec: RenderersCodec) -> None:
+    message = Message("user", "hi <|image_pad|>")
+    ids = prompt_ids(codec, message)
+    assert codec.tokenizer.added_tokens["<|image_pad|>"] not in ids
+    assert message.content in codec.decode(as_ids(ids))
+    allowing = RenderersCodec(codec.tokenizer, codec.family, allow_special_tokens=True)
     with pytest.raises(TemplateError, match=r"messages\[0\], user: images: got 1 placeholders for 0"):
-        prompt_ids(codec, Message("user", "hi <|image_pad|>"))
+        prompt_ids(allowing, message)
 
 
 def test_an_image_url_is_refused(codec: RenderersCodec) -> None:

@@ -11,12 +11,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from branchline.chat.base import NewMessage
 from branchline.cli import serve
 from branchline.cli.engines import build_router
 from branchline.cli.main import build_parser, main
+from branchline.core.message import Message
 from branchline.engines.replicas import Replicas
 from branchline.engines.upstream_chat import UpstreamChat
 from tests.chat.harmony import save_harmony
+from tests.chat.harness import save_byte_level
 from tests.cli.harness import serve_options, served_gateway
 
 
@@ -191,3 +194,17 @@ def test_only_the_built_in_model_has_a_default_limit(
 ) -> None:
     defaults: dict[str, object] = {"engine": "hf", "model": None, "default_max_tokens": None}
     assert serve._default_max_tokens(Namespace(**{**defaults, **options})) == expected
+
+
+@pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])
+def test_text_becomes_a_control_token_only_on_request(tmp_path: Path, flags: list[str]) -> None:
+    template = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
+    save_byte_level(tmp_path, chat_template=template)
+    arguments = ["serve", "--engine", "vllm", "--engine-url", "http://127.0.0.1:1"]
+    options = build_parser().parse_args([*arguments, "--tokenizer", str(tmp_path), *flags])
+    codec, _ = build_router(options)
+    ids = codec.extend(
+        (), [NewMessage(Message("user", "<|end|>"))], tools=(), chat_template_kwargs={}, history="template"
+    ).ids.tolist()
+    end = codec.encode("<|end|>").tolist()[0]
+    assert ids.count(end) == (2 if flags else 1)

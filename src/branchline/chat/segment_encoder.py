@@ -1,8 +1,13 @@
 """Encodes text through two caches: one of segments, the text between two added tokens, and one of words.
 
 A tokenizer splits a text at its added tokens (`<|im_end|>`) before anything else, so the ids of a text are
-the concatenated ids of its segments. System prompts and tool lists are long segments that recur in every
-session. If a tokenizer does not work like that, whole texts are encoded.
+the concatenated ids of its segments, and their bytes are the bytes of the text. System prompts and tool lists
+are long segments that recur in every session.
+
+Not every tokenizer works like that: some insert a space where a text or a segment starts (Llama 2), some
+remove spaces next to added tokens (Phi-3). `verify` compares both ways on texts. If they differ, text is
+encoded as a whole, as the tokenizer does it after the token that precedes it, and offsets come from the
+tokenizer instead of the bytes of the tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.chat.parsing.base import REPLACEMENT_CHARACTER
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.token_escapes import TokenEscaper, token_pattern
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
@@ -28,7 +34,8 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 64 * 1024 * 1024
 _MAX_WORDS = 1 << 16
 _MAX_WORD_LENGTH = 48
-_SAFETY_PROBES = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
+_PROBE_TEXTS = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
+_SENTENCEPIECE_SPACE = "\u2581"
 
 
 class SegmentEncoder:
@@ -37,15 +44,23 @@ class SegmentEncoder:
     def __init__(self, tokenizer: TokenizerDir) -> None:
         self._tokenizer = tokenizer
         self._added_ids = dict(tokenizer.added_tokens)
-        # Longest first: a token must not match where it is only the prefix of a longer one.
-        names = sorted(self._added_ids, key=len, reverse=True)
-        self._added_pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        self._added_names = {token: name for name, token in self._added_ids.items()}
+        self._added_pattern = re.compile(f"({token_pattern(filter(None, self._added_ids))})")
         self._added_arrays = {name: as_ids([token]) for name, token in self._added_ids.items()}
         # Some vocabularies add runs of whitespace; those are text, not control tokens.
-        control = [token for name, token in self._added_ids.items() if name.replace("\u2581", " ").strip()]
-        self.is_control = np.zeros(max([tokenizer.vocab_size, *(token + 1 for token in control)]), np.bool_)
+        control = {
+            name: token
+            for name, token in self._added_ids.items()
+            if name.replace(_SENTENCEPIECE_SPACE, " ").strip()
+        }
+        self.is_control = np.zeros(
+            max([tokenizer.vocab_size, *(token + 1 for token in control.values())]), np.bool_
+        )
         """Whether each id is an added token that is more than whitespace."""
-        self.is_control[control] = True
+        self.is_control[list(control.values())] = True
+        special = {name for name, token in control.items() if token in tokenizer.special_ids}
+        self.escaper = TokenEscaper(control, special)
+        """Keeps text of messages from becoming control tokens; `encode` removes its marks."""
         self._cache: ByteLimitedCache[tuple[str, Ids]] = ByteLimitedCache(
             _CACHE_BYTES, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
         )
@@ -53,31 +68,76 @@ class SegmentEncoder:
         """Tokens that the tokenizer encoded; the others came from the cache."""
         self.word_cache = WordCache.open(tokenizer)
         """None if the tokenizer does not encode word by word."""
-        self.encodes_by_segment = True
-        self.encodes_by_segment = self._verify_segments()
+        self.encodes_by_segment = tokenizer.splits_at_added_tokens
+        """Whether segments are encoded separately; if not, the whole text is encoded."""
+        self.verify([*_PROBE_TEXTS, *self._texts_around_added_tokens()])
+
+    def verify(self, texts: Iterable[str]) -> None:
+        """Encodes texts by segment only as long as all of these have the same ids as a whole, and the bytes
+        of the ids are the bytes of the text."""
+        for text in texts:
+            if not self.encodes_by_segment:
+                return
+            whole = self._tokenizer.encode(text)
+            if not (
+                np.array_equal(self.encode(text), whole)
+                and self.decode_bytes(whole) == self.normalize(text).encode("utf-8", "replace")
+            ):
+                self.encodes_by_segment = False
+                self._cache.clear()
+
+    def _texts_around_added_tokens(self) -> list[str]:
+        # Runs of `▁` are text, and their bytes are spaces.
+        names = [name for name in self._added_ids if name.strip(_SENTENCEPIECE_SPACE)]
+        few = names[:2] + names[-2:]
+        return [
+            "".join(f"x{name}y" for name in names),
+            "".join(f"x \n{name} \n" for name in names),
+            *(f"{probe}{name}{probe}{name}{name}{probe}" for name in few for probe in _PROBE_TEXTS),
+        ]
 
     # -- text to ids ---------------------------------------------------------------------------------
 
-    def encode(self, text: str) -> Ids:
-        """Returns the ids of a text, exactly as the tokenizer does."""
-        segments = self._added_pattern.split(text) if self.encodes_by_segment else [text]
-        # Without segments a text may contain added tokens, which are not words.
-        words = self.word_cache if self.encodes_by_segment else None
+    def encode(self, text: str, after: int | None = None) -> Ids:
+        """Returns the ids of a text, as the tokenizer encodes it after a token, `after`, or at the start.
+
+        Escaped texts (`escaper`) get ordinary tokens.
+        """
         parts: list[Ids] = []
-        for segment in filter(None, segments):
-            ids = self._added_arrays.get(segment) if self.encodes_by_segment else None
-            if ids is None:
-                cached = self._cache.get(segment)
-                if cached is None:
-                    ids = words.encode(segment) if words is not None else None
-                    cached = (segment, self._tokenizer.encode(segment) if ids is None else ids)
-                    self._cache.put(segment, cached)
-                    self.encoded_tokens += len(cached[1])
-                ids = cached[1]
-            parts.append(ids)
+        for piece in self.escaper.split(text):
+            if self.encodes_by_segment:
+                for segment in filter(None, self._added_pattern.split(piece)):
+                    ids = self._added_arrays.get(segment)
+                    parts.append(self._encode_segment(segment) if ids is None else ids)
+            elif piece:
+                parts.append(self._encode_after(piece, after))
+            after = ORDINARY
         if not parts:
             return NO_IDS
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def encode_parts(self, parts: Sequence[str], after: int | None) -> tuple[list[Ids], list[int]]:
+        """Encodes consecutive parts of a text as one text. A token that crosses the end of a part belongs to
+        it.
+
+        Returns the ids of each part, and for every part but the last, by how many characters it grew.
+        """
+        text = "".join(parts)
+        ids = self.encode(text, after)
+        if len(parts) == 1:
+            return [ids], []
+        cuts = list(accumulate(len(self.escaper.unescape(part)) for part in parts[:-1]))
+        ends = self._token_ends(text, ids, after)
+        indices: list[int] = []
+        moves: list[int] = []
+        for cut in cuts:
+            # Tokens that end at or before the cut, and the one that starts before it and ends after it.
+            index = int(np.searchsorted(ends, cut, side="right"))
+            start = int(ends[index - 1]) if index else 0
+            crosses = start < cut and index < len(ids)
+            indices.append(index + crosses)
+            moves.append(int(ends[index]) - cut if crosses else 0)
+        return np.split(ids, indices), moves
 
     def normalize(self, text: str) -> str:
         """Returns the text in the Unicode form in which the tokenizer encodes it."""
@@ -85,39 +145,54 @@ class SegmentEncoder:
             return text
         return unicodedata.normalize("NFC", text)
 
-    def split_ids(self, text: str, ids: Ids, offsets: Sequence[int]) -> tuple[list[Ids], list[int]]:
-        """Splits the ids of a text at offsets in the text. A token that crosses an offset goes to its left.
+    def _encode_segment(self, segment: str) -> Ids:
+        cached = self._cache.get(segment)
+        if cached is None:
+            ids = self.word_cache.encode(segment) if self.word_cache is not None else None
+            cached = (segment, self._tokenizer.encode(segment) if ids is None else ids)
+            self._cache.put(segment, cached)
+            self.encoded_tokens += len(cached[1])
+        return cached[1]
 
-        Returns the parts and the offsets at which the text is really split.
-        """
-        # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
-        lengths = map(len, map(self._tokenizer.token_bytes, ids.tolist()))
-        ends = np.cumsum(np.fromiter(lengths, np.int64, len(ids)))
-        if not text.isascii():
-            characters = _characters_before(text)
-            ends = characters[np.minimum(ends, len(characters) - 1)]
-        cuts: list[int] = []
-        actual: list[int] = []
-        for offset in offsets:
-            # Tokens that end at or before the offset, and the one that starts before it and ends after it.
-            cut = int(np.searchsorted(ends, offset, side="right"))
-            start = int(ends[cut - 1]) if cut else 0
-            crosses = start < offset and cut < len(ids)
-            cuts.append(cut + crosses)
-            actual.append(int(ends[cut]) if crosses else offset)
-        return np.split(ids, cuts), actual
+    def _encode_after(self, text: str, after: int | None) -> Ids:
+        """Returns the ids of a text after a token, cached."""
+        name = None if after is None else self._added_names.get(after, "")
+        key = f"{name}\0{text}"
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = (key, self._tokenizer.encode_after(text, after)[0])
+            self._cache.put(key, cached)
+            self.encoded_tokens += len(cached[1])
+        return cached[1]
 
-    def _verify_segments(self) -> bool:
-        """Whether the concatenated segments equal the whole encode, tested with this tokenizer."""
-        if not self._tokenizer.splits_at_added_tokens:
-            return False
-        names = list(self._added_ids)[:2] + list(self._added_ids)[-2:]
-        for name in names:
-            for probe in _SAFETY_PROBES:
-                text = f"{probe}{name}{probe}{name}{name}{probe}"
-                if self.encode(text).tolist() != self._tokenizer.encode(text).tolist():
-                    return False
-        return True
+    def _token_ends(self, text: str, ids: Ids, after: int | None) -> NDArray[np.int64]:
+        """Returns the offset in the unescaped text at which each of its ids ends."""
+        pieces = self.escaper.split(text)
+        if self.encodes_by_segment:
+            plain = "".join(pieces)
+            # The bytes of the tokens are the bytes of the text, so their lengths give the end of each token.
+            lengths = map(len, map(self._tokenizer.token_bytes, ids.tolist()))
+            ends = np.cumsum(np.fromiter(lengths, np.int64, len(ids)))
+            total = int(ends[-1]) if len(ends) else 0
+            if plain.isascii() and total == len(plain):
+                return ends
+            characters = _characters_before(plain)
+            if total == len(characters) - 2:
+                return characters[ends]
+        # The bytes differ where a text contains the character that stands for a space (`▁`).
+        found: list[NDArray[np.int64]] = []
+        offset = 0
+        for piece in pieces:
+            if piece:
+                found.append(self._tokenizer.encode_after(piece, after)[1] + offset)
+                offset += len(piece)
+            after = ORDINARY
+        ends = np.concatenate(found) if found else np.zeros(0, np.int64)
+        if len(ends) != len(ids):
+            raise CodecError(
+                f"{self._tokenizer.path}: got {len(ids)} ids for a text, expected {len(ends)}: {text[:40]!r}"
+            )
+        return ends
 
     # -- added tokens --------------------------------------------------------------------------------
 
@@ -138,14 +213,51 @@ class SegmentEncoder:
         tokens: list[int] = known[self.is_control[known]].tolist()
         return tokens
 
+    def control_names_in(self, ids: Ids) -> frozenset[str]:
+        """Returns the texts of the control tokens among ids."""
+        return frozenset(self._added_names[token] for token in self.control_tokens_in(ids))
+
     # -- ids to text ---------------------------------------------------------------------------------
 
     def decode(self, ids: Ids) -> str | None:
-        """Returns the text of ids, or None if they do not end at a character."""
+        """Returns the text of ids, or None if they do not end at a character. The text of a control token
+        that is spelled in ordinary tokens is escaped."""
         try:
-            return b"".join(map(self._tokenizer.token_bytes, ids.tolist())).decode()
+            text = b"".join(map(self._tokenizer.token_bytes, ids.tolist())).decode()
+            control = self.control_tokens_in(ids)
+            if self.escaper.count(text) <= len(control):
+                return text
+            pieces: list[str] = []
+            cuts = np.flatnonzero(np.isin(ids, control))
+            for run in np.split(ids, np.union1d(cuts, cuts + 1)):
+                piece = b"".join(map(self._tokenizer.token_bytes, run.tolist())).decode()
+                is_control = len(run) == 1 and int(run[0]) in control
+                pieces.append(piece if is_control else self.escaper.escape(piece))
+            return "".join(pieces)
         except UnicodeDecodeError:
             return None
+
+    def find_text_end(self, text: str, start: int, ids: Ids, after: int | None) -> int | None:
+        """Returns the end of the text at an offset whose ids, after a token, are these; None if the text
+        there has other ids. Needed if the ids do not have the bytes of the text."""
+        recorded = self.decode_bytes(ids).decode("utf-8", "replace")
+        end = start
+        for char in recorded:
+            if not _is_blank(char):
+                while end < len(text) and (_is_blank(text[end]) or text[end] in self.escaper.mark):
+                    end += 1
+                if end >= len(text) or text[end] != char:
+                    return None
+                end += 1
+        ends = [end]
+        while end < len(text) and _is_blank(text[end]):
+            end += 1
+            ends.append(end)
+        # Blanks that a token removes belong to it, so the longest text is the right one.
+        for end in reversed(ends):
+            if np.array_equal(self.encode(text[start:end], after), ids):
+                return end
+        return None
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes of ids; an unknown id is U+FFFD."""
@@ -241,6 +353,10 @@ def _probe_texts() -> list[str]:
     pairs = "".join(map("".join, product(kinds, repeat=2)))
     runs = list(map("".join, product("aZ1 \n\r\t'.s", repeat=3)))
     return [pairs, "".join(runs), *runs[::17]]
+
+
+def _is_blank(char: str) -> bool:
+    return char.isspace() or char == _SENTENCEPIECE_SPACE
 
 
 def _characters_before(text: str) -> NDArray[np.int64]:

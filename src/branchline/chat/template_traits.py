@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from branchline.chat.token_escapes import Escape
 from branchline.core.message import Message, Notation, ToolCall
 
 TemplateMessage = dict[str, Any]
@@ -123,10 +124,13 @@ class TemplateTraits:
     """The text before an earlier reply; it may differ from the generation prompt."""
 
     def to_template_messages(
-        self, messages: Sequence[Message], markers: Mapping[int, FieldMarker] | None = None
+        self,
+        messages: Sequence[Message],
+        markers: Mapping[int, FieldMarker] | None = None,
+        escapes: Mapping[int, Escape] | None = None,
     ) -> list[TemplateMessage]:
         """Returns messages in the form this template accepts, with marked fields for the indices in
-        `markers`."""
+        `markers` and escaped texts for those in `escapes`."""
         written: list[TemplateMessage] = []
         template_ids: list[str] = []
         client_ids: list[str] = []
@@ -148,7 +152,7 @@ class TemplateTraits:
                 client_ids.pop(place)
             elif message.role == "tool":
                 raw["tool_call_id"] = self._call_id(message.tool_call_id, index, 0)
-            written.append(raw)
+            written.append(escapes[index](raw) if escapes and index in escapes else raw)
         return written if self.role_rules is UNRESTRICTED_ROLES else self.role_rules.apply(written)
 
     def _message_to_dict(self, message: Message, mark: FieldMarker | None) -> TemplateMessage:

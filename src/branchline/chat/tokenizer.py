@@ -1,7 +1,9 @@
 """A model's tokenizer directory: ids, the exact bytes of each token, stop ids and chat template sources.
 
 The bytes of a text's tokens are the bytes of the text (as the tokenizer normalises it), whichever ids encode
-it: `[71, 4791]` and `[14990]` are both `hello`. This makes it possible to compare ids by their text.
+it: `[71, 4791]` and `[14990]` are both `hello`. This makes it possible to compare ids by their text. Some
+tokenizers insert a space where a text starts, or remove spaces next to added tokens; `segment_encoder` finds
+out which.
 """
 
 from __future__ import annotations
@@ -9,16 +11,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from branchline.core.errors import CodecError
 from branchline.core.model_folder import find_model_folder, model_name
 from branchline.core.reader import replace_surrogates
-from branchline.core.token_arrays import Ids
+from branchline.core.token_arrays import Ids, as_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,6 +30,11 @@ if TYPE_CHECKING:
 _INSTALL = "pip install 'branchline[tokenizer]'"
 _SENTENCEPIECE_SPACE = "\u2581"
 """The character that sentencepiece vocabularies use for a space."""
+ORDINARY = -1
+"""As the id before a text: any token that is not an added one."""
+_ORDINARY_CONTEXTS = ("\x02", ".", "a", "\n")
+"""Texts after which a text is encoded as in the middle of another one. The first merges with no other
+character in most vocabularies."""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -94,6 +103,9 @@ class TokenizerDir:
         added = {token.id: token for token in file.added_tokens}
         self.added_tokens = {token.content: token.id for token in added.values()}
         """Text and id of the tokens that are matched in a text before the tokenizer's model runs."""
+        self._added_names = {token: name for name, token in self.added_tokens.items()}
+        self.special_ids = frozenset(token.id for token in added.values() if token.special)
+        """The added tokens that the tokenizer marks as special."""
         self.splits_at_added_tokens = not any(
             token.lstrip or token.rstrip or token.single_word or not token.content for token in added.values()
         )
@@ -146,13 +158,59 @@ class TokenizerDir:
         ids.flags.writeable = False
         return ids
 
+    def encode_after(self, text: str, after: int | None) -> tuple[Ids, NDArray[np.int64]]:
+        """Returns the ids of a text after a token, and the offset in the text at which each of them ends.
+
+        `after` is None at the start of a prompt. Another text is encoded before this one; its ids must be the
+        first ones. Spaces that an added token removes belong to the token.
+        """
+        contexts: tuple[str, ...] = ("",)
+        if after is not None:
+            name = self._added_names.get(after)
+            contexts = _ORDINARY_CONTEXTS if name is None else (name, *_ORDINARY_CONTEXTS)
+        text = text if text.isascii() else replace_surrogates(text)
+        for context in contexts:
+            context_ids = self.encode(context).tolist()
+            encoding = self.backend.encode(context + text, add_special_tokens=False)
+            count = len(context_ids)
+            if encoding.ids[:count] == context_ids:
+                ends = np.array([end for _, end in encoding.offsets[count:]], np.int64) - len(context)
+                # Tokens of one character may have equal offsets, an inserted space that of the next one.
+                return as_ids(encoding.ids[count:]), np.maximum.accumulate(np.maximum(ends, 0))
+        raise CodecError(
+            f"{self.path}: cannot encode {text[:40]!r} in the middle of a prompt: it merges with the text "
+            f"before it, tried {', '.join(map(repr, contexts))}"
+        )
+
     def decode(self, ids: Ids) -> str:
-        """Returns readable text: special tokens are included, an unknown id is `<id>`."""
+        """Returns readable text: special tokens are included, an unknown id is `<id>`. A space that the
+        tokenizer inserts at the start of a text or after an added token is left out."""
         try:
-            data = b"".join(map(self.token_bytes, ids.tolist()))
+            pieces = list(map(self.token_bytes, ids.tolist()))
         except CodecError:
-            data = b"".join([self.token_bytes_or(token, b"<%d>" % token) for token in ids.tolist()])
-        return data.decode("utf-8", "replace")
+            pieces = [self.token_bytes_or(token, b"<%d>" % token) for token in ids.tolist()]
+        if pieces and self.inserts_space_at_start:
+            spaced = self._tokens_before_inserted_spaces
+            for index, token in enumerate([None, *ids.tolist()[:-1]]):
+                if token is None or token in spaced:
+                    pieces[index] = pieces[index].removeprefix(b" ")
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    @cached_property
+    def inserts_space_at_start(self) -> bool:
+        """Whether the tokenizer encodes a text as if a space preceded it."""
+        return self._inserts_space("", "a")
+
+    @cached_property
+    def _tokens_before_inserted_spaces(self) -> frozenset[int]:
+        """The added tokens after which the tokenizer inserts a space."""
+        return frozenset(
+            token for name, token in self.added_tokens.items() if self._inserts_space(name, name + "a")
+        )
+
+    def _inserts_space(self, before: str, text: str) -> bool:
+        data = b"".join(map(self.token_bytes, self.encode(text).tolist()))
+        return data.removeprefix(before.encode()).startswith(b" ")
 
     def token_bytes_or(self, token: int, default: bytes) -> bytes:
         """Returns the exact bytes of one token, or `default` for an unknown id."""

@@ -24,9 +24,14 @@ from branchline.chat.base import (
     Tools,
     reply_to_text,
 )
-from branchline.chat.parsing.output_parser import OutputFormat, OutputParser, parse_reply_bytes
+from branchline.chat.parsing.output_parser import (
+    REASONING_MARKERS,
+    OutputFormat,
+    OutputParser,
+    parse_reply_bytes,
+)
 from branchline.chat.segment_encoder import SegmentEncoder
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.vision import ImageProcessor, ImageSpan, find_image_spans
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
@@ -56,7 +61,12 @@ class ReplyReader:
         self, rendered: bytes, sampled: bytes, *, cut: bool, ignore_arguments: bool
     ) -> bool:
         """Whether two different spellings parse to one reply, apart from whitespace and the style of
-        arguments."""
+        arguments. Empty reasoning that only one of them closes is a difference."""
+        _, closer = REASONING_MARKERS.get(self.output_format.reasoning_format, ("", ""))
+        shown, written = (reply.count(closer.encode()) if closer else 0 for reply in (rendered, sampled))
+        # Reasoning that was cut may be closed by the template.
+        if shown < written or (shown > written and not cut):
+            return False
         for inside in (False, True):
             one, other = (
                 parse_reply_bytes(
@@ -139,7 +149,8 @@ class TokenizerCodec:
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
         """Returns the ids of the reply as plain text, without a terminator: no template shows its format."""
-        return self.tokenizer.encode(reply_to_text(message))
+        escaper = self.segment_encoder.escaper
+        return self.segment_encoder.encode(escaper.escape(reply_to_text(message)), ORDINARY)
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids)

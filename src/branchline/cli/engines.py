@@ -130,19 +130,19 @@ def _load_codec(options: argparse.Namespace, tokenizer: str | Path) -> Codec:
     if options.codec == "renderers":
         if value := [*options.stop_id, *options.no_stop_id]:
             raise InputError(f"--stop-id, --no-stop-id: got {value}, expected none with --codec renderers")
-        return _load_renderers_codec(tokenizer, options.family, parsers)
+        return _load_renderers_codec(options, tokenizer, parsers)
     if options.family:
         raise InputError(f"--family: got {options.family!r}, expected it with --codec renderers only")
-    return GenericCodec.open(tokenizer, **parsers, **stops)
+    return GenericCodec.open(tokenizer, allow_special_tokens=options.allow_special_tokens, **parsers, **stops)
 
 
 def _load_renderers_codec(
-    tokenizer: str | Path, family: str | None, parsers: Mapping[str, str | None]
+    options: argparse.Namespace, tokenizer: str | Path, parsers: Mapping[str, str | None]
 ) -> Codec:
     from branchline.chat.renderers_codec.codec import RenderersCodec
     from branchline.chat.renderers_codec.families import FAMILIES
 
-    if not family:
+    if not options.family:
         raise InputError(f"--codec renderers: expected --family NAME, one of {', '.join(FAMILIES)}")
     for name, value in parsers.items():
         if value is not None:
@@ -150,7 +150,7 @@ def _load_renderers_codec(
             raise InputError(
                 f"{option}: got {value!r}, expected none: --codec renderers has parsers of its own"
             )
-    return RenderersCodec.open(tokenizer, family)
+    return RenderersCodec.open(tokenizer, options.family, allow_special_tokens=options.allow_special_tokens)
 
 
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:

@@ -115,6 +115,12 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
     add_stop_id_options(group)
     group.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="let text of messages and tools become control tokens (<|im_end|>); by default it stays text, "
+        "so that a page fetched by a tool cannot open a turn",
+    )
+    group.add_argument(
         "--engine-url",
         action="append",
         default=[],

@@ -13,6 +13,7 @@ from random import Random
 import numpy as np
 
 from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.tokenizer import ORDINARY
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, as_ids
 
@@ -26,7 +27,7 @@ class TemplateReplyEncoder:
         self._vary_tokenization = vary_tokenization
 
     def encode_reply(self, message: Message, *, stop: bool = True) -> Ids:
-        ids = self._encode(self._render(message))
+        ids = self._encode(self._render(message), self._codec.last_prompt_id(tools=bool(message.tool_calls)))
         _, terminator = self._codec.render_reply(message) or ("", None)
         return as_ids(np.append(ids, terminator)) if stop and terminator is not None else as_ids(ids)
 
@@ -41,21 +42,25 @@ class TemplateReplyEncoder:
                 text = text.replace(json.dumps(json.loads(call.arguments)), compact)
         return text
 
-    def _encode(self, text: str) -> Ids:
+    def _encode(self, text: str, after: int) -> Ids:
+        encoder = self._codec.segment_encoder
         if not self._vary_tokenization:
-            return self._codec.tokenizer.encode(text)
+            return encoder.encode(text, after)
         parts: list[Ids] = []
         position = 0
-        for start, end, token in self._codec.segment_encoder.find_added_tokens(text):
-            parts += [*self._encode_split(text[position:start]), as_ids([token])]
-            position = end
-        parts += self._encode_split(text[position:])
+        for start, end, token in encoder.find_added_tokens(text):
+            parts += [*self._encode_split(text[position:start], after), as_ids([token])]
+            position, after = end, token
+        parts += self._encode_split(text[position:], after)
         return np.concatenate(parts) if parts else as_ids([])
 
-    def _encode_split(self, text: str) -> list[Ids]:
-        count = self._rng.randint(0, 3) if text else 0
-        cuts = sorted(self._rng.randrange(len(text)) for _ in range(count))
-        edges = [0, *cuts, len(text)]
-        return [
-            self._codec.tokenizer.encode(text[start:end]) for start, end in pairwise(edges) if end > start
-        ]
+    def _encode_split(self, text: str, after: int) -> list[Ids]:
+        parts: list[Ids] = []
+        for piece in self._codec.segment_encoder.escaper.split(text):
+            count = self._rng.randint(0, 3) if piece else 0
+            edges = [0, *sorted(self._rng.randrange(len(piece)) for _ in range(count)), len(piece)]
+            for start, end in pairwise(edges):
+                if end > start:
+                    parts.append(self._codec.segment_encoder.encode(piece[start:end], after))
+                    after = ORDINARY
+        return parts

@@ -184,14 +184,11 @@ def test_unusual_characters_survive_encoding_and_parsing(qwen: SessionDriver, te
     assert turn.parent is node
 
 
-def test_a_reply_that_contains_the_text_of_a_stop_token_forks_under_template(
-    qwen: SessionDriver,
-) -> None:
+def test_a_reply_that_contains_the_text_of_a_stop_token_does_not_fork(qwen: SessionDriver) -> None:
     ids = [token for char in "x<|im_end|>y" for token in qwen.encode(char)]
     node = qwen.commit_reply([user("p")], [*ids, IM_END])
     assert node.message.content == "x<|im_end|>y"
-    turn = qwen.prepare(user("p"), node.message, user("q"))
-    assert turn.rewrite_reason
+    assert qwen.prepare(user("p"), node.message, user("q")).parent is node
     verbatim = SessionDriver(qwen.codec, history="verbatim")
     node = verbatim.commit_reply([user("p")], [*ids, IM_END])
     assert verbatim.prepare(user("p"), node.message, user("q")).parent is node

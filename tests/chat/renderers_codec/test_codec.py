@@ -26,7 +26,7 @@ from branchline.chat.renderers_codec.codec import RenderersCodec
 from branchline.chat.renderers_codec.families import FAMILIES
 from branchline.chat.renderers_codec.splice import Splicer
 from branchline.chat.segment_encoder import SegmentEncoder
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.call import Delivery, Generation, Request
 from branchline.core.errors import CodecError, TemplateError
@@ -100,7 +100,7 @@ class RenderersReplyEncoder(TemplateReplyEncoder):
             for call in message.tool_calls:
                 spaced = json.dumps(json.loads(call.arguments))
                 text = text.replace(spaced, json.dumps(json.loads(call.arguments), separators=(",", ":")))
-        ids = self._encode(text)
+        ids = self._encode(text, ORDINARY)
         return as_ids(np.append(ids, end)) if stop else ids
 
     def _shown(self, message: Message) -> tuple[str, int]:

@@ -36,10 +36,11 @@ from branchline.chat.generic.template_probe import (
     TemplateProbe,
     probe_template_traits,
 )
+from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.parsing.detection import RenderedCall, detect_output_format
 from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import (
     ImageExpander,
@@ -49,6 +50,7 @@ from branchline.chat.vision import (
     find_image_token,
     reject_media,
 )
+from branchline.core.call import ToolList
 from branchline.core.errors import CodecError
 from branchline.core.message import Message, canonical_json
 from branchline.core.token_arrays import Ids, as_ids
@@ -67,8 +69,9 @@ class GenericCodec(TokenizerCodec):
     templates. `keep_empty_think` keeps an empty reasoning block of the generation prompt, although history
     does not show it. `stop_ids` and `no_stop_ids` add to and remove from the ids that end an output, which
     are found in the tokenizer's files and in the template (`reply_endings`); each is an id or the text of a
-    token. `vision` and `image_token` replace the settings of the image processor and the
-    placeholder token that the tokenizer directory names.
+    token. With `allow_special_tokens` the text of a control token (`<|im_end|>`) in a message becomes that
+    token; by default it stays text. `vision` and `image_token` replace the settings of the image processor
+    and the placeholder token that the tokenizer directory names.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class GenericCodec(TokenizerCodec):
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         keep_empty_think: bool = True,
+        allow_special_tokens: bool = False,
         stop_ids: Iterable[int | str] = (),
         no_stop_ids: Iterable[int | str] = (),
         vision: VisionConfig | None = None,
@@ -96,6 +100,7 @@ class GenericCodec(TokenizerCodec):
         """Calls as the templates show them, if no parser reads them."""
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
+        self._allow_special_tokens = allow_special_tokens
         self._open_image_processor(vision, image_token)
         sources = {tools: chat_template or tokenizer.template_source(tools=tools) for tools in (False, True)}
         compiled = {source: self._compile(source) for source in sources.values()}
@@ -103,6 +108,8 @@ class GenericCodec(TokenizerCodec):
         self._traits = {
             template: probe_template_traits(template, now=self.now) for template in compiled.values()
         }
+        for template, traits in self._traits.items():
+            self.segment_encoder.verify(TemplateProbe(template, traits, now=self.now).render_examples())
         declared = tokenizer.stop_ids.union(tokenizer.find_id(value, "stop_ids") for value in stop_ids)
         self._endings = {
             template: probe_reply_endings(
@@ -112,6 +119,7 @@ class GenericCodec(TokenizerCodec):
         }
         found = declared.union(*(endings.stop_ids for endings in self._endings.values()))
         self.stop_ids = found - self._find_removed_stops(no_stop_ids, found)
+        self._escapes = MessageEscapes(self.segment_encoder, self.stop_ids, allow_special_tokens)
         self._profiles: dict[tuple[ChatTemplate, bytes], TemplateProfile] = {}
 
     @classmethod
@@ -192,6 +200,7 @@ class GenericCodec(TokenizerCodec):
             SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
+            self._allow_special_tokens,
             self._image_expander,
         )
 
@@ -294,7 +303,9 @@ class GenericCodec(TokenizerCodec):
         """Returns the ids of a prompt as the template renders it. Unlike `extend`, this reuses no sampled ids
         and accepts media, which appear as the template prints them."""
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
-        raw = profile.traits.to_template_messages(messages)
+        escapes = {index: self._escapes.of_context(message) for index, message in enumerate(messages)}
+        raw = profile.traits.to_template_messages(messages, escapes=escapes)
+        tools = self._escapes.escape_tools(ToolList(map(dict, tools)))
         text = profile.template.render(raw, tools, profile.chat_template_kwargs, now=self.now)
         return self.segment_encoder.encode(text)
 
@@ -305,14 +316,23 @@ class GenericCodec(TokenizerCodec):
         if reply is None:
             return super().encode_reply(message)
         text, terminator = reply
-        ids = self.tokenizer.encode(text)
+        ids = self.segment_encoder.encode(text, self.last_prompt_id(tools=bool(message.tool_calls)))
         return as_ids([*ids.tolist(), terminator]) if stop and terminator is not None else ids
 
+    def last_prompt_id(self, *, tools: bool) -> int:
+        """Returns the last id of a prompt, after which a reply is sampled."""
+        ids = self.segment_encoder.encode(
+            self.probe(tools=tools).render_or_empty([USER], TOOLS if tools else ())
+        )
+        return int(ids[-1]) if len(ids) else ORDINARY
+
     def render_reply(self, message: Message) -> tuple[str, int | None] | None:
-        """Returns the text of a reply as the template shows it and the id of its terminator, or None if the
-        template does not show the reply after its own generation prompt."""
+        """Returns the text of a reply as the template shows it, with control tokens in its fields escaped,
+        and the id of its terminator; None if the template does not show the reply after its own generation
+        prompt."""
         tools = bool(message.tool_calls)
-        text = self.probe(tools=tools).render_reply(message, TOOLS if tools else ())
+        escape = self._escapes.of_context(message)
+        text = self.probe(tools=tools).render_reply(message, TOOLS if tools else (), escape)
         if text is None:
             return None
         endings = self.profile(tools=tools).endings

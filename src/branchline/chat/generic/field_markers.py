@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from branchline.chat.base import PromptMessage, RewriteReason
 from branchline.chat.template_traits import has_malformed_arguments
+from branchline.chat.token_escapes import Escape
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids
@@ -151,7 +152,8 @@ class SpanFinder:
         if not same_tokens:
             return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
         if stopped or message.content:
-            rendered = self.markers.strip(text[start:stop_start]).encode("utf-8", "replace")
+            shown_text = self._encoder.escaper.unescape(self.markers.strip(text[start:stop_start]))
+            rendered = shown_text.encode("utf-8", "replace")
             reply = self._encoder.decode_bytes(body)
             if rendered != reply and not self._reader.have_same_meaning(
                 rendered, reply, cut=not stopped, ignore_arguments=malformed
@@ -191,9 +193,16 @@ class SpanFinder:
     # -- all messages --------------------------------------------------------------------------------
 
     def locate_messages(
-        self, text: str, messages: Sequence[PromptMessage], marked: Collection[int], first: int, cursor: int
+        self,
+        text: str,
+        messages: Sequence[PromptMessage],
+        marked: Collection[int],
+        first: int,
+        cursor: int,
+        escapes: Mapping[int, Escape],
     ) -> MessageLayout:
-        """Lays out messages[first:] in a text whose earlier messages end at `cursor`."""
+        """Lays out messages[first:] in a text whose earlier messages end at `cursor`. `escapes` are the
+        escapes of the messages whose texts are escaped."""
         layout = MessageLayout(first)
         for index in range(first, len(messages)):
             entry = messages[index]
@@ -210,11 +219,11 @@ class SpanFinder:
             elif index == len(messages) - 1:
                 # The generation prompt follows.
                 prompt = self._reply_prefixes[0]
-                content_end = _content_end(text, entry.message, cursor, len(text))
+                content_end = _content_end(text, _texts(entry.message, escapes.get(index)), cursor, len(text))
                 prompt_start = text.rfind(prompt, content_end) if prompt else -1
                 cursor = prompt_start if prompt_start >= 0 else len(text)
             else:
-                cursor = self._context_message_end(text, messages, index, cursor, marked)
+                cursor = self._context_message_end(text, messages, index, cursor, marked, escapes)
             layout.message_ends.append(cursor)
         return layout
 
@@ -245,6 +254,7 @@ class SpanFinder:
         index: int,
         cursor: int,
         marked: Collection[int],
+        escapes: Mapping[int, Escape],
     ) -> int:
         """Returns the offset after a context message's stop token, or after its content if it has none.
 
@@ -253,8 +263,8 @@ class SpanFinder:
         next_marked = next((later for later in range(index + 1, len(messages)) if later in marked), None)
         limit = -1 if next_marked is None else self.markers.find_first(text, next_marked, cursor)
         limit = limit if limit >= 0 else len(text)
-        end = _content_end(text, messages[index].message, cursor, limit)
-        following = _first_text(messages[index + 1].message)
+        end = _content_end(text, _texts(messages[index].message, escapes.get(index)), cursor, limit)
+        following = next(iter(_texts(messages[index + 1].message, escapes.get(index + 1))), None)
         next_start = text.find(following, end, limit) if following else -1
         limit = next_start if next_start >= 0 else limit
         stop = self.find_next_stop(text, end)
@@ -266,22 +276,20 @@ class SpanFinder:
         return end
 
 
-def _texts(message: Message) -> list[str]:
-    """Returns the texts that a template shows in one piece: those between images, or the content."""
+def _texts(message: Message, escape: Escape | None) -> list[str]:
+    """Returns the texts that a template shows in one piece, as they occur in a rendered text: those between
+    images, or the content, and the names of calls."""
+    texts = [message.content]
     if message.parts and message.media:
-        return [part.strip() for part in message.parts if isinstance(part, str)]
-    return [message.content.strip()]
+        texts = [part for part in message.parts if isinstance(part, str)]
+    texts = [*(text.strip() for text in texts), *(call.name for call in message.tool_calls)]
+    return [text if escape is None else escape(text) for text in texts if text]
 
 
-def _first_text(message: Message) -> str:
-    text = next(filter(None, _texts(message)), "")
-    return text or (message.tool_calls[0].name if message.tool_calls else "")
-
-
-def _content_end(text: str, message: Message, cursor: int, limit: int) -> int:
-    """Returns the offset after the content and the call names of a message, as far as they occur."""
-    for needle in (*_texts(message), *(call.name for call in message.tool_calls)):
-        start = text.find(needle, cursor, limit) if needle else -1
+def _content_end(text: str, needles: Iterable[str], cursor: int, limit: int) -> int:
+    """Returns the offset after the texts of a message, as far as they occur."""
+    for needle in needles:
+        start = text.find(needle, cursor, limit)
         if start >= 0:
             cursor = start + len(needle)
     return cursor

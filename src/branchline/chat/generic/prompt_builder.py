@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
 from branchline.chat.generic.template_probe import EMPTY_THINK
+from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.chat.vision import ImageExpander
@@ -56,6 +57,8 @@ class TemplateProfile:
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
+    allow_special_tokens: bool = False
+    """The text of a control token in a message becomes that token."""
     image_expander: ImageExpander | None = None
     """None if the model reads text only."""
 
@@ -73,6 +76,8 @@ class RenderedPrompt:
     message_ends: tuple[int, ...]
     marked: frozenset[int]
     """The indices of the messages with markers."""
+    escaped: frozenset[int]
+    """The indices of the messages that contain the text of a control token."""
     last_ids: Ids
     """The ids of the last message. Their identity is the cache key, so they are kept alive here."""
 
@@ -106,10 +111,12 @@ class PromptBuilder:
         self._cache = cache
         self._path = path
         self._messages: list[PromptMessage] = [*path, *new]
-        tool_list = tools if isinstance(tools, ToolList) else ToolList(map(dict, tools))
-        self._tools = tool_list.cached_json_dicts or None
         self._now = now
         self._encoder = profile.reader.segment_encoder
+        end_ids = profile.reader.stop_ids | profile.endings.terminator_ids
+        self._escapes = MessageEscapes(self._encoder, end_ids, profile.allow_special_tokens)
+        tool_list = tools if isinstance(tools, ToolList) else ToolList(map(dict, tools))
+        self._tools = self._escapes.escape_tools(tool_list) or None
         self._finder = profile.span_finder
 
     # -- history="template" --------------------------------------------------------------------------
@@ -124,7 +131,9 @@ class PromptBuilder:
             remembered, covered = None, 0
         marked = set(remembered.marked) if remembered is not None else set()
         marked |= {index for index in range(covered, len(self._messages)) if self._is_marked(index)}
-        text = self._render(self._messages, marked)
+        escaped = set(remembered.escaped) if remembered is not None else set()
+        escaped |= self._escapes.find(self._messages, covered)
+        text = self._render(self._messages, marked, escaped)
         kept_prefix = (
             self._compare_with_remembered(text, remembered)
             if remembered is not None
@@ -144,16 +153,17 @@ class PromptBuilder:
         }
         if newly_marked:
             marked |= newly_marked
-            before, text = text, self._render(self._messages, marked)
+            before, text = text, self._render(self._messages, marked, escaped)
             if text[:cursor] != before[:cursor]:
                 kept = cursor = 0
         while True:
-            layout = self._finder.locate_messages(text, self._messages, marked, kept, cursor)
+            escapes = self._escapes.of_messages(self._messages, marked, escaped)
+            layout = self._finder.locate_messages(text, self._messages, marked, kept, cursor, escapes)
             if not layout.mismatches:
                 break
             mismatches |= layout.mismatches
             marked -= layout.mismatches.keys()
-            before, text = text, self._render(self._messages, marked)
+            before, text = text, self._render(self._messages, marked, escaped)
             if text[:cursor] != before[:cursor]:
                 # Rendering one message without markers changed an earlier one: keep nothing of the path.
                 kept = cursor = 0
@@ -169,7 +179,8 @@ class PromptBuilder:
             last_ids = tokens[-1].ids if tokens else self._path[-1].ids
             if len(last_ids):
                 ends = (*kept_prefix.message_ends[:kept], *layout.message_ends)
-                self._cache.put(id(last_ids), RenderedPrompt(text, ends, frozenset(marked), last_ids))
+                prompt = RenderedPrompt(text, ends, frozenset(marked), frozenset(escaped), last_ids)
+                self._cache.put(id(last_ids), prompt)
         return extension
 
     def _remembered_prompt(self) -> RenderedPrompt | None:
@@ -204,8 +215,7 @@ class PromptBuilder:
         for index, entry in enumerate(self._path):
             sampled = entry.sampled_ids if index in marked else None
             prefix_length = len(entry.ids) - (len(sampled) if sampled is not None else 0)
-            recorded = self._encoder.decode(entry.ids[:prefix_length])
-            end = self._match_text_at(text, cursor, recorded) if recorded is not None else None
+            end = self._match_ids_at(text, cursor, entry.ids[:prefix_length], self._last_id(index))
             if end is None:
                 return KeptPrefix(tuple(ends), RewriteReason.REWRITTEN)
             if sampled is not None:
@@ -216,6 +226,13 @@ class PromptBuilder:
             cursor = end
             ends.append(cursor)
         return KeptPrefix(tuple(ends))
+
+    def _match_ids_at(self, text: str, offset: int, ids: Ids, after: int | None) -> int | None:
+        """Returns the end of the text at an offset that recorded ids show, or None if the text differs."""
+        if not self._encoder.encodes_by_segment:
+            return self._encoder.find_text_end(text, offset, ids, after)
+        recorded = self._encoder.decode(ids)
+        return None if recorded is None else self._match_text_at(text, offset, recorded)
 
     def _match_text_at(self, text: str, offset: int, recorded: str) -> int | None:
         """Returns the end of recorded text at an offset, or None if the text differs. An empty reasoning
@@ -266,11 +283,12 @@ class PromptBuilder:
             self._finder = self._finder.with_new_markers()
         first = len(self._path) + shift
         marked = {reply_index} | {i for i in range(first, len(messages)) if self._is_marked(i - shift)}
+        escaped = self._escapes.find(messages)
         reply = messages[reply_index]
         assert reply.sampled_ids is not None
         while True:
             try:
-                text = self._render(messages, marked, include_tools=shift == 0)
+                text = self._render(messages, marked, escaped, include_tools=shift == 0)
             except TemplateError:
                 return None
             cursor = self._finder.find_last_reply_end(
@@ -281,13 +299,13 @@ class PromptBuilder:
                 stop_opens_next_message=self._profile.endings.stop_opens_next_message,
             )
             for index in range(last_reply + 1, len(self._path)):
-                recorded = self._encoder.decode(self._path[index].ids)
-                if cursor is None or recorded is None or not text.startswith(recorded, cursor):
+                if cursor is None:
                     return None
-                cursor += len(recorded)
+                cursor = self._match_ids_at(text, cursor, self._path[index].ids, self._last_id(index))
             if cursor is None:
                 return None
-            layout = self._finder.locate_messages(text, messages, marked, first, cursor)
+            escapes = self._escapes.of_messages(messages, marked, escaped)
+            layout = self._finder.locate_messages(text, messages, marked, first, cursor, escapes)
             if not layout.mismatches:
                 return self._assemble(text, layout, cursor, RewriteReason.NONE, shift)
             marked -= layout.mismatches.keys()
@@ -300,12 +318,22 @@ class PromptBuilder:
             return False
         return entry.sampled_ids is not None if isinstance(entry, NewMessage) else entry.ends_sampled
 
+    def _last_id(self, index: int) -> int | None:
+        """Returns the last id of the path before an index, or None at the start of the prompt."""
+        return next((int(entry.ids[-1]) for entry in reversed(self._path[:index]) if len(entry.ids)), None)
+
     def _render(
-        self, messages: Sequence[PromptMessage], marked: set[int], *, include_tools: bool = True
+        self,
+        messages: Sequence[PromptMessage],
+        marked: set[int],
+        escaped: set[int],
+        *,
+        include_tools: bool = True,
     ) -> str:
         profile = self._profile
         markers = {index: self._finder.markers.field_marker(index) for index in marked}
-        raw = profile.traits.to_template_messages([entry.message for entry in messages], markers)
+        escapes = self._escapes.of_messages(messages, marked, escaped)
+        raw = profile.traits.to_template_messages([entry.message for entry in messages], markers, escapes)
         tools = self._tools if include_tools else None
         media = [part for entry in messages if entry.message.parts for part in entry.message.media]
 
@@ -328,6 +356,7 @@ class PromptBuilder:
         """
         tokens: list[MessageTokens] = []
         encoded_tokens = 0
+        after = self._last_id(layout.first - shift)
         last = len(layout.message_ends)
         offsets = [cursor]
         for number, end in enumerate([*layout.message_ends, len(text)]):
@@ -338,16 +367,11 @@ class PromptBuilder:
             # Encode everything up to the span, or to the end of the text, and split it into its messages.
             offsets.append(end if span is None else span.start)
             parts = [self._finder.markers.strip(text[start:stop]) for start, stop in pairwise(offsets)]
-            whole = "".join(parts)
-            ids = self._encoder.encode(whole)
-            encoded_tokens += len(ids)
-            message_ids = [ids]
-            if len(parts) > 1:
-                cuts = list(accumulate(map(len, parts[:-1])))
-                message_ids, actual = self._encoder.split_ids(whole, ids, cuts)
-                for earlier, (cut, moved) in enumerate(zip(cuts, actual, strict=True), number - len(cuts)):
-                    layout.message_ends[earlier] += moved - cut
+            message_ids, moves = self._encoder.encode_parts(parts, after)
+            for earlier, move in enumerate(moves, number - len(moves)):
+                layout.message_ends[earlier] += move
             *context, prefix = map(as_ids, message_ids)
+            encoded_tokens += sum(map(len, message_ids))
             tokens += [MessageTokens(p, normalize_runs([(len(p), Origin.CONTEXT)])) for p in context]
             if span is not None:
                 sampled = self._messages[layout.first + number - shift].sampled_ids
@@ -355,4 +379,5 @@ class PromptBuilder:
                 spans = normalize_runs(((len(prefix), Origin.TEMPLATE), (len(sampled), Origin.CONTEXT)))
                 tokens.append(MessageTokens(as_ids(np.concatenate((prefix, sampled))), spans))
                 offsets = [span.end]
+                after = next((int(part[-1]) for part in (sampled, prefix) if len(part)), after)
         return Extension(layout.first - shift, tuple(tokens), prefix, encoded_tokens, reason)

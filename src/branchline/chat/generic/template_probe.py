@@ -8,7 +8,7 @@ template engines, so that probing also verifies minijinja against jinja2.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import product
@@ -25,6 +25,7 @@ from branchline.chat.template_traits import (
     TemplateTraits,
     detect_malformed_arguments_format,
 )
+from branchline.chat.token_escapes import Escape
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.core.reader import REASONING_TEXT_FIELDS
@@ -168,9 +169,10 @@ class TemplateProbe:
         *,
         add_generation_prompt: bool = True,
         now: datetime | None = None,
+        escapes: Mapping[int, Escape] | None = None,
     ) -> str:
         """Returns the text of a conversation. Raises TemplateError if the template refuses it."""
-        raw = self.traits.to_template_messages(messages)
+        raw = self.traits.to_template_messages(messages, escapes=escapes)
         return self.render_raw(raw, tools, add_generation_prompt=add_generation_prompt, now=now)
 
     def render_or_empty(
@@ -179,19 +181,23 @@ class TemplateProbe:
         tools: Sequence[dict[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        escapes: Mapping[int, Escape] | None = None,
     ) -> str:
         """Returns the text of a conversation, or an empty text if the template refuses it."""
         try:
-            return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
+            return self.render(messages, tools, add_generation_prompt=add_generation_prompt, escapes=escapes)
         except TemplateError:
             return ""
 
-    def render_reply(self, message: Message, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+    def render_reply(
+        self, message: Message, tools: Sequence[dict[str, Any]] = (), escape: Escape | None = None
+    ) -> str | None:
         """Returns the text that follows the generation prompt if the message is the last one, terminator
         included; None if the template refuses the message or changes the prompt."""
         user = Message("user", ".")
+        escapes = {1: escape} if escape is not None else None
         prompt = self.render_or_empty([user], tools)
-        text = self.render_or_empty([user, message], tools, add_generation_prompt=False)
+        text = self.render_or_empty([user, message], tools, add_generation_prompt=False, escapes=escapes)
         if not prompt or not text.startswith(prompt):
             return None
         reply = text[len(prompt) :]
@@ -228,6 +234,12 @@ class TemplateProbe:
             if not self.template.uses_minijinja:
                 return
             self.render_or_empty(messages, tools)
+
+    def render_examples(self) -> list[str]:
+        """Returns the texts of some conversations with unusual characters, as far as the template accepts
+        them."""
+        conversations = _verification_conversations()
+        return list(filter(None, (self.render_or_empty(*example) for example in conversations[:14:3])))
 
     def has_local_tail(self) -> bool:
         """Whether the text after a reply is the same in a short conversation without tools and in a long one

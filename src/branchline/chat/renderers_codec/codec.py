@@ -9,7 +9,7 @@ detected or looked up on a hub, and the package is imported when the first codec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from branchline.chat.base import (
     PromptMessage,
     Tools,
 )
+from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.parsing.output_parser import (
     NO_REASONING,
     REASONING_MARKERS,
@@ -36,6 +37,7 @@ from branchline.chat.parsing.output_parser import (
 from branchline.chat.renderers_codec.families import FAMILIES, RendererTokenizer
 from branchline.chat.renderers_codec.splice import RenderedIds, Splicer
 from branchline.chat.template_traits import MALFORMED_CALL, TemplateTraits, detect_malformed_arguments_format
+from branchline.chat.token_escapes import Escape
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
 from branchline.chat.vision import (
@@ -45,6 +47,7 @@ from branchline.chat.vision import (
     find_image_spans,
     reject_media,
 )
+from branchline.core.call import ToolList
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Message
 from branchline.core.token_arrays import as_ids
@@ -55,12 +58,26 @@ _ROLE_ALIASES = {"developer": "system", "function": "tool"}
 
 
 class RenderersCodec(TokenizerCodec):
-    """Messages ⇄ ids for a named family; `options` are fields of the family's config in `renderers`."""
+    """Messages ⇄ ids for a named family; `options` are fields of the family's config in `renderers`.
+
+    With `allow_special_tokens` the text of a control token in a message becomes that token.
+    """
 
     def __init__(
-        self, tokenizer: TokenizerDir, family: str, *, vision: VisionConfig | None = None, **options: Any
+        self,
+        tokenizer: TokenizerDir,
+        family: str,
+        *,
+        vision: VisionConfig | None = None,
+        allow_special_tokens: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(tokenizer)
+        if not self.segment_encoder.encodes_by_segment:
+            raise CodecError(
+                f"{tokenizer.path}: this tokenizer inserts or removes spaces next to added tokens, expected "
+                "one that does not, because renderers encode each text on its own: use the generic codec"
+            )
         self.family = family.lower().replace("-", "_").replace(".", "_")
         if self.family not in FAMILIES:
             raise CodecError(f"family: got {family!r}, expected one of {', '.join(FAMILIES)}")
@@ -74,6 +91,7 @@ class RenderersCodec(TokenizerCodec):
         self._renderers: dict[bytes, Any] = {}
         self._output_formats: dict[bytes, OutputFormat] = {}
         self.stop_ids = frozenset(int(token) for token in self._get_renderer({}).get_stop_token_ids())
+        self._escapes = MessageEscapes(self.segment_encoder, self.stop_ids, allow_special_tokens)
         self._traits = TemplateTraits()
         self._traits = TemplateTraits(
             malformed_arguments_format=detect_malformed_arguments_format(self._render_malformed_call())
@@ -120,10 +138,12 @@ class RenderersCodec(TokenizerCodec):
         entries: list[PromptMessage] = [*path, *new]
         messages = [entry.message for entry in entries]
         reader = ReplyReader(self.segment_encoder, self.stop_ids, self.output_format(kwargs), tools)
-        splicer = Splicer(self._render(messages, tools, kwargs), entries, reader)
+        sampled = {index for index, entry in enumerate(entries) if entry.sampled_ids is not None}
+        escapes = self._escapes.of_messages(entries, sampled, self._escapes.find(entries))
+        splicer = Splicer(self._render(messages, tools, kwargs, escapes), entries, reader)
         if history == "verbatim" and path:
             extension = splicer.build_verbatim(
-                len(path), lambda: self._render(messages[: len(path)], tools, kwargs)
+                len(path), lambda: self._render(messages[: len(path)], tools, kwargs, escapes)
             )
             if extension is not None:
                 return extension
@@ -131,17 +151,23 @@ class RenderersCodec(TokenizerCodec):
 
     # -- the renderer --------------------------------------------------------------------------------
 
-    def _render(self, messages: Sequence[Message], tools: Tools, kwargs: ChatTemplateKwargs) -> RenderedIds:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        kwargs: ChatTemplateKwargs,
+        escapes: Mapping[int, Escape] | None = None,
+    ) -> RenderedIds:
         if self.image_processor is None:
             reject_media(messages, self.name)
         else:
             check_media(messages, self.name)
         renderer = self._get_renderer(kwargs)
-        raw = self._to_renderer_messages(messages)
+        raw = self._to_renderer_messages(messages, escapes or {})
+        tool_list = tools if isinstance(tools, ToolList) else ToolList(map(dict, tools))
+        shown_tools = [dict(tool) for tool in self._escapes.escape_tools(tool_list)]
         try:
-            result = renderer.render(
-                raw, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=True
-            )
+            result = renderer.render(raw, tools=shown_tools or None, add_generation_prompt=True)
         except CodecError:
             raise
         except Exception as error:
@@ -193,13 +219,16 @@ class RenderersCodec(TokenizerCodec):
             except CodecError as error:
                 raise TemplateError(f"messages[{index}], {message.role}: {error}") from error
 
-    def _to_renderer_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        raw_messages = self._traits.to_template_messages(messages)
-        for raw, message in zip(raw_messages, messages, strict=True):
+    def _to_renderer_messages(
+        self, messages: Sequence[Message], escapes: Mapping[int, Escape]
+    ) -> list[dict[str, Any]]:
+        raw_messages = self._traits.to_template_messages(messages, escapes=escapes)
+        for index, (raw, message) in enumerate(zip(raw_messages, messages, strict=True)):
             raw["role"] = _ROLE_ALIASES.get(message.role, message.role)
             if message.media and self.image_processor is not None:
+                escape = escapes.get(index, str)
                 raw["content"] = [
-                    {"type": "text", "text": part}
+                    {"type": "text", "text": escape(part)}
                     if isinstance(part, str)
                     else {"type": "image", "image": self.image_processor.placeholder(part)}
                     for part in message.parts
