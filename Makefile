@@ -8,7 +8,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format coverage walk bench bench-codec bench-gateway bench-loop \
-	test-hf test-vllm test-kill test-mlflow test-clients clean
+	test-hf test-vllm test-kill test-mlflow test-clients \
+	test-templates clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -38,6 +39,10 @@ $(VENV)/.smollm2: $(VENV)/.hf
 
 .cache/tokenizers/.ready: scripts/fetch_tokenizers.py | $(READY)
 	$(BIN)/python scripts/fetch_tokenizers.py
+	@mkdir -p $(@D) && touch $@
+
+.cache/templates/.ready: scripts/fetch_templates.py | $(READY)
+	$(BIN)/python scripts/fetch_templates.py
 	@mkdir -p $(@D) && touch $@
 
 # In its own environment, so that our packages do not change how it performs.
@@ -106,6 +111,9 @@ test-mlflow: $(READY) .cache/mlflow/.ready ## send the spans of a session to a r
 
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
+
+test-templates: $(READY) .cache/templates/.ready ## play random conversations on 142 real chat templates; writes docs/templates.md
+	$(BIN)/python -m pytest -m slow tests/templates
 
 # -- measure ---------------------------------------------------------------------------------------------
 

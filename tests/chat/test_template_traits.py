@@ -232,3 +232,30 @@ def test_every_order_of_user_and_system_messages_is_accepted(family: str, data: 
         messages.append(Message(role, f"w{index}."))  # type: ignore[arg-type]
     text = SessionDriver(load_codec(family)).render(*messages)
     assert all(f"w{index}." in text for index in range(len(messages)))
+
+
+PARTS = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}{%- for part in m.content %}"
+    "{%- if part.type == 'text' %}{{- part.text }}{%- endif %}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""Iterates over content, as the templates of Idefics3, LLaVA and SmolVLM: text that is no part vanishes."""
+
+
+def test_text_is_passed_as_a_part_to_a_template_that_reads_only_parts() -> None:
+    codec = load_codec_with_template(PARTS)
+    assert codec.profile().traits.requires_content_parts
+    driver = SessionDriver(codec)
+    node = driver.commit_reply([system("s"), user("hi")], driver.encode("yes<|im_end|>"))
+    turn = driver.prepare(system("s"), user("hi"), node.message, user("and"))
+    assert turn.parent is node
+    assert driver.decode(turn.prompt_ids.tolist()) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "yes<|im_end|>\n<|im_start|>user\nand<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_stays_text_for_templates_that_read_it(family: str) -> None:
+    assert not load_codec(family).profile().traits.requires_content_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -177,6 +178,40 @@ def test_ids_are_read_only_int32(tokenizer: TokenizerDir) -> None:
     ids = tokenizer.encode("hello")
     assert ids.dtype == np.int32
     assert not ids.flags.writeable
+
+
+def test_named_templates_in_their_own_folder_are_read(tmp_path: Path) -> None:
+    save_byte_level(tmp_path, chat_template="from the config")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    (tmp_path / "additional_chat_templates" / "notes.txt").write_text("no template")
+    tokenizer = TokenizerDir.open(tmp_path)
+    assert tokenizer.template_source() == "from the config"
+    assert tokenizer.template_source(tools=True) == "with tools"
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    tokenizer = TokenizerDir.open(tmp_path)
+    assert tokenizer.template_source() == "from the file"
+    assert tokenizer.template_source(tools=True) == "with tools"
+
+
+def test_a_template_file_replaces_all_templates_of_the_config(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old tools"}]
+    save_byte_level(tmp_path, chat_template=named)
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert TokenizerDir.open(tmp_path).template_source(tools=True) == "new"
+
+
+def test_special_tokens_may_be_named_in_their_own_file(tmp_path: Path) -> None:
+    save_byte_level(tmp_path, chat_template="{{ bos_token }}", eos_token=None, pad_token="<|start|>")
+    tokens = {"bos_token": {"content": "<|start|>"}, "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    tokenizer = TokenizerDir.open(tmp_path)
+    assert tokenizer.special_tokens == {
+        "bos_token": "<|start|>",
+        "eos_token": "<|end|>",
+        "pad_token": "<|start|>",
+    }
+    assert tokenizer.stop_ids == {tokenizer.added_tokens["<|end|>"]}
 
 
 def test_a_tokenizer_is_opened_by_its_hugging_face_name(

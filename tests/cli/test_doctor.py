@@ -72,7 +72,7 @@ def test_a_safe_template_exits_with_0_and_ends_with_safe(doctor: Doctor) -> None
     code, output = doctor(CHAT_TEMPLATE)
     assert code == 0
     assert output.splitlines()[-1].startswith("safe: Nothing to do")
-    assert output.splitlines()[-2] == "14 checks: 13 fine, 1 note, 0 unsafe"
+    assert output.splitlines()[-2] == "15 checks: 14 fine, 1 note, 0 unsafe"
     assert "parsers: plain for tool calls, none for reasoning; stop ids: 257 <|end|>" in output
 
 

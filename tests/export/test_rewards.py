@@ -6,6 +6,7 @@ import re
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +107,18 @@ def test_a_turn_whose_reasoning_the_template_drops_is_rewarded_where_it_was_samp
     export = export_samples(session.tree, policy, rewards=rewards)
     assert [[span.score for span in sample.rewards] for sample in export.samples] == [[1.0], [2.0]]
     assert export.report.unassigned_rewards == 0
+
+
+def test_the_reward_of_a_resumed_call_is_that_of_the_call_that_continued_it() -> None:
+    session = Session("s", CODEC)
+    for resumes, text in (("", "ha"), ("call-0", "half")):
+        turn = session.prepare(Request((USER,), resume_call_id=resumes))
+        ids = CODEC.encode(text)
+        call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32))).call
+        session.record_delivery(call, Delivery.DELIVERED if resumes else Delivery.CANCELLED)
+    rewards = [{"score": 1, "call": "call-0"}]
+    assert spans_by_text(session, *rewards) == [[(1.0, "half")]]
+    assert export_samples(session.tree, rewards=rewards).report.unassigned_rewards == 0
 
 
 def test_rewards_that_no_sample_has_are_counted() -> None:

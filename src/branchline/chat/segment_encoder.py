@@ -145,6 +145,15 @@ class SegmentEncoder:
             return text
         return unicodedata.normalize("NFC", text)
 
+    def normalize_bytes(self, data: bytes) -> bytes:
+        """Returns the bytes of a text in the same form; bytes that are no text stay as they are."""
+        if data.isascii() or not self._tokenizer.normalizes_nfc:
+            return data
+        try:
+            return unicodedata.normalize("NFC", data.decode()).encode()
+        except UnicodeDecodeError:
+            return data
+
     def _encode_segment(self, segment: str) -> Ids:
         cached = self._cache.get(segment)
         if cached is None:

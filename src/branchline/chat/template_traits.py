@@ -15,10 +15,12 @@ What a template accepts is left unchanged, so the start of a conversation never 
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -37,6 +39,10 @@ MALFORMED_CALL = Message("assistant", tool_calls=(ToolCall("look", _MALFORMED_AR
 _PLACEHOLDER_KEY = "arguments"
 """The key of the object that wraps malformed arguments."""
 _SEPARATOR = "\n\n"
+_TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
+_BLOCK = re.compile(rf"(?P<opener>{_TAG})(?P<label>[^<>\[\]]*)(?P<closer>{_TAG})\s*\Z")
+_TAG_NAME = re.compile("[^a-z]|start|begin|end")
+"""What tags have besides their name: `<|START_X|>` and `<|END_X|>`, `<x>` and `</x>` have one name."""
 
 MalformedArgumentsFormat = Literal["text", "value", "object"]
 """How arguments that are not a JSON object are passed: as text; as their JSON value, or as a string if they
@@ -107,6 +113,8 @@ class TemplateTraits:
     malformed_arguments_format: MalformedArgumentsFormat = "text"
     requires_null_content: bool = False
     """Empty content next to tool calls must be null."""
+    requires_content_parts: bool = False
+    """Text must be passed as a list of parts; text that is no part is not shown."""
     call_id_length: int = 0
     """Call ids must have this many characters; 0: any length."""
     shows_tool_calls: bool = True
@@ -122,6 +130,27 @@ class TemplateTraits:
     generation_prompt: str = ""
     history_reply_prefix: str = ""
     """The text before an earlier reply; it may differ from the generation prompt."""
+
+    @cached_property
+    def empty_reasoning_block(self) -> str:
+        """The empty reasoning block at the end of the generation prompt, in the template's own spelling.
+
+        >>> TemplateTraits(generation_prompt="<|im_start|>assistant\\n<think></think>").empty_reasoning_block
+        '<think></think>'
+        """
+        block = _BLOCK.search(self.generation_prompt)
+        if block is None or (block["label"].strip() and not block["label"].endswith("\n")):
+            return ""
+        opener, closer = (_TAG_NAME.sub("", block[side].lower()) for side in ("opener", "closer"))
+        return block[0] if opener == closer and block["opener"] != block["closer"] else ""
+
+    @cached_property
+    def history_reasoning_block(self) -> str:
+        """The end of the empty reasoning block that the template shows before an earlier reply."""
+        block = self.empty_reasoning_block
+        before = self.generation_prompt.removesuffix(block)
+        shown = self.history_reply_prefix.removeprefix(before)
+        return shown if self.history_reply_prefix.startswith(before) and block.endswith(shown) else ""
 
     def to_template_messages(
         self,
@@ -168,11 +197,11 @@ class TemplateTraits:
                 else {"type": part.kind, part.kind: part.url or part.digest}
                 for part in message.parts
             ]
-        elif mark is not None and (content or not (reasoning or message.tool_calls)):
-            # An empty field is marked only if no other field can show where the message is.
-            raw["content"] = mark(0, content)
         else:
-            raw["content"] = content
+            if mark is not None and (content or not (reasoning or message.tool_calls)):
+                # An empty field is marked only if no other field can show where the message is.
+                content = mark(0, content)
+            raw["content"] = [{"type": "text", "text": content}] if self.requires_content_parts else content
         if reasoning:
             raw[self.reasoning_field] = mark(1, reasoning) if mark else reasoning
             if self.joins_text_to_reasoning and message.tool_calls and isinstance(raw["content"], str):

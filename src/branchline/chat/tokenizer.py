@@ -121,9 +121,9 @@ class TokenizerDir:
         ).__getitem__
         """Returns the exact bytes of one token. Raises CodecError for an unknown id."""
         self._template_sources = _read_template_sources(path, config)
-        self.special_tokens: Mapping[str, str] = _read_special_tokens(config)
+        self.special_tokens: Mapping[str, str] = _read_special_tokens(path, config)
         """`bos_token`, `eos_token` and so on, which templates use by name."""
-        self.stop_ids = _read_stop_ids(path, config, self.added_tokens)
+        self.stop_ids = _read_stop_ids(path, self.special_tokens.get("eos_token", ""), self.added_tokens)
         """The ids that end an output, according to the files of the directory."""
 
     @classmethod
@@ -270,14 +270,23 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CodecError(f"{path}: expected a JSON object: {error}") from error
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode()
+    except UnicodeError as error:
+        raise CodecError(f"{path}: expected UTF-8: {error}") from error
+
+
 def _read_template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns chat templates by name; `chat_template.jinja` takes precedence over the config."""
+    """Returns chat templates by name. `chat_template.jinja` replaces those of the config; the files in
+    `additional_chat_templates` are named after their template."""
     file = path / "chat_template.jinja"
-    if file.exists():
-        try:
-            return {"default": _read_bytes(file).decode()}
-        except UnicodeError as error:
-            raise CodecError(f"{file}: expected UTF-8: {error}") from error
+    sources = {"default": _read_text(file)} if file.exists() else _read_configured_templates(path, config)
+    additional = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    return sources | {file.stem: _read_text(file) for file in additional}
+
+
+def _read_configured_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     configured = config.get("chat_template") or []
     if isinstance(configured, str):
         return {"default": configured}
@@ -288,15 +297,19 @@ def _read_template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, s
         raise CodecError(f"{path / 'tokenizer_config.json'}: {expected}") from error
 
 
-def _read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    contents = {name: v.get("content") if isinstance(v, dict) else v for name, v in tokens.items()}
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
+def _read_special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns special tokens by name; the config takes precedence over `special_tokens_map.json`."""
+    contents: dict[str, str] = {}
+    for source in (_read_config(path / "special_tokens_map.json"), config):
+        for name, value in source.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(content, str):
+                contents[name] = content
+    return contents
 
 
-def _read_stop_ids(path: Path, config: Mapping[str, Any], added: Mapping[str, int]) -> frozenset[int]:
+def _read_stop_ids(path: Path, eos_token: str, added: Mapping[str, int]) -> frozenset[int]:
     """Returns the end-of-text ids of the tokenizer and of `generation_config.json`."""
-    eos_token = _read_special_tokens(config).get("eos_token", "")
     stop_ids = {added[eos_token]} if eos_token in added else set()
     file = path / "generation_config.json"
     if file.exists():

@@ -7,18 +7,18 @@ would be lost, changed or not understood.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
 from branchline.chat.generic.chat_template import first_difference
 from branchline.chat.generic.codec import GenericCodec
-from branchline.chat.generic.template_probe import PROBE_TIME, TOOLS
+from branchline.chat.generic.template_probe import PROBE_TIME, TOOLS, USER
 from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message
+from branchline.doctor.played_conversation import ConversationPlayer
 
 Evidence = Mapping[str, str]
 USE_VERBATIM = "serve with history=verbatim"
@@ -26,7 +26,6 @@ USE_VERBATIM = "serve with history=verbatim"
 USE_RENDERERS = "use the renderers codec"
 NAME_A_PARSER = "name a parser with serve --tool-parser"
 
-_EMPTY_REASONING = re.compile(r"<think>\s*</think>\s*")
 _CHARS_BEFORE, _CHARS_AFTER = 40, 80
 _ERROR_PREFIXES = (
     "the chat template refused the conversation: ",
@@ -51,6 +50,8 @@ class Finding:
     behaviour: str = ""
     """What the template does, as the rest of a sentence "This template …", if the user should act on it."""
     remedy: str = ""
+    forks_after: frozenset[str] = frozenset()
+    """The roles of the messages after which prompts fork because of this."""
 
     @property
     def ok(self) -> bool:
@@ -61,9 +62,12 @@ def fine(name: str, sentence: str) -> Finding:
     return Finding(name, Severity.FINE, sentence)
 
 
-def note(name: str, sentence: str, evidence: Evidence, behaviour: str = "") -> Finding:
+def note(
+    name: str, sentence: str, evidence: Evidence, behaviour: str = "", forks_after: Iterable[str] = ()
+) -> Finding:
     """Returns a note. A behaviour that costs forks has history=verbatim as its remedy."""
-    return Finding(name, Severity.NOTE, sentence, evidence, behaviour, USE_VERBATIM if behaviour else "")
+    remedy = USE_VERBATIM if behaviour else ""
+    return Finding(name, Severity.NOTE, sentence, evidence, behaviour, remedy, frozenset(forks_after))
 
 
 def unsafe(name: str, behaviour: str, evidence: Evidence, remedy: str) -> Finding:
@@ -71,10 +75,11 @@ def unsafe(name: str, behaviour: str, evidence: Evidence, remedy: str) -> Findin
 
 
 class AuditProbe:
-    """Renders probe conversations with the templates of one codec."""
+    """Renders and plays probe conversations with the templates of one codec."""
 
     def __init__(self, codec: GenericCodec) -> None:
         self.codec = codec.with_clock(PROBE_TIME)
+        self.player = ConversationPlayer(self.codec)
 
     @property
     def traits(self) -> TemplateTraits:
@@ -112,36 +117,23 @@ class AuditProbe:
             return template_error_message(error)
         return ""
 
-    def render_growth(
-        self,
-        messages: Sequence[Message],
-        added: Message,
-        *,
-        tools: bool = False,
-        check_every_prompt: bool = False,
-    ) -> tuple[str, str]:
-        """Returns the text of a conversation before and after a message is added.
+    def user_refusal(self, *, tools: bool) -> str:
+        """Returns the template's error message about a single user message, or an empty text."""
+        try:
+            self.render([USER], tools=tools, add_generation_prompt=True)
+        except TemplateError as error:
+            return template_error_message(error)
+        return ""
 
-        With `check_every_prompt` the first text is the first earlier prompt that the second text does not
-        start with, if there is one. A reply is added after the generation prompt; before any other message a
-        generation prompt that the template always writes is removed. Empty reasoning blocks are removed:
-        history shows none, and the codec keeps them.
-        """
-        is_reply = added.role == "assistant"
-        before = self.render(messages, tools=tools, add_generation_prompt=is_reply)
-        if not is_reply and self.generation_prompt:
+    def render_growth(
+        self, messages: Sequence[Message], added: Message, *, tools: bool = False
+    ) -> tuple[str, str]:
+        """Returns the text of a conversation before and after a context message is added. A generation prompt
+        that the template always writes is removed from the first."""
+        before = self.render(messages, tools=tools)
+        if self.generation_prompt:
             before = before.removesuffix(self.generation_prompt)
-        before = _EMPTY_REASONING.sub("", before)
-        after = _EMPTY_REASONING.sub("", self.render([*messages, added], tools=tools))
-        if check_every_prompt and after.startswith(before):
-            for index, message in enumerate(messages):
-                if message.role != "assistant":
-                    continue
-                prompt = self.render(messages[:index], tools=tools, add_generation_prompt=True)
-                prompt = _EMPTY_REASONING.sub("", prompt)
-                if not after.startswith(prompt):
-                    return prompt, after
-        return before, after
+        return before, self.render([*messages, added], tools=tools)
 
     def has_stop_between(self, text: str, start: int, end: int) -> bool:
         """Whether a stop token stands between two offsets."""

@@ -61,13 +61,14 @@ def audit_template(codec: GenericCodec) -> TemplateAudit:
     """Checks a codec's chat template and tokenizer."""
     name = codec.tokenizer.name
     probe = AuditProbe(codec)
-    try:
-        probe.render([p.USER], add_generation_prompt=True)
-    except TemplateError as error:
-        evidence = {"refusal": template_error_message(error)}
-        finding = unsafe("conversation", "refuses a single user message", evidence, USE_RENDERERS)
-        return TemplateAudit(name, (finding,))
     findings: list[Finding] = []
+    if refusal := probe.user_refusal(tools=False):
+        evidence = {"refusal": refusal}
+        if probe.user_refusal(tools=True):
+            finding = unsafe("conversation", "refuses a single user message", evidence, USE_RENDERERS)
+            return TemplateAudit(name, (finding,))
+        remedy = f"send tools with every request or {USE_RENDERERS}"
+        findings.append(unsafe("conversation", "refuses prompts without tools", evidence, remedy))
     for check_name, check in {**TEMPLATE_CHECKS, **_CODEC_CHECKS}.items():
         try:
             findings += check(probe)
@@ -101,28 +102,41 @@ def _check_parsing(probe: AuditProbe) -> Iterator[Finding]:
     elif probe.traits.shows_tool_calls:
         parser = output_format.tool_format
         yield _check_reply(probe, "parses_calls", "a tool call", p.ASSISTANT_WITH_CALL, parser)
-    if probe.traits.shows_reasoning:
-        parser = output_format.reasoning_format
-        yield _check_reply(probe, "parses_reasoning", "reasoning", p.ASSISTANT_WITH_REASONING, parser)
+        for name, what, message in (
+            ("parses_text_and_call", "text and a tool call", p.ASSISTANT_WITH_TEXT_AND_CALL),
+            ("parses_two_calls", "two tool calls", p.ASSISTANT_WITH_TWO_CALLS),
+        ):
+            # Other checks report a template that does not show such a reply.
+            if probe.player.encoder.shown_text(message) is not None:
+                yield _check_reply(probe, name, what, message, parser)
+    if probe.traits.shows_reasoning and not probe.player.encoder.prompt_closes_reasoning:
+        # Some templates show reasoning only next to a call.
+        replies = (p.ASSISTANT_WITH_REASONING, p.ASSISTANT_WITH_REASONING_AND_CALL)
+        shown = [reply for reply in replies if probe.player.encoder.shown_text(reply) is not None]
+        reply, parser = (shown or replies)[0], output_format.reasoning_format
+        yield _check_reply(probe, "parses_reasoning", "reasoning", reply, parser)
 
 
 def _check_reply(probe: AuditProbe, name: str, what: str, message: Message, parser: str) -> Finding:
+    """Checks that the parser reads a reply back; it has reasoning if the generation prompt opens it."""
     codec, tools = probe.codec, bool(message.tool_calls)
-    if codec.render_reply(message) is None:
+    if probe.player.natural_reply(message) is not None:
+        return fine(name, f"A reply with {what} is parsed back unchanged ({parser}).")
+    shown = probe.player.encoder.shown_text(message)
+    if shown is None:
         behaviour = f"does not show a reply with {what} after its own generation prompt"
         prompt = probe.render([p.USER], tools=tools, add_generation_prompt=True)
         history = probe.render([p.USER, message], tools=tools)
         evidence = diff_excerpt(prompt, history, names=("prompt", "history"))
         return unsafe(name, behaviour, evidence, USE_RENDERERS)
-    ids = codec.encode_reply(message)
-    output = codec.parser(p.TOOLS if tools else ()).parse(ids.tolist(), "stop")
+    output = codec.parser(p.TOOLS if tools else ()).parse(
+        codec.segment_encoder.encode(shown).tolist(), "stop"
+    )
     parsed = output.message
-    if (parsed.key, parsed.reasoning_content) == (message.key, message.reasoning_content):
-        return fine(name, f"A reply with {what} is parsed back unchanged ({parser}).")
     result = (
         f"text {parsed.content!r}, reasoning {parsed.reasoning_content!r}, {len(parsed.tool_calls)} calls"
     )
-    evidence = {"said": codec.decode(ids), "read": f"{result} {', '.join(output.problems)}".strip()}
+    evidence = {"said": shown, "read": f"{result} {', '.join(output.problems)}".strip()}
     behaviour = f"writes a reply with {what} that no parser reads back (tried {parser})"
     return unsafe(name, behaviour, evidence, USE_RENDERERS)
 

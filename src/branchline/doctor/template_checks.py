@@ -1,4 +1,4 @@
-"""Checks of what a chat template does to conversations: what it drops, moves and rewrites.
+"""Checks of what a chat template does to conversations: what it drops, how it renders, what it refuses.
 
 Every check yields a finding, good or bad, and none if its question does not apply (calls of a template
 without tools). If the template refuses a check's conversation, the check raises TemplateError.
@@ -7,12 +7,9 @@ without tools). If the template refuses a check's conversation, the check raises
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime
 
 from branchline.chat.generic import template_probe as p
-from branchline.chat.template_traits import UNRESTRICTED_ROLES
-from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.doctor.findings import (
     USE_RENDERERS,
@@ -26,6 +23,7 @@ from branchline.doctor.findings import (
     note,
     unsafe,
 )
+from branchline.doctor.growth_checks import check_append_only, check_fixed_text, check_thinking
 
 AuditCheck = Callable[[AuditProbe], Iterator[Finding]]
 _OTHER_TIME = datetime(2019, 11, 28, 17, 46, 39)
@@ -35,9 +33,12 @@ _OTHER_TIME = datetime(2019, 11, 28, 17, 46, 39)
 
 def _check_tools(probe: AuditProbe) -> Iterator[Finding]:
     traits = probe.traits
-    if traits.shows_tool_calls and traits.shows_tools:
+    cycle = probe.player.play_or_none([p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT], tools=True)
+    shows_result = cycle is not None and p.TOOL_RESULT.content in cycle.text
+    shows_calls = traits.shows_tool_calls or shows_result
+    if shows_calls and traits.shows_tools:
         yield fine("tools", "It shows tools, calls and results.")
-    elif traits.shows_tool_calls:
+    elif shows_calls:
         sentence = "It shows calls and results but not the tools: describe them in the system message."
         yield note("tools", sentence, {"with tools": excerpt(probe.render([p.USER], tools=True), 0)})
     else:
@@ -85,114 +86,16 @@ def _check_text_beside_call(probe: AuditProbe) -> Iterator[Finding]:
     yield unsafe("text_beside_call", f"leaves out {dropped}", evidence, USE_VERBATIM)
 
 
-def _check_thinking(probe: AuditProbe) -> Iterator[Finding]:
-    reply = p.ASSISTANT_WITH_REASONING
-    if not probe.traits.shows_reasoning:
-        reply = Message("assistant", f"<think>\n{p.REASONING_WORD}\n</think>\n\n{p.ASSISTANT.content}")
-    before, after = probe.render([p.USER, reply]), probe.render([p.USER, reply, p.NEXT_USER])
-    if p.REASONING_WORD in after:
-        how = "also later" if probe.traits.shows_reasoning else "as part of the text: it has no field for it"
-        yield fine("thinking", f"Thinking is shown, {how}.")
-        return
-    cycle = [p.USER, p.ASSISTANT_WITH_REASONING_AND_CALL, p.TOOL_RESULT]
-    if p.REASONING_WORD not in before:
-        when = "always"
-    elif probe.traits.shows_tool_calls and p.REASONING_WORD not in probe.render(cycle):
-        when = "even between tool steps"
-    else:
-        when = "once a user message follows"
-    behaviour = "leaves earlier thinking out"
-    sentence = f"It {behaviour} {when}: prompts fork there."
-    yield note("thinking", sentence, diff_excerpt(before, after), behaviour)
-
-
-# -- does it only append --------------------------------------------------------------------------------
-
-_STEPS: tuple[tuple[str, tuple[Message, ...], Message], ...] = (
-    ("user_after_assistant", (p.USER, p.ASSISTANT), p.NEXT_USER),
-    ("tool_after_call", (p.USER, p.ASSISTANT_WITH_CALL), p.TOOL_RESULT),
-    ("assistant_after_tool", (p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT), p.ASSISTANT),
-    ("call_after_tool", (p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT), p.ASSISTANT_WITH_OTHER_CALL),
-    ("user_after_tool", (p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT), p.NEXT_USER),
-    ("system_in_the_middle", (p.USER, p.ASSISTANT), p.LATE_SYSTEM),
-    ("user_after_user", (p.USER,), p.NEXT_USER),
-)
-_FALLBACKS = {
-    "user_after_tool": "it is shown inside the tool's result",
-    "system_in_the_middle": "it is shown as a user message",
-    "user_after_user": "both are shown as one message",
-}
-_CONTEXTS: tuple[tuple[str, tuple[Message, ...], bool], ...] = (
-    ("", (), False),
-    (" with a system message", (p.SYSTEM,), False),
-    (" with a system message and tools", (p.SYSTEM,), True),
-)
-
-
-def _check_append_only(probe: AuditProbe) -> Iterator[Finding]:
-    for step, before, added in _STEPS:
-        if probe.traits.shows_tool_calls or not any(message.tool_calls for message in before):
-            yield _check_step(probe, step, before, added)
-
-
-def _check_step(probe: AuditProbe, step: str, before: tuple[Message, ...], added: Message) -> Finding:
-    name, words = f"append_only.{step}", step.replace("_", " ")
-    content = added.content or "zqother"
-    traits = probe.codec.profile().traits
-    plain = replace(traits, role_rules=UNRESTRICTED_ROLES).to_template_messages([*before, added])
-    refusal = probe.refusal_message(plain)
-    if refusal or content not in probe.render_raw(plain):
-        adapted = traits.to_template_messages([*before, added])
-        is_shown = (
-            step in _FALLBACKS and not probe.refusal_message(adapted) and content in probe.render_raw(adapted)
-        )
-        fallback = f"; {_FALLBACKS[step]}" if is_shown else ""
-        if refusal:
-            return note(name, f"It refuses this: {words}{fallback}.", {"refusal": refusal})
-        if is_shown:
-            written = {"written": probe.render_raw(plain)[-120:]}
-            return note(name, f"It leaves this out: {words}{fallback}.", written)
-    for context, prefix, tools in _CONTEXTS:
-        try:
-            earlier, later = probe.render_growth(
-                [*prefix, *before], added, tools=tools, check_every_prompt=True
-            )
-        except TemplateError:
+def _check_user_text(probe: AuditProbe) -> Iterator[Finding]:
+    for tools in (False, True):
+        if probe.user_refusal(tools=tools):
             continue
-        if content not in later:
-            return note(name, f"It leaves this out{context}: {words}.", {"written": later[-120:]})
-        if not later.startswith(earlier):
-            sentence = f"{words.capitalize()}{context}: earlier text is rewritten, prompts fork there."
-            return note(name, sentence, diff_excerpt(earlier, later), f"rewrites earlier text ({words})")
-    return fine(name, f"{words.capitalize()}: the text only grows.")
-
-
-def _check_fixed_text(probe: AuditProbe) -> Iterator[Finding]:
-    """Checks whether the system text and the tools stay in their place as the conversation grows."""
-    yield _check_position(probe, "system_text", "the system text", p.SYSTEM.content, tools=False)
-    if probe.traits.shows_tools:
-        yield _check_position(probe, "tool_list", "the tools", p.TOOL_DESCRIPTION, tools=True)
-
-
-def _check_position(probe: AuditProbe, name: str, what: str, word: str, *, tools: bool) -> Finding:
-    first = probe.render([p.SYSTEM, p.USER], tools=tools)
-    if word not in first:
-        return note(name, f"It leaves out {what}.", {"written": excerpt(first, 0)})
-    later = probe.render([p.SYSTEM, p.USER, p.ASSISTANT, p.NEXT_USER], tools=tools)
-    behaviour = ""
-    if later[: later.find(word)] != first[: first.find(word)]:
-        behaviour = f"moves {what} to the last user message"
-    elif later.count(word) > first.count(word):
-        behaviour = f"repeats {what} with every user message"
-    if probe.traits.shows_tool_calls:
-        between = probe.render([p.SYSTEM, p.USER, p.ASSISTANT_WITH_CALL, p.TOOL_RESULT], tools=tools)
-        if word not in between:
-            later = later if behaviour else between
-            hides = "hides it between tool steps" if behaviour else f"hides {what} between tool steps"
-            behaviour = f"{behaviour} and {hides}" if behaviour else hides
-    if behaviour:
-        return note(name, f"It {behaviour}: prompts fork there.", diff_excerpt(first, later), behaviour)
-    return fine(name, f"{what.capitalize()} stay{'' if tools else 's'} in one place.")
+        text = probe.render([p.USER], tools=tools)
+        if p.USER.content not in text:
+            written = {"written": excerpt(text, 0)}
+            yield unsafe("user_text", "leaves out the user's text", written, USE_RENDERERS)
+            return
+    yield fine("user_text", "The user's text is shown.")
 
 
 # -- how it renders -------------------------------------------------------------------------------------
@@ -307,12 +210,13 @@ def _check_call_ids(probe: AuditProbe) -> Finding:
 
 
 TEMPLATE_CHECKS: dict[str, AuditCheck] = {
+    "user_text": _check_user_text,
     "tools": _check_tools,
     "call_end": _check_call_end,
     "text_beside_call": _check_text_beside_call,
-    "thinking": _check_thinking,
-    "frame_stays": _check_fixed_text,
-    "append_only": _check_append_only,
+    "thinking": check_thinking,
+    "frame_stays": check_fixed_text,
+    "append_only": check_append_only,
     "tool_results": _check_tool_results,
     "arguments": _check_arguments,
     "dates": _check_dates,

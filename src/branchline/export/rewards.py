@@ -15,9 +15,12 @@ samples that train them, and in no other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from branchline.core.errors import MessageError
 from branchline.timelines.causes import Cause, ForkReport
@@ -90,6 +93,35 @@ def session_reward(rewards: Sequence[Mapping[str, Any]]) -> float | None:
     return None
 
 
+def validate_reward(raw: object) -> dict[str, Any]:
+    """Returns a reward with a finite `score`. Takes a number, or an object with a `score` (or `reward`).
+
+    Raises MessageError for what the journal could not hold: a recorded reward is permanent.
+
+    >>> validate_reward(1)
+    {'score': 1.0}
+    """
+    reward: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {"score": raw}
+    if "score" not in reward and "reward" in reward:
+        reward["score"] = reward["reward"]
+    score = reward.get("score")
+    if score is None or isinstance(score, bool | str | bytes):
+        raise MessageError("score", score, "a finite number, or an object with a score")
+    try:
+        reward["score"] = float(score)
+    except (TypeError, ValueError, OverflowError):
+        raise MessageError("score", score, "a finite number, or an object with a score") from None
+    if not math.isfinite(reward["score"]):
+        raise MessageError("score", score, "a finite number")
+    for name, value in reward.items():
+        try:
+            msgspec.json.encode(value)
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise MessageError(str(name), type(value).__name__, f"JSON ({error})") from None
+    return reward
+
+
 def check_reward_part(tree: Tree, reward: Mapping[str, Any]) -> None:
     """Raises MessageError if a reward names a part that the tree does not have."""
     call, turn, node, tool = (reward.get(key) for key in PART_KEYS)
@@ -126,6 +158,9 @@ def _assign(
     part = PartReward(float(reward["score"]), turn, tool, is_timeline=turn is None and not tool)
     if "call" in reward:
         call = tree.find_call(str(reward["call"]))
+        while call is not None and tree.is_resumed(call):
+            # The answer of a resumed call is in the call that continued it.
+            call = next(other for other in tree.calls if other.resumed_call_index == call.index)
         for node_id in call.outputs if call is not None else ():
             assigned.by_node.setdefault(node_id, []).append(part)
         assigned.unresolved += call is None

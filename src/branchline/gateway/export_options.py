@@ -1,4 +1,5 @@
-"""Reads which samples a client of the control API asks for: ExportPolicy's fields, and `include_aborted`.
+"""Reads which samples a client of the control API asks for: the fields of ExportPolicy, `include_aborted`
+and `keep_call`.
 
 The same fields are the query of `GET /samples` and `GET /report` (`?shares=first&drop=retry&drop=edit`) and
 the `policy` of `POST /finalize`. Fields that are not given keep the session's defaults. A name or a value
@@ -16,15 +17,18 @@ import msgspec
 
 from branchline.core.errors import ExportError, InputError, MessageError
 from branchline.export.samples import Export, ExportPolicy
+from branchline.runtime.call_record import attempts_of
 from branchline.runtime.managed_session import ManagedSession
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Fields of ExportPolicy that differ from the session's defaults, and whether to export if aborted."""
+    """Fields of ExportPolicy that differ from the session's defaults, and what is exported besides."""
 
     policy_fields: Mapping[str, Any] = field(default_factory=dict)
     include_aborted: bool = False
+    keep_calls: tuple[str, ...] = ()
+    """Names of calls that are exported although they were cancelled."""
 
     def policy(self, managed: ManagedSession) -> ExportPolicy:
         """The policy for a session. Raises InputError for a value that ExportPolicy refuses."""
@@ -34,7 +38,11 @@ class ExportOptions:
             raise InputError(str(error)) from error
 
     def export(self, managed: ManagedSession) -> Export:
-        return managed.export(self.policy(managed), include_aborted=self.include_aborted)
+        return managed.export(
+            self.policy(managed),
+            include_aborted=self.include_aborted,
+            keep_calls=attempts_of(managed, self.keep_calls),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ _NAMES = _FieldKind(
     is_text=True,
     is_list=True,
 )
-_INCLUDE_ABORTED = "include_aborted"
+_INCLUDE_ABORTED, _KEEP_CALL = "include_aborted", "keep_call"
 _FIELDS: dict[str, _FieldKind] = {
     "shares": _CHOICE,
     "drop": _NAMES,
@@ -68,7 +76,7 @@ _FIELDS: dict[str, _FieldKind] = {
     "keep": _CHOICE,
     "max_tokens": _COUNT,
     "seed": _SEED,
-    "keep_calls": _NAMES,
+    _KEEP_CALL: _NAMES,
     _INCLUDE_ABORTED: _FLAG,
 }
 
@@ -93,7 +101,8 @@ def read_export_policy(raw: object, path: str = "policy") -> ExportOptions:
         if not kind.is_valid(value):
             raise MessageError(name, value, kind.expected)
         fields[name] = frozenset(value) if kind.is_list else value
-    return ExportOptions(fields, bool(fields.pop(_INCLUDE_ABORTED, False)))
+    include_aborted, keep_calls = fields.pop(_INCLUDE_ABORTED, False), fields.pop(_KEEP_CALL, ())
+    return ExportOptions(fields, include_aborted, tuple(keep_calls))
 
 
 def _query_value(name: str, texts: list[str]) -> Any:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
@@ -22,7 +21,7 @@ from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.sample import DropReason, ExportReport
 from branchline.engines.base import SamplingParams
-from branchline.export.rewards import check_reward_part, session_reward
+from branchline.export.rewards import check_reward_part, session_reward, validate_reward
 from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
 from branchline.runtime.message_cache import MessageCache
 from branchline.timelines.causes import Cause
@@ -150,6 +149,8 @@ class ManagedSession:
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the session is completed, finalized or aborted."""
+    on_closed: Callable[[ManagedSession], Awaitable[None]] | None = field(default=None, repr=False)
+    """Called by `end` when the session is closed; its store sets it."""
 
     def __post_init__(self) -> None:
         self.id = self.session.id
@@ -219,17 +220,29 @@ class ManagedSession:
         return len(made) + self.in_flight - (resumes in self.running_calls)
 
     async def post_reward(self, raw: object) -> None:
-        """Adds a reward, a number or an object with a score, when the journal has it.
+        """Adds a reward, a number or an object with a score, or a list of them, when the journal has it.
 
         `call`, `turn`, `timeline` and `tool` name the part of the session that it is for
-        (`export/rewards.py`); without them it is for all of it.
+        (`export/rewards.py`); without them it is for all of it. A reward with an `id` that was posted before,
+        unchanged, is not added again: a client that does not know whether its request arrived can repeat it.
         """
         self.require_open()
-        reward = validate_reward(raw)
-        check_reward_part(self.session.tree, reward)
+        rewards = [validate_reward(one) for one in (raw if isinstance(raw, list) else [raw])]
+        for reward in rewards:
+            check_reward_part(self.session.tree, reward)
         self.last_used = time.monotonic()
-        await self._append_record(SessionRewarded(reward))
-        self.rewards.append(reward)
+        for reward in rewards:
+            if "id" in reward and reward in self.rewards:
+                continue
+            await self._append_record(SessionRewarded(reward))
+            self.rewards.append(reward)
+
+    async def end(self, state: SessionState, reason: str = "") -> None:
+        """Sets the state. When that closes the session, its store calls the observers."""
+        was_closed = self.is_closed
+        await self.set_state(state, reason)
+        if self.is_closed and not was_closed and self.on_closed is not None:
+            await self.on_closed(self)
 
     async def set_state(self, state: SessionState, reason: str = "") -> None:
         """Changes the state and, if the session is closed by that, cancels its running calls.
@@ -283,12 +296,21 @@ class ManagedSession:
         )
         return replace(policy, drop=policy.drop | {Cause.DUPLICATE}) if self.options.dedupe else policy
 
-    def export(self, policy: ExportPolicy | None = None, *, include_aborted: bool = False) -> Export:
+    def export(
+        self,
+        policy: ExportPolicy | None = None,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Iterable[str] = (),
+    ) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.
 
-        Evaluation sessions export no samples, aborted ones only with `include_aborted`. Reads a snapshot of
-        the tree, so it may run in a thread.
+        Evaluation sessions export no samples, aborted ones only with `include_aborted`. `keep_calls` are
+        calls that are exported although they were cancelled. Reads a snapshot of the tree, so it may run in a
+        thread.
         """
+        policy = policy or self.default_export_policy
+        policy = replace(policy, keep_calls=policy.keep_calls.union(keep_calls))
         tree = self.session.snapshot()
         if self.options.eval:
             return export_nothing(tree, DropReason.EVALUATION)
@@ -299,7 +321,7 @@ class ManagedSession:
         rewards = self.rewards[:]
         return export_samples(
             tree,
-            policy or self.default_export_policy,
+            policy,
             session=self.id,
             reward=session_reward(rewards),
             rewards=rewards,
@@ -308,35 +330,6 @@ class ManagedSession:
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:
             await asyncio.wrap_future(self.journal.append(self.id, encode_record(record)))
-
-
-def validate_reward(raw: object) -> dict[str, Any]:
-    """Returns a reward with a finite `score`. Takes a number, or an object with a `score` (or `reward`).
-
-    Raises MessageError for what the journal could not hold: a recorded reward is permanent.
-
-    >>> validate_reward(1)
-    {'score': 1.0}
-    """
-    reward: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {"score": raw}
-    if "score" not in reward and "reward" in reward:
-        reward["score"] = reward["reward"]
-    score = reward.get("score")
-    if score is None or isinstance(score, bool | str | bytes):
-        raise MessageError("score", score, "a finite number, or an object with a score")
-    try:
-        reward["score"] = float(score)
-    except (TypeError, ValueError, OverflowError):
-        raise MessageError("score", score, "a finite number, or an object with a score") from None
-    if not math.isfinite(reward["score"]):
-        raise MessageError("score", score, "a finite number")
-    for name, value in reward.items():
-        try:
-            msgspec.json.encode(value)
-            msgspec.msgpack.encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise MessageError(str(name), type(value).__name__, f"JSON ({error})") from None
-    return reward
 
 
 SessionObserver = Callable[[ManagedSession], None]

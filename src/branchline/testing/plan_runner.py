@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from branchline.chat.base import Tools
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
@@ -52,6 +53,8 @@ class PlanRunner:
         self.encoder = encoder
         self.executed: list[ExecutedCall] = []
         self.rejected: set[int] = set()
+        self.rejections: list[str] = []
+        """The template's own messages, one for each call that it refused."""
         self._prepared: dict[int, Turn] = {}
 
     def run(
@@ -73,8 +76,9 @@ class PlanRunner:
             if not plan[index].depends_on & self.rejected:
                 try:
                     self.commit(plan[index])
-                except TemplateError:
+                except TemplateError as error:
                     self.rejected.add(index)
+                    self.rejections.append(str(error))
             else:
                 self.rejected.add(index)
             done.add(index)
@@ -98,7 +102,7 @@ class PlanRunner:
                 values,
                 planned.index,
                 "stop" if output.is_complete else "length",
-                self._parse(ids, output),
+                self._parse(ids, output, planned.tools),
             )
             for ids, values, output in zip(outputs, logprobs, planned.outputs, strict=True)
         ]
@@ -109,10 +113,10 @@ class PlanRunner:
         self.executed.append(executed)
         return executed
 
-    def _parse(self, ids: Ids, output: PlannedOutput) -> Message:
+    def _parse(self, ids: Ids, output: PlannedOutput, tools: Tools) -> Message:
         """Returns the parsed message, which must equal the planned one; calls without an id get the planned
         id."""
-        parsed, expected = self.session.codec.parse(ids), output.message
+        parsed, expected = self.session.codec.parse(ids, tools=tools), output.message
         assert parsed.key == expected.key, f"{expected} parses as {parsed}"
         calls = tuple(
             ToolCall(call.name, call.arguments, call.id or planned.id)

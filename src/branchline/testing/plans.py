@@ -15,7 +15,8 @@ from random import Random
 from typing import Any
 
 from branchline.core.call import Delivery
-from branchline.core.message import Message, ToolCall, WireShape
+from branchline.core.message import Message, ToolCall
+from branchline.testing.reply_variants import echo_as_client, similar_replies
 from branchline.timelines.causes import Cause
 
 
@@ -59,8 +60,18 @@ class ScriptedConversation:
         )
 
 
+_PROPERTIES = {
+    "n": {"type": "integer", "description": "a number"},
+    "do": {"type": "string", "description": "what to do"},
+    "deep": {"type": "boolean", "description": "whether to go deep"},
+    "task": {"type": "string", "description": "the task of a helper"},
+}
+
+
 def _tool(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    parameters = {"type": "object", "properties": _PROPERTIES, "required": []}
+    function = {"name": name, "description": f"The tool {name}.", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,21 @@ class ReplyStyle:
 class PlanGenerator:
     """Generates plans. Every generated text is unique, so nothing matches by chance."""
 
-    def __init__(self, rng: Random, *, reasoning: bool = False, style: ReplyStyle | None = None) -> None:
+    def __init__(
+        self,
+        rng: Random,
+        *,
+        reasoning: bool = False,
+        style: ReplyStyle | None = None,
+        can_express: Callable[[Message], bool] = lambda _: True,
+        with_system: bool = True,
+        with_tools: bool = True,
+    ) -> None:
+        """`can_express` tells whether the model's format can express a reply; one that it cannot is replaced
+        by the most similar one that it can. Some templates refuse system messages or tools."""
+        self._with_system = with_system
+        self._with_tools = with_tools
+        self._can_express = can_express
         self._rng = rng
         self._reasoning = reasoning
         self._style = style or ReplyStyle()
@@ -85,9 +110,7 @@ class PlanGenerator:
 
     def generate(self, steps: int, *, only: Sequence[Cause] | None = None) -> list[PlannedCall]:
         """Returns the calls of an episode: a main conversation with random actions."""
-        conversation = ScriptedConversation(
-            "", [Message("system", "You are the main agent.")], (_tool("work"), _tool("spawn"))
-        )
+        conversation = self._start("", "You are the main agent.", (_tool("work"), _tool("spawn")))
         conversation.messages.append(Message("user", self._unique_text("task")))
         self._turn(conversation)
         actions = self._actions()
@@ -96,6 +119,10 @@ class PlanGenerator:
             self._rng.choice([self._turn, *chosen])(conversation)
         self._turn(conversation)
         return self.calls
+
+    def _start(self, agent: str, system: str, tools: tuple[Mapping[str, Any], ...]) -> ScriptedConversation:
+        messages = [Message("system", system)] if self._with_system else []
+        return ScriptedConversation(agent, messages, tools if self._with_tools else ())
 
     def _actions(self) -> dict[Cause, Callable[[ScriptedConversation], object]]:
         return {
@@ -130,9 +157,16 @@ class PlanGenerator:
         with_text = self._style.text_with_tool_calls and self._rng.random() < 0.7
         text = self._unique_text("reply") if not made or with_text else ""
         reasoning = self._unique_text("thought") if self._reasoning and self._rng.random() < 0.7 else ""
-        return PlannedOutput(
-            Message("assistant", text, reasoning_content=reasoning, tool_calls=made), self._rng.random() > 0.1
-        )
+        message = Message("assistant", text, reasoning_content=reasoning, tool_calls=made)
+        return PlannedOutput(self._expressible(message), self._rng.random() > 0.1)
+
+    def _expressible(self, message: Message) -> Message:
+        """Returns the reply, or the most similar one that the model's format can express."""
+        if self._can_express(message):
+            return message
+        other_text, other_reasoning = self._unique_text("reply"), self._unique_text("thought")
+        candidates = similar_replies(message, other_text, other_reasoning)
+        return next(filter(self._can_express, candidates), message)
 
     # -- calls -------------------------------------------------------------------------------------------
 
@@ -163,7 +197,7 @@ class PlanGenerator:
     def _append_output(self, conversation: ScriptedConversation, call: int, choice: int = 0) -> Message:
         """Adds an output to the agent's history in the form in which a client sends it back."""
         output = self.calls[call].outputs[choice].message
-        shown = _echo_as_client(output, self._rng) if self._style.reserialize_echoes else output
+        shown = echo_as_client(output, self._rng) if self._style.reserialize_echoes else output
         conversation.messages.append(shown)
         conversation.depends_on.add(call)
         return shown
@@ -271,28 +305,34 @@ class PlanGenerator:
         ask = conversation.copy()
         ask.messages.append(Message("user", self._unique_text("summarise what happened")))
         summary = self._add_call(
-            ask, PlannedOutput(Message("assistant", self._unique_text("in short it went like this")))
+            ask,
+            PlannedOutput(
+                self._expressible(Message("assistant", self._unique_text("in short it went like this")))
+            ),
         )
         text = self.calls[summary].outputs[0].message.content
         conversation.depends_on |= ask.depends_on | {summary}
-        conversation.messages = [conversation.messages[0], Message("user", f"Earlier: {text} Go on.")]
+        system = conversation.messages[:1] if self._with_system else []
+        conversation.messages = [*system, Message("user", f"Earlier: {text} Go on.")]
         self._turn(conversation, expected_cause=Cause.COMPACTION)
 
     def _sub_agent(self, conversation: ScriptedConversation) -> None:
         if not self._style.max_tool_calls:
             return
         task = self._unique_text("look into this matter")
-        spawn = Message(
-            "assistant",
-            "",
-            tool_calls=(ToolCall("spawn", json.dumps({"task": task}), self._unique_text("id")),),
+        spawn = self._expressible(
+            Message(
+                "assistant",
+                "",
+                tool_calls=(ToolCall("spawn", json.dumps({"task": task}), self._unique_text("id")),),
+            )
         )
+        if not spawn.tool_calls:
+            return
         call = self._add_call(conversation, PlannedOutput(spawn))
         self._append_output(conversation, call)
         name = self._rng.choice(("", f"helper-{self._count}"))
-        sub = ScriptedConversation(
-            name, [Message("system", f"You are a helper. {self._unique_text('rules')}")], (_tool("work"),)
-        )
+        sub = self._start(name, f"You are a helper. {self._unique_text('rules')}", (_tool("work"),))
         sub.messages.append(Message("user", task))
         sub.depends_on = {call}
         sub.next_cause = Cause.SUB_AGENT
@@ -307,39 +347,13 @@ class PlanGenerator:
     def _side_call(self, conversation: ScriptedConversation) -> None:
         task = next(message.content for message in conversation.messages if message.role == "user")
         ask = Message("user", f"Write a title of three words for: {task} {self._unique_text('please')}")
-        side = ScriptedConversation("", [Message("system", "You write titles."), ask], ())
+        side = self._start("", "You write titles.", ())
+        side.messages.append(ask)
         side.depends_on = {0}
         self._add_call(side, expected_cause=Cause.SIDE_CALL)
 
     def _tools_changed(self, conversation: ScriptedConversation) -> None:
+        if not self._with_tools:
+            return
         conversation.tools = (*conversation.tools[:2], _tool(f"extra{len(self.calls)}"))
         self._turn(conversation, expected_cause=Cause.TOOLS_CHANGED)
-
-
-def _echo_as_client(output: Message, rng: Random) -> Message:
-    """Returns a reply as a client sends it back: the same meaning in another form."""
-    calls = list(output.tool_calls)
-    shape = 0
-    if calls:
-        if rng.random() < 0.3:
-            calls = [
-                ToolCall(call.name, _reserialize_arguments(call.arguments, rng), call.id) for call in calls
-            ]
-        if len(calls) > 1 and rng.random() < 0.3:
-            calls.reverse()
-    if not output.content and rng.random() < 0.5:
-        shape |= rng.choice((WireShape.NULL_CONTENT, WireShape.ABSENT_CONTENT))
-    elif rng.random() < 0.2:
-        shape |= WireShape.PART_LIST
-    text = output.content if rng.random() < 0.8 else f" {output.content}\n"
-    reasoning = output.reasoning_content if rng.random() < 0.5 else ""
-    return Message(
-        "assistant", text, reasoning_content=reasoning, tool_calls=tuple(calls), wire_shape=int(shape)
-    )
-
-
-def _reserialize_arguments(arguments: str, rng: Random) -> str:
-    value = json.loads(arguments)
-    if rng.random() < 0.3:
-        return repr(value)
-    return json.dumps(dict(reversed(value.items())), separators=(",", ":"))

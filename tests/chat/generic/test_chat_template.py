@@ -9,6 +9,8 @@ from typing import Any
 
 import jinja2
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from branchline import Message, ToolCall
 from branchline.chat.generic.chat_template import ChatTemplate
@@ -112,11 +114,9 @@ def test_real_templates_render_equally_with_both_engines(family: str) -> None:
     "source",
     [
         "{{ 1e22 }}" + PLAIN,
-        PLAIN + "{% for m in messages if m.tool_calls %}"
-        "{% for k, v in m.tool_calls[0].function.arguments.items() %}{{ v }}{% endfor %}{% endfor %}",
         PLAIN.replace("m.content", "(m.content or '').title()"),
     ],
-    ids=["float", "arguments", "text"],
+    ids=["float", "text"],
 )
 def test_probing_disables_minijinja_if_the_engines_differ(source: str) -> None:
     template = ChatTemplate(source)
@@ -172,6 +172,49 @@ def test_every_type_of_argument_is_a_new_shape(value: object) -> None:
     assert render(1) == "1"
     assert render(0.5) == "0.5"
     assert render(value) == str(value)
+
+
+SHOWS_ARGUMENTS = (
+    PLAIN + "{% for m in messages if m.tool_calls %}"
+    "{% for k, v in m.tool_calls[0].function.arguments.items() %}{{ k }}={{ v }},{{ v|tojson }},"
+    "{{ v|string }};{% endfor %}{{ m.tool_calls[0].function.arguments|tojson }}{% endfor %}"
+    "{% for t in tools or [] if t.minimum is defined %}{{ t.minimum }},"
+    "{{ t.minimum|tojson }},{{ t|tojson }}{% endfor %}{{ budget }}"
+)
+
+
+def render_arguments(template: ChatTemplate, **arguments: object) -> str:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return template.render([raw("user"), raw("assistant", tool_calls=[call])])
+
+
+@given(numbers=st.lists(st.one_of(st.floats(), st.floats(-1e6, 1e6), st.integers(), st.just(21.0))))
+@settings(max_examples=200, deadline=None)
+def test_numbers_are_printed_as_python_prints_them(numbers: list[float]) -> None:
+    """The probes verified minijinja with other numbers; none of these may depend on that."""
+    exact = ChatTemplate(SHOWS_ARGUMENTS, use_minijinja=False)
+    render_arguments(FAST, at=0.5, far=1)
+    for number in numbers:
+        for argument in (number, [number], {"deep": [[[[number]]]]}):
+            assert render_arguments(FAST, at=argument) == render_arguments(exact, at=argument)
+        tools = [{"name": "f", "minimum": number}]
+        for fields in ({"tools": tools}, {"chat_template_kwargs": {"budget": number}}):
+            messages = [raw("user")]
+            assert FAST.render(messages, **fields) == exact.render(messages, **fields)  # type: ignore[arg-type]
+    assert FAST.uses_minijinja, FAST.fallback_reason
+
+
+FAST = ChatTemplate(SHOWS_ARGUMENTS)
+
+
+@pytest.mark.parametrize("number", [21.0, 1e16, 1e-7, -0.0, 1e22])
+def test_a_number_that_minijinja_prints_differently_is_rendered_by_jinja2(number: float) -> None:
+    template = ChatTemplate(SHOWS_ARGUMENTS)
+    probe_template_traits(template)
+    assert template.uses_minijinja, template.fallback_reason
+    assert render_arguments(template, at=0.5).endswith('at=0.5,0.5,0.5;{"at": 0.5}')
+    assert f"at={number},{number}," in render_arguments(template, at=number)
+    assert template.uses_minijinja
 
 
 def test_whitespace_that_only_python_trims_is_a_new_shape() -> None:

@@ -294,7 +294,7 @@ class MalformedPlanGenerator(PlanGenerator):
 class MalformedReplyEncoder(TemplateReplyEncoder):
     """Writes malformed arguments where the template would write an object."""
 
-    def _render(self, message: Message) -> str:
+    def _render(self, message: Message) -> tuple[str, int | None]:
         placeholders = {
             n: f'{{"placeholder": {n}}}'
             for n, call in enumerate(message.tool_calls)
@@ -307,13 +307,13 @@ class MalformedReplyEncoder(TemplateReplyEncoder):
         shown = Message(
             "assistant", message.content, reasoning_content=message.reasoning_content, tool_calls=tuple(calls)
         )
-        text = super()._render(shown)
+        text, terminator = super()._render(shown)
         for n, placeholder in placeholders.items():
             compact = placeholder.replace(" ", "")
             assert placeholder in text or compact in text
             text = text.replace(placeholder, message.tool_calls[n].arguments)
             text = text.replace(compact, message.tool_calls[n].arguments)
-        return text
+        return text, terminator
 
 
 def run_malformed_plan(family: str, seed: int, count: int, history: Any, malformed: list[str]) -> PlanRunner:

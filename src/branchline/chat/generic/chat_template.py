@@ -3,15 +3,17 @@
 No prompt is used that jinja2 would render differently. Probing (`template_probe`) renders every probe
 conversation with both. After that each new *shape* of conversation (the roles and their order, the fields
 that are set, the types of arguments, the tools, the template arguments) is rendered with both once. The first
-difference disables minijinja for this template before the text is used.
+difference disables minijinja for this template before the text is used. A conversation with a number that
+minijinja prints unlike Python (`21.0`, `1e16`) is rendered by jinja2 alone.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 _MAX_SHAPES = 4096
 _MAX_EXACT_INT = 2**53
+_MAX_DEPTH = 4
+"""Values below this depth have the same shape."""
+_FLOAT = re.compile(r"\d(?:\.\d+)?[eE]|\d\.0|NaN|Infinity")
+"""Occurs in every JSON text with a float that minijinja prints unlike Python."""
 _PYTHON_WHITESPACE = "\x1c\x1d\x1e\x1f"
 """Characters that jinja2 trims as whitespace and minijinja does not."""
 _EXCERPT_CHARS = 60
@@ -127,6 +133,9 @@ class ChatTemplate:
         if minijinja is not None:
             tools_json = tuple([to_json(tool) for tool in tools or ()])
             shape = _shape(messages, tools_json, kwargs, add_generation_prompt)
+        if shape is None:
+            minijinja = None
+        if minijinja is not None:
             try:
                 fast = minijinja(**context)
             except Exception as error:
@@ -161,13 +170,18 @@ def _shape(
     tools_json: tuple[str, ...],
     chat_template_kwargs: ChatTemplateKwargs,
     add_generation_prompt: bool,
-) -> Hashable:
-    """Returns a signature of what a template may branch on. It stays the same while a conversation grows in
-    the same pattern: messages count by their kind and by the kind of their predecessor, not by position, and
-    values in arguments by their type and depth, up to three."""
+) -> Hashable | None:
+    """Returns a signature of what a template may branch on, or None if a number is one that minijinja prints
+    unlike Python.
+
+    It stays the same while a conversation grows in the same pattern: messages count by their kind and by the
+    kind of their predecessor, not by position, and values in arguments by their type and depth, up to three.
+    """
+    if any(map(_has_unequal_number, tools_json)):
+        return None
     kinds: list[Hashable] = ["start"]
     texts: list[str] = []
-    values: list[tuple[int, Any]] = []
+    values: list[tuple[int, Any]] = [(0, value) for value in chat_template_kwargs.values()]
     for message in messages:
         content, calls = message["content"], message.get("tool_calls") or ()
         content_kind: Hashable = bool(content)
@@ -184,14 +198,14 @@ def _shape(
         value_types.add((depth, type(value)))
         if isinstance(value, str):
             texts.append(value)
-        elif isinstance(value, (int, float)) and not -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
+        elif isinstance(value, float) and _is_unequal(value):
+            return None
+        elif isinstance(value, int) and not -_MAX_EXACT_INT < value < _MAX_EXACT_INT:
             value_types.add((depth, "large"))
-        elif isinstance(value, float) and "e" in repr(value):
-            value_types.add((depth, "exponent"))
-        elif isinstance(value, (dict, list)) and depth < 3:
+        elif isinstance(value, (dict, list)):
             texts += value if isinstance(value, dict) else ()
             inner = value.values() if isinstance(value, dict) else value
-            values += [(depth + 1, item) for item in inner]
+            values += [(min(depth + 1, _MAX_DEPTH), item) for item in inner]
     text = "".join(texts)
     kwargs = frozenset((key, repr(value)) for key, value in chat_template_kwargs.items())
     return (
@@ -203,6 +217,24 @@ def _shape(
         kwargs,
         add_generation_prompt,
     )
+
+
+def _is_unequal(number: float) -> bool:
+    """Whether minijinja prints a number unlike Python, by itself or as JSON.
+
+    It passes integral floats to filters as integers, and it prints no exponents. Shortest digits are unique,
+    so other floats are printed alike.
+    """
+    return number.is_integer() or "e" in repr(number) or number - number != 0
+
+
+@lru_cache(maxsize=4096)
+def _has_unequal_number(json_text: str) -> bool:
+    """Whether a JSON text contains a float that minijinja prints unlike Python."""
+    numbers: list[str] = []
+    if _FLOAT.search(json_text):
+        json.loads(json_text, parse_float=numbers.append, parse_constant=numbers.append)
+    return any(_is_unequal(float(number)) for number in numbers)
 
 
 def first_difference(one: str, other: str) -> int:

@@ -25,7 +25,7 @@ from branchline.chat.base import (
 )
 from branchline.chat.generic.chat_template import ChatTemplate
 from branchline.chat.generic.field_markers import FieldMarkers, SpanFinder
-from branchline.chat.generic.prompt_builder import PromptBuilder, TemplateProfile, create_prompt_cache
+from branchline.chat.generic.prompt_builder import TemplateProfile, create_prompt_cache
 from branchline.chat.generic.reply_endings import probe_reply_endings
 from branchline.chat.generic.template_probe import (
     ARGUMENT_WORD,
@@ -36,6 +36,7 @@ from branchline.chat.generic.template_probe import (
     TemplateProbe,
     probe_template_traits,
 )
+from branchline.chat.generic.verbatim_builder import VerbatimBuilder
 from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.parsing.detection import RenderedCall, detect_output_format
 from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
@@ -289,7 +290,7 @@ class GenericCodec(TokenizerCodec):
                 reject_media(messages, self.name, len(path), self._no_images_reason)
             check_media(messages, self.name, len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
-        builder = PromptBuilder(profile, self.prompt_cache, path, new, tools, self.now)
+        builder = VerbatimBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:
             return builder.build_verbatim()
         return builder.build_from_template()

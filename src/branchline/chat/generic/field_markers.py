@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from branchline.chat.base import PromptMessage, RewriteReason
+from branchline.chat.base import PromptMessage, RewriteReason, Tools
 from branchline.chat.template_traits import has_malformed_arguments
 from branchline.chat.token_escapes import Escape
 from branchline.chat.tokenizer_codec import ReplyReader
@@ -52,7 +52,8 @@ class FieldMarkers:
     def __init__(self) -> None:
         self.nonce = "Zq" + secrets.token_hex(4)
         # A marker ends in a character that combines with no other, so that normalisation keeps it.
-        self._pattern = re.compile(re.escape(self.nonce) + r"\d+x\d+[ab]_")
+        self._pattern = re.compile(self.nonce + r"\d+x\d+[ab]_")
+        self._bare_nonce = re.compile(self.nonce + r"(?!\d+x\d+[ab]_)")
 
     def nonce_occurs_in(self, messages: Iterable[Message]) -> bool:
         """Whether a message contains the nonce; then other markers are needed."""
@@ -75,6 +76,11 @@ class FieldMarkers:
     def find_first(self, text: str, index: int, start: int) -> int:
         """Returns the offset of the first marker of a message, or -1."""
         return text.find(f"{self.nonce}{index}x", start)
+
+    def find_bare_nonce(self, text: str, start: int) -> int:
+        """Returns the offset of the first nonce that is not part of a marker, or -1."""
+        bare = self._bare_nonce.search(text, start)
+        return bare.start() if bare is not None else -1
 
     def find_last_end(self, text: str, index: int, message: Message, start: int) -> int:
         """Returns the offset after the last marker of a message, or -1 if a marker is missing."""
@@ -118,6 +124,11 @@ class SpanFinder:
         """Returns a finder with another nonce."""
         return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes, self._terminator_ids)
 
+    def with_tools(self, tools: Tools) -> SpanFinder:
+        """Returns a finder that reads arguments by the schemas of these tools."""
+        reader = replace(self._reader, tools=tools)
+        return SpanFinder(reader, self.markers, self._reply_prefixes, self._terminator_ids)
+
     # -- one sampled message -------------------------------------------------------------------------
 
     def find(
@@ -151,37 +162,68 @@ class SpanFinder:
             same_tokens = expected == (shown if stopped else shown[: len(expected)])
         if not same_tokens:
             return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
-        if stopped or message.content:
-            shown_text = self._encoder.escaper.unescape(self.markers.strip(text[start:stop_start]))
-            rendered = shown_text.encode("utf-8", "replace")
-            reply = self._encoder.decode_bytes(body)
-            if rendered != reply and not self._reader.have_same_meaning(
+        shown_text = self._encoder.escaper.unescape(self.markers.strip(text[start:stop_start]))
+        rendered = shown_text.encode("utf-8", "replace")
+        reply = self._encoder.normalize_bytes(self._encoder.decode_bytes(body))
+        if (
+            (stopped or message.content)
+            and rendered != reply
+            and not self._reader.have_same_meaning(
                 rendered, reply, cut=not stopped, ignore_arguments=malformed
-            ):
-                return RewriteReason.REWRITTEN
+            )
+        ):
+            return RewriteReason.REWRITTEN
         if stopped:
             return TextSpan(start, stop_end)
         # Cut: the text that closes the message, or reasoning that was left open, was not sampled.
-        return TextSpan(start, stop_start if malformed or len(expected) == len(shown) else last)
+        is_closed = malformed or len(expected) == len(shown)
+        if not message.content and not message.tool_calls:
+            is_closed = rendered.split() == reply.split()
+        return TextSpan(start, stop_start if is_closed else last)
 
-    def find_last_reply_end(
-        self, text: str, index: int, message: Message, sampled: Ids, *, stop_opens_next_message: bool
-    ) -> int | None:
-        """Returns where a sampled message ends, even if the text does not show it in full."""
-        last = self.markers.find_last_end(text, index, message, 0)
-        if last < 0:
-            return None
+    def find_reply_end(
+        self,
+        text: str,
+        index: int,
+        message: Message,
+        sampled: Ids,
+        closing: TextSpan,
+        *,
+        stop_opens_next_message: bool,
+    ) -> int:
+        """Returns where a sampled message ends, even if the text does not show it in full. `closing` is what
+        the template writes between the message and the content of the next one."""
         start = max(0, self.markers.find_first(text, index, 0))
         span = self.find(text, index, message, sampled, start)
-        if isinstance(span, TextSpan):
+        if isinstance(span, TextSpan) and span.end <= closing.end:
             return span.end
-        stop = self.find_next_stop(text, last)
-        if stop is None:
-            return last
-        if not self._reader.ends_with_stop(sampled):
-            return stop[0]
+        stops = [
+            token
+            for token in self._encoder.find_added_tokens(text, closing.start, closing.end)
+            if token[2] in self._end_ids
+        ]
+        is_ended = len(sampled) > 0 and int(sampled[-1]) in self._end_ids
+        if not stops:
+            body = sampled[:-1] if is_ended else sampled
+            return closing.start + self._sampled_length(text[closing.start : closing.end], body)
+        if not is_ended:
+            return stops[0][0]
+        for _, end, token in stops:
+            if token == int(sampled[-1]):
+                return end
         # If the stop opens the next message, an opener other than the sampled one must still be written.
-        return stop[0] if stop_opens_next_message and int(sampled[-1]) != stop[2] else stop[1]
+        return stops[0][0] if stop_opens_next_message else stops[0][1]
+
+    def _sampled_length(self, closing: str, body: Ids) -> int:
+        """Returns how many characters of a closing without stop tokens the sample ends with, whitespace
+        aside."""
+        sampled = self._encoder.normalize_bytes(self._encoder.decode_bytes(body)).decode("utf-8", "replace")
+        reply = "".join(sampled.split())
+        for end in range(len(closing), 0, -1):
+            start = "".join(self._encoder.escaper.unescape(closing[:end]).split())
+            if start and reply.endswith(start):
+                return len(closing[:end].rstrip())
+        return 0
 
     def find_next_stop(self, text: str, start: int) -> tuple[int, int, int] | None:
         """Returns the first token that ends a message at or after an offset, as (start, end, id)."""

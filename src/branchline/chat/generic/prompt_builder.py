@@ -1,6 +1,6 @@
 """Builds one prompt: what is rendered, how much of the path is kept, and what is encoded.
 
-`build_from_template` keeps as much of the recorded path as the template still shows; `build_verbatim` keeps
+`build_from_template` keeps as much of the recorded path as the template still shows; `verbatim_builder` keeps
 all of it and renders only what is new. The text of the last prompt of a path is remembered, so that one
 comparison of texts shows whether the path still stands; if not, the prompt forks at the first message that
 changed.
@@ -9,8 +9,8 @@ changed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 
@@ -29,15 +29,12 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
-from branchline.chat.generic.template_probe import EMPTY_THINK
 from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.chat.vision import ImageExpander
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.call import ToolList
-from branchline.core.errors import TemplateError
-from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
 
 _CACHE_BYTES = 128 * 1024 * 1024
@@ -61,6 +58,8 @@ class TemplateProfile:
     """The text of a control token in a message becomes that token."""
     image_expander: ImageExpander | None = None
     """None if the model reads text only."""
+    closed_by_stop: set[Hashable] = field(default_factory=set)
+    """Kinds of replies and next messages between which the template was seen to write one stop token."""
 
     @property
     def terminator_ids(self) -> frozenset[int]:
@@ -117,7 +116,7 @@ class PromptBuilder:
         self._escapes = MessageEscapes(self._encoder, end_ids, profile.allow_special_tokens)
         tool_list = tools if isinstance(tools, ToolList) else ToolList(map(dict, tools))
         self._tools = self._escapes.escape_tools(tool_list) or None
-        self._finder = profile.span_finder
+        self._finder = profile.span_finder.with_tools(tool_list) if tool_list else profile.span_finder
 
     # -- history="template" --------------------------------------------------------------------------
 
@@ -174,7 +173,7 @@ class PromptBuilder:
             if reason == RewriteReason.DROPPED and self._path[kept].message.reasoning_content:
                 reason = RewriteReason.THINK_STRIP
         extension = self._assemble(text, layout, cursor, reason)
-        if self._finder is self._profile.span_finder:
+        if self._finder.markers is self._profile.span_finder.markers:
             tokens = extension.message_tokens
             last_ids = tokens[-1].ids if tokens else self._path[-1].ids
             if len(last_ids):
@@ -186,7 +185,7 @@ class PromptBuilder:
     def _remembered_prompt(self) -> RenderedPrompt | None:
         """Returns the last prompt of the path, if it is remembered."""
         covered = len(self._path) - (len(self._path) > 0 and self._is_marked(len(self._path) - 1))
-        if not covered or self._finder is not self._profile.span_finder:
+        if not covered or self._finder.markers is not self._profile.span_finder.markers:
             return None
         last_ids = self._path[covered - 1].ids
         prompt = self._cache.get(id(last_ids))
@@ -236,81 +235,19 @@ class PromptBuilder:
 
     def _match_text_at(self, text: str, offset: int, recorded: str) -> int | None:
         """Returns the end of recorded text at an offset, or None if the text differs. An empty reasoning
-        block at its end may be missing."""
+        block at its end may be missing, or be shown in part."""
         if text.startswith(recorded, offset):
             return offset + len(recorded)
-        if self._profile.keep_empty_think and recorded.endswith(EMPTY_THINK):
-            recorded = recorded.removesuffix(EMPTY_THINK)
-            if text.startswith(recorded, offset):
-                return offset + len(recorded)
+        traits = self._profile.traits
+        block = traits.empty_reasoning_block if self._profile.keep_empty_think else ""
+        if block and recorded.endswith(block):
+            before = recorded.removesuffix(block)
+            for shown in (before + traits.history_reasoning_block, before):
+                if text.startswith(shown, offset):
+                    return offset + len(shown)
         return None
 
-    # -- history="verbatim" --------------------------------------------------------------------------
-
-    def build_verbatim(self) -> Extension:
-        """Returns the path as it was sampled and the new messages, rendered after as little as possible."""
-        last_reply = next((i for i in reversed(range(len(self._path))) if self._is_marked(i)), None)
-        if last_reply is None:
-            # The path contains nothing sampled.
-            return self.build_from_template()
-        tail = [NewMessage(Message("user", ".")), *self._messages[last_reply:]]
-        for messages in (tail, self._messages) if self._profile.has_local_tail else (self._messages,):
-            for simplification in range(3):
-                extension = self._build_after_last_reply(messages, last_reply, simplification)
-                if extension is not None:
-                    return extension
-        return self.build_from_template()
-
-    def _build_after_last_reply(
-        self, messages: Sequence[PromptMessage], last_reply: int, simplification: int
-    ) -> Extension | None:
-        """Returns what follows the path, rendered in a conversation that ends like ours, or None if the end
-        of the path is not found in its text.
-
-        At simplification 1 the last reply is rendered without reasoning, which templates leave out once a
-        user message follows; at 2 also without its text, which some templates take apart.
-        """
-        shift = len(messages) - len(self._messages)
-        reply_index = last_reply + shift
-        if simplification:
-            message = messages[reply_index].message
-            text = "." if simplification == 2 else message.content or "." * (not message.tool_calls)
-            simple = NewMessage(
-                Message("assistant", text, tool_calls=message.tool_calls), messages[reply_index].sampled_ids
-            )
-            messages = [*messages[:reply_index], simple, *messages[reply_index + 1 :]]
-        if self._finder.markers.nonce_occurs_in(entry.message for entry in messages):
-            self._finder = self._finder.with_new_markers()
-        first = len(self._path) + shift
-        marked = {reply_index} | {i for i in range(first, len(messages)) if self._is_marked(i - shift)}
-        escaped = self._escapes.find(messages)
-        reply = messages[reply_index]
-        assert reply.sampled_ids is not None
-        while True:
-            try:
-                text = self._render(messages, marked, escaped, include_tools=shift == 0)
-            except TemplateError:
-                return None
-            cursor = self._finder.find_last_reply_end(
-                text,
-                reply_index,
-                reply.message,
-                reply.sampled_ids,
-                stop_opens_next_message=self._profile.endings.stop_opens_next_message,
-            )
-            for index in range(last_reply + 1, len(self._path)):
-                if cursor is None:
-                    return None
-                cursor = self._match_ids_at(text, cursor, self._path[index].ids, self._last_id(index))
-            if cursor is None:
-                return None
-            escapes = self._escapes.of_messages(messages, marked, escaped)
-            layout = self._finder.locate_messages(text, messages, marked, first, cursor, escapes)
-            if not layout.mismatches:
-                return self._assemble(text, layout, cursor, RewriteReason.NONE, shift)
-            marked -= layout.mismatches.keys()
-
-    # -- both ----------------------------------------------------------------------------------------
+    # -- both histories ---------------------------------------------------------------------------------
 
     def _is_marked(self, index: int) -> bool:
         entry = self._messages[index]

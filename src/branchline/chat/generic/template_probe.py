@@ -40,7 +40,12 @@ TOOLS: tuple[dict[str, Any], ...] = (
         "function": {
             "name": TOOL_NAME,
             "description": TOOL_DESCRIPTION,
-            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+            # Some templates fail on properties without a description.
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"type": "string", "description": "zqplace"}},
+                "required": ["at"],
+            },
         },
     },
 )
@@ -68,8 +73,8 @@ _UNUSUAL_ARGUMENTS = {
     "é": UNUSUAL_TEXT,
     "integer": -7,
     "large": 2**70,
-    "floats": [0.1, 1.0, -0.0, 1e22, 1e-7, 123456789.123456789],
-    "float": 1e16,
+    "floats": [0.1, -2.5, 0.0001, 123456789.123456789],
+    "float": 0.5,
     "yes": True,
     "no": False,
     "null": None,
@@ -261,6 +266,7 @@ def probe_template_traits(
 ) -> TemplateTraits:
     """Returns what a template accepts and shows, and verifies minijinja with it."""
     probe = TemplateProbe(template, chat_template_kwargs=chat_template_kwargs or {}, now=now or PROBE_TIME)
+    probe = probe.with_traits(requires_content_parts=_probe_content_parts(probe))
     generation_prompt, history_reply_prefix = _probe_reply_prefixes(probe)
     probe = probe.with_traits(generation_prompt=generation_prompt, history_reply_prefix=history_reply_prefix)
     probe = _probe_tool_calls(probe)
@@ -275,6 +281,16 @@ def probe_template_traits(
     probe = _probe_reasoning(probe)
     probe.verify_engines()
     return probe.traits
+
+
+def _probe_content_parts(probe: TemplateProbe) -> bool:
+    """Whether the template shows more messages if their text is a list of parts."""
+    messages = [USER, ASSISTANT, NEXT_USER]
+    shown = []
+    for requires_parts in (False, True):
+        text = probe.with_traits(requires_content_parts=requires_parts).render_or_empty(messages)
+        shown.append(sum(message.content in text for message in messages))
+    return shown[1] > shown[0]
 
 
 def _probe_reply_prefixes(probe: TemplateProbe) -> tuple[str, str]:
