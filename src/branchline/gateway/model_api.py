@@ -240,8 +240,9 @@ class ModelApi:
                     call_request = replace(call_request, upstream_options=options)
                 events = run_upstream_call(managed, engine_route.engine, call_request, record)
             else:
-                request = await self._image_fetcher.resolve(request, managed.session.tree)
-                call_request = replace(call_request, request=request)
+                if self._config.image_urls != "none":
+                    request = await self._image_fetcher.resolve(request, managed.session.tree)
+                    call_request = replace(call_request, request=request)
                 limit, flush_s = self._config.max_prompt_tokens, self._config.stream_flush_s
                 events = run_call(managed, engine_route.engine, call_request, record, limit, flush_s)
             call = _ModelCall(protocol, http, managed, parsed, record, events)

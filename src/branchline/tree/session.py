@@ -266,7 +266,8 @@ class Session:
         """Adds the outputs of a turn, one generation per choice."""
         with self._commit_lock:
             delta = self.tree.plan(turn, generations, call_id, self.codec, self.started_at.timestamp())
-            delta = share_payloads(delta, self._payloads)
+            if any(node.message.parts for node in delta.nodes):
+                delta = share_payloads(delta, self._payloads)
             durable = self._append_record(delta)
             return CommitResult(self.tree.apply(delta), durable)
 
@@ -297,7 +298,9 @@ class Session:
             return None
         if self._journal.failure is not None:
             raise self._journal.failure
-        record, payloads = detach_payloads(record)
+        payloads: dict[str, bytes] = {}
+        if isinstance(record, TreeDelta) and any(node.message.parts for node in record.nodes):
+            record, payloads = detach_payloads(record)
         durable = self._journal.append(self.id, encode_record(record), lazy=lazy, media=payloads)
         # A rejection is immediate: a record that the journal will never hold must not enter the tree.
         rejection = durable.exception() if durable.done() else None
