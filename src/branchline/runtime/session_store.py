@@ -220,6 +220,7 @@ class SessionStore:
             self._codec,
             history=opened.options.history or self._history,
             restore_reasoning=opened.options.restore_reasoning,
+            ignore_tools=opened.options.ignore_tools,
             journal=self._journal,
             tree=Tree(),
             started_at=datetime.fromtimestamp(opened.opened_at),
