@@ -57,7 +57,7 @@ CODEC = ToyCodec.chatml()
 GENERATION_PROMPT = CODEC.encode("\nassistant:")
 CORPUS = towns()
 LIMITS = LoopLimits(
-    max_assistant_turns=6, tool_response_length=300, tool_response_side="right", tool_timeout_s=10
+    max_assistant_turns=6, tool_response_length=300, tool_response_keep="head", tool_timeout_s=10
 )
 
 
@@ -176,7 +176,7 @@ def print_outputs(outputs: Sequence[LoopOutput], console: Console) -> None:
             str(sampled),
             str(len(output.response_mask) - sampled),
             " ".join(str(version) for version in sorted({*versions.tolist()} - {-1})),
-            str(output.metrics.num_preempted),
+            str(output.metrics.num_cancelled),
             "" if output.reward_score is None else f"{output.reward_score:g}",
         )
     console.print(table)

@@ -255,7 +255,8 @@ def test_a_tokenizer_repairs_by_bytes_and_shows_forks_as_text(run_merge: RunMerg
     first = log_line([raw_message("user", "u")], "abb", [1], [a, b, b], finish_reason="length")
     later = [raw_message("user", "u"), raw_message("assistant", "abb"), raw_message("user", "v")]
     lines = [first, log_line(later, "c", [1, ab, b, end], [5])]
-    assert run_merge(lines)["repairs"][0]["method"] == "estimate"
+    assert run_merge(lines)["repairs"] == []
+    assert run_merge(lines, "--inexact")["repairs"][0]["method"] == "estimate"
     report = run_merge(lines, "--tokenizer", tokenizer)
     assert report["repairs"] == [{"line": 2, "method": "bytes"}]
     apart = run_merge(lines, "--tokenizer", tokenizer, "--no-repair")
@@ -267,7 +268,8 @@ def test_a_tokenizer_encodes_calls_without_ids_as_inexact(run_merge: RunMerge, t
         log_line([raw_message("user", "u")], "ab"),
         log_line([raw_message("user", "u"), raw_message("assistant", "ab"), raw_message("user", "v")], "b"),
     ]
-    report = run_merge(lines, "--tokenizer", tokenizer)
+    assert run_merge(lines, "--tokenizer", tokenizer)["delivered_tokens"] == 0
+    report = run_merge(lines, "--tokenizer", tokenizer, "--inexact")
     (line,) = report["timelines"]
     # uu<e>a + ab, then <e>uv<e>a + b
     assert (line["tokens"], line["trained_tokens"], line["exact"]) == (4 + 1 + 5 + 1, 2, False)
@@ -276,7 +278,8 @@ def test_a_tokenizer_encodes_calls_without_ids_as_inexact(run_merge: RunMerge, t
 
 
 def test_logged_output_ids_are_kept_if_only_the_prompt_has_none(run_merge: RunMerge, tokenizer: Path) -> None:
-    report = run_merge([log_line([raw_message("user", "u")], "ab", None, [64, 65])], "--tokenizer", tokenizer)
+    lines = [log_line([raw_message("user", "u")], "ab", None, [64, 65])]
+    report = run_merge(lines, "--tokenizer", tokenizer, "--inexact")
     (line,) = report["timelines"]
     assert (line["trained_tokens"], line["missing_logprobs"], line["exact"]) == (2, 0, False)
 
@@ -367,13 +370,16 @@ def test_shares_of_written_samples_add_up(run_merge: RunMerge, tmp_path: Path) -
     assert {tuple(sample.prompt_ids) for sample in samples} == {(1, 2)}
 
 
-def test_inexact_outputs_are_not_trained_by_default(run_merge: RunMerge, tmp_path: Path) -> None:
-    target = tmp_path / "samples.jsonl"
-    report = run_merge(DRIFTED_LOG, "--samples", target)
-    assert report["samples"]["dropped_tokens"] == {"inexact": 1}
-    assert [sample.trained_tokens for sample in read_jsonl(target)] == [3]
-    run_merge(DRIFTED_LOG, "--samples", target, "--inexact")
-    assert [sample.trained_tokens for sample in read_jsonl(target)] == [4]
+def test_messages_have_token_spans_where_the_log_has_ids(run_merge: RunMerge, tokenizer: Path) -> None:
+    history = run_merge(THREE_WORDS)["timelines"][-1]["history"]
+    assert [message["span"] for message in history] == [None, None, [2, 5], [5, 6], [6, 8]]
+    # The template renders `ss<e>uu<e>a`, so a tokenizer tells the two messages of the prompt apart.
+    messages = [raw_message("system", "s"), raw_message("user", "u")]
+    s, u, a, end = 82, 84, 64, 257
+    lines = [log_line(messages, "ab", [s, s, end, u, u, end, a], [256])]
+    (line,) = run_merge(lines, "--tokenizer", tokenizer)["timelines"]
+    assert [message["span"] for message in line["history"]] == [[0, 3], [3, 6], [7, 8]]
+    assert [message["tokens"] for message in line["history"]] == [3, 3, 1]
 
 
 def test_missing_logprobs_leave_no_file_unless_allowed(

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from scripts.install_clients import PACKAGES
 
 from branchline.cli.serve import add_serve
+from tests.cli.harness import served_gateway
 from tests.clients.programs import kill_group
 from tests.clients.table import GUIDE
 
@@ -40,6 +42,34 @@ def test_every_serve_command_of_the_guides_is_valid(guide: str) -> None:
     add_serve(parser.add_subparsers())
     for line in serving(guide):
         parser.parse_args(shlex.split(line)[1:])
+
+
+def test_rewards_of_the_clients_guide_arrive_in_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (GUIDES / "clients.md").read_text(), re.DOTALL)
+    exec(compile(program, "clients.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == [
+        "reward 1.0",
+        "0.25 You said: Pick a word.<end>",
+        "0.75 You said: Another one.<end>",
+    ]
+
+
+def test_commands_of_the_clients_guide_after_an_episode_work(tmp_path: Path) -> None:
+    lines = [line for block in blocks("clients") for line in block.splitlines() if "$SESSION" in line]
+    with served_gateway("--no-auth") as served:
+        url = served.printed(r"base_url +(\S+)").partition("/sessions/")[0]
+        httpx.post(f"{url}/sessions", json={"id": "episode-1"})
+        body = {"model": "any", "messages": [{"role": "user", "content": "Say hello."}]}
+        httpx.post(f"{url}/sessions/episode-1/v1/chat/completions", json=body)
+        script = "\n".join(["set -e", f"SESSION={url}/sessions/episode-1", *lines]).replace(
+            "--silent", "--silent --fail"
+        )
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 0, done.stderr
+    assert '"state":"finalized","reason":"done"' in done.stdout
+    assert re.search(r'"reward":1.0,"rewards":\[{"score":0.5,"start":0,', done.stdout)
 
 
 @pytest.mark.slow

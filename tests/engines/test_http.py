@@ -137,6 +137,7 @@ def test_tokens_that_arrived_before_a_pause_are_kept(held: int) -> None:
             assert ids_of(chunks) == before + after
             assert logprobs_of(chunks)[held:] == float32(logprobs)
             assert versions_of(chunks) == [4] * held + [5] * (8 - held)
+            assert (chunks[0].num_preempted, chunks[-1].num_preempted) == (0, int(held > 0))
             assert [body["max_tokens"] for body in server.bodies] == [8, 8 - held]
             await engine.close()
 

@@ -78,6 +78,7 @@ class CollectedOutput:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    num_preempted: int = 0
     finish_reason: str | None = None
     chunks: int = 0
 
@@ -90,6 +91,7 @@ async def collect(engine: Engine, ids: Ids, params: SamplingParams) -> Collected
         output.ids += chunk.ids.tolist()
         output.logprobs += chunk.logprobs.tolist()
         output.versions += [chunk.version] * len(chunk.ids)
+        output.num_preempted = chunk.num_preempted
         output.finish_reason = chunk.finish_reason
         output.chunks += 1
     return output

@@ -108,7 +108,59 @@ def test_gateway_in_a_program_needs_only_an_engine() -> None:
     run(test)
 
 
+def test_a_key_names_its_session_and_its_calls() -> None:
+    async def test() -> None:
+        async with agent("A1") as a:
+            await a.ask_text("p")
+            for root in (a.session.base_url, f"{a.gateway.url}/v1"):
+                shown = await a.http.get(f"{root}/session", headers=a.api_headers)
+                assert shown.json() == {
+                    "id": a.session.id,
+                    "state": "open",
+                    "created": a.session.managed.created_at,
+                    "calls": [call.id for call in a.session.managed.session.tree.calls],
+                }
+            assert (await a.http.get(f"{a.session.base_url}/session")).status_code == 401
+            posted = await a.http.post(f"{a.session.base_url}/session", headers=a.api_headers)
+            assert (posted.status_code, posted.headers["allow"]) == (405, "GET")
+
+    run(test)
+
+
+def test_samples_of_an_aborted_session_are_exported_only_on_request() -> None:
+    async def test() -> None:
+        async with agent("A1") as a:
+            await a.ask_text("p")
+            await a.session.abort()
+            headers = {"authorization": f"Bearer {a.session.control_key}"}
+
+            async def read(query: str) -> Any:
+                url = f"{a.gateway.url}/sessions/{a.session.id}/samples{query}"
+                return await a.http.get(url, headers=headers)
+
+            assert (await read("")).json()["samples"] == []
+            assert len((await read("?include_aborted=true")).json()["samples"]) == 1
+            for query in ("?include_aborted=maybe", "?share=all"):
+                assert (await read(query)).status_code == 400
+
+    run(test)
+
+
 # -- limits and rewards ------------------------------------------------------------------------------
+
+
+def test_a_list_of_rewards_is_posted_at_once_and_an_id_counts_once() -> None:
+    async def test() -> None:
+        async with agent("A1") as a:
+            rewards = [{"id": "t/turn-1", "score": 1, "turn": 1}, {"id": "t", "score": 2}]
+            for _ in range(2):
+                await a.session.managed.post_reward(rewards)
+            assert (len(a.session.managed.rewards), a.session.managed.reward) == (2, 2.0)
+            with pytest.raises(MessageError):
+                await a.session.managed.post_reward([{"score": 3}, {"score": "no"}])
+            assert len(a.session.managed.rewards) == 2
+
+    run(test)
 
 
 def test_token_limit_is_exact() -> None:

@@ -330,8 +330,12 @@ class ReplyRecorder:
     async def count_tokens(self, messages: Sequence[Message], **options: Any) -> int:
         return await self._model.count_tokens(messages, **options)
 
-    async def samples(self) -> Any:
-        return await self._model.samples()
+    @property
+    def session(self) -> Any:
+        return self._model.session
+
+    async def samples(self, **options: Any) -> Any:
+        return await self._model.samples(**options)
 
 
 @dataclass

@@ -133,7 +133,7 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
             ):
                 with pytest.raises(InputError, match=rf"^tasks\[1\]\.{message}"):
                     check_tasks([good, bad], tools, interactions)
-            with pytest.raises(InputError, match="'single_turn', 'tool'"):
+            with pytest.raises(InputError, match=r"'single_turn', 'single_turn_agent'.*'tool', 'tool_agent'"):
                 await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), context_for(s))
             with pytest.raises(InputError, match=r"tools\[0\]: got 'act', expected one of \[\]"):
                 check_tasks([good])
@@ -228,7 +228,7 @@ def test_a_cancelled_agent_resumes_after_the_sampled_ids(over_http: bool, by_tok
                 running.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await running
-            assert (state.is_cancelled, state.is_finished, state.metrics.num_preempted) == (True, False, 1)
+            assert (state.is_cancelled, state.is_finished, state.metrics.num_cancelled) == (True, False, 1)
             state = LoopState.decode(state.encode())
             state = await run_agent(state, context_for(s, cancel=CancelToken()))
             assert (state.is_cancelled, state.is_finished) == (False, True)
@@ -411,7 +411,7 @@ def test_a_loop_that_its_agent_cancels_can_be_resumed() -> None:
         token = CancelToken()
         async with AgentLoop(context.model, state) as loop:
             running = asyncio.create_task(loop.run(token))
-            if not state.metrics.num_preempted:
+            if not state.metrics.num_cancelled:
                 await at_cancel_point.wait()
                 token.cancel()
             return await running

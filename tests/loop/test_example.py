@@ -42,7 +42,7 @@ def test_the_example_gives_the_same_tokens_in_process_and_over_http() -> None:
         )
         versions = {version for output in local for version in output.outputs[-1].response_versions.tolist()}
         assert versions == {-1, 0, 1}
-        assert sum(output.metrics.num_preempted for output in local) > 0
+        assert sum(output.metrics.num_cancelled for output in local) > 0
 
     run(test)
 

@@ -121,11 +121,14 @@ def test_the_guides_python_runs_as_one_program(tmp_path: Path) -> None:
         timeout=100,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
-    names, apples, pears, tomato, remote, resumed = ran.stdout.splitlines()
+    names, apples, pears, tomato, rewards, remote, resumed = ran.stdout.splitlines()
     assert names == "('price', 'sell', 'in_stock')"
     assert re.fullmatch(r"apples-\w+ interaction 6 1.0 \d+", apples)
     assert re.fullmatch(r"pears-\w+ stop 4 None \d+", pears)
     assert re.fullmatch(r"tomato-\w+ stop 3 1.0 \d+", tomato)
+    assert rewards == (
+        "[[1.0], [None], [1.0]] {'completed'} [(['turn-3'], 1.0), (['tool-sell'], 1.0), ([], 1.0)]"
+    )
     assert remote == "['Sold, for 6.', 'They cost 12.', 'Yes.']"
     assert resumed == "1 ['Is a tomato a fruit?', 'It is.', 'Are you sure?', 'Yes.'] {0, 1}"
 

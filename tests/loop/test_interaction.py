@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from branchline.core.errors import InputError
+from branchline.core.errors import InteractionError
 from branchline.core.message import Message
 from branchline.loop.interaction import (
     BaseInteraction,
@@ -18,7 +18,6 @@ from branchline.loop.interaction import (
 from branchline.loop.persistence import Fault
 from branchline.loop.state import LoopPhase, LoopState, TurnRecord
 from branchline.loop.task import LoopLimits, Task
-from branchline.loop.timeouts import CANCEL_GRACE_S
 from tests.loop.harness import move_clock, run
 
 
@@ -116,7 +115,7 @@ def test_scores_become_numbers_and_extras_plain_data() -> None:
 def test_an_invalid_response_is_refused_with_the_name(response: Any, message: str) -> None:
     async def test() -> None:
         async with interaction_session(FakeInteraction(response)) as session:
-            with pytest.raises(InputError, match=f"^interaction 'odd': respond: {message}"):
+            with pytest.raises(InteractionError, match=f"^interaction 'odd': respond: {message}"):
                 await session.respond(())
 
     run(test)
@@ -126,7 +125,7 @@ def test_an_invalid_response_is_refused_with_the_name(response: Any, message: st
 def test_an_invalid_score_is_refused_with_the_name(score: Any) -> None:
     async def test() -> None:
         async with interaction_session(FakeInteraction(score=score)) as session:
-            with pytest.raises(InputError, match=r"^interaction 'odd': "):
+            with pytest.raises(InteractionError, match=r"^interaction 'odd': "):
                 await session.score()
 
     run(test)
@@ -135,7 +134,9 @@ def test_an_invalid_score_is_refused_with_the_name(score: Any) -> None:
 def test_an_invalid_first_message_is_refused_and_the_interaction_finalized() -> None:
     async def test() -> None:
         odd = FakeInteraction(first_message=["Hello."])
-        with pytest.raises(InputError, match=r"interaction 'odd': start: got \['Hello\.'\], expected a text"):
+        with pytest.raises(
+            InteractionError, match=r"interaction 'odd': start: got \['Hello\.'\], expected a text"
+        ):
             await interaction_session(odd).__aenter__()
         assert odd.finalized == 1
         async with interaction_session(FakeInteraction(first_message="Hello.")) as session:
@@ -172,7 +173,7 @@ def test_a_timeout_is_an_error_with_the_name_and_the_method(method: str) -> None
         task = asyncio.create_task(use())
         await odd.reached.wait()
         move_clock(5)
-        with pytest.raises(TimeoutError, match=f"^interaction 'odd': {method}: timed out after 5 s"):
+        with pytest.raises(InteractionError, match=f"^interaction 'odd': {method}: timed out after 5 s"):
             await task
         assert odd.finalized == (method != "start")
 
@@ -186,7 +187,9 @@ def test_a_timeout_error_of_the_interaction_keeps_its_text() -> None:
 
     async def test() -> None:
         async with interaction_session(Slow()) as session:
-            with pytest.raises(TimeoutError, match=r"^interaction 'odd': respond: the other model is down"):
+            with pytest.raises(
+                InteractionError, match=r"^interaction 'odd': respond: the other model is down"
+            ):
                 await session.respond(())
 
     run(test)
@@ -199,8 +202,8 @@ def test_a_state_that_arrives_after_the_grace_period_is_finalized() -> None:
         await odd.reached.wait()
         move_clock(5)
         await odd.refused.wait()
-        move_clock(CANCEL_GRACE_S)
-        with pytest.raises(TimeoutError):
+        move_clock(LoopLimits().cancel_grace_s)
+        with pytest.raises(InteractionError):
             await entering
         assert odd.finalized == 0
         odd.stop.set()

@@ -234,3 +234,69 @@ def test_stripped_thinking_splits_a_trajectory_into_samples(over_http: bool) -> 
             assert "hm" not in codec.decode(output.prompt_ids)
 
     run(test)
+
+
+# -- split histories ---------------------------------------------------------------------------------
+
+
+THINKING = LoopScript(
+    (
+        ScriptedTurn("look", "hm", tool_calls=(ScriptedToolCall(result="found"),)),
+        ScriptedTurn("so", "well"),
+        ScriptedTurn("end", "done"),
+    ),
+    user_messages=("and?",),
+)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_flat_fields_of_a_split_history_are_not_complete(over_http: bool) -> None:
+    async def test() -> None:
+        codec = ToyCodec.chatml(strip_thinking=True)
+        async with loop_harness(THINKING, codec, over_http=over_http) as s:
+            output = await build_output(await s.run_once(), s.model)
+            assert (output.is_complete, len(output.outputs) > 1) == (False, True)
+            assert output.response_mask.sum() < s.managed.sampled_tokens
+            trained = sum(float(sample.shares.sum()) for sample in output.outputs)
+            assert trained == pytest.approx(s.managed.sampled_tokens)
+        async with loop_harness(THINKING, codec, over_http=over_http, history="verbatim") as s:
+            output = await build_output(await s.run_once(), s.model)
+            assert (output.is_complete, len(output.outputs)) == (True, 1)
+            assert output.response_mask.sum() == s.managed.sampled_tokens
+
+    run(test)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_the_tokens_of_a_cancelled_answer_are_in_the_output_and_counted(over_http: bool) -> None:
+    async def test() -> None:
+        script = LoopScript(
+            (
+                ScriptedTurn("look", tool_calls=(ScriptedToolCall(result="found"),)),
+                ScriptedTurn("a long answer", cancel_points=(3, 2)),
+            )
+        )
+        async with loop_harness(script, over_http=over_http) as s:
+            state, sizes = LoopState.begin(s.task(), "t"), list[int]()
+            for _ in range(2):
+                s.engine.at_cancel_point.clear()
+                cancel = CancelToken()
+                task = asyncio.create_task(s.run_once(state, cancel))
+                await s.engine.at_cancel_point.wait()
+                cancel.cancel()
+                state = LoopState.decode((await task).encode())
+                output = await build_output(state, s.model)
+                (sample,) = output.outputs
+                assert (output.is_complete, sample.finish_reason) == (True, "cancelled")
+                sizes.append(output.partial_tokens)
+                partial = output.response_ids[len(output.response_ids) - output.partial_tokens :]
+                assert "a long answer".startswith(s.codec.decode(partial))
+                assert (output.response_mask[-output.partial_tokens :] == 1).all()
+                assert (sample.shares[output.response_mask == 1] == 1).all()
+            assert sizes == [3, 5]
+            # Without a request for it, a cancelled answer is not a sample.
+            assert [one.finish_reason for one in await s.model.samples()] == ["stop"]
+            output = await build_output(await s.run_once(state), s.model)
+            assert (output.partial_tokens, output.metrics.num_cancelled) == (0, 2)
+
+    run(test)

@@ -29,7 +29,7 @@ def full_state() -> LoopState:
         interaction_arguments={"level": 1},
         sampling={"temperature": 0.5},
         template={"enable_thinking": False},
-        limits=LoopLimits(max_assistant_turns=3, tool_response_side="left"),
+        limits=LoopLimits(max_assistant_turns=3, tool_response_keep="tail"),
         extra={"answer": [1, None]},
     )
     result = ToolResult("2", (IMAGE,), 0.5, {"x": [1]}, True, "add", 1, "c1", 0.1)
@@ -45,6 +45,7 @@ def full_state() -> LoopState:
         user_turns=2,
         pending_calls=list(calls),
         pending_results={1: result},
+        started_calls=[0],
         pending_response=TurnRecord(1, "no", False, 0.1, {"y": 2}),
         tool_results=[result, ToolResult("2", tool="add", turn=2)],
         turn_records=[TurnRecord(1, "yes", True, 0.25), TurnRecord(2, "hm", False)],
@@ -52,9 +53,12 @@ def full_state() -> LoopState:
         tool_states={"add": [1, 2]},
         interaction_states={"tutor": {"wrong": 1}},
         faults=[Fault("add", "release", "stuck")],
-        metrics=LoopMetrics(1.0, 2.0, 3.0, 4),
+        metrics=LoopMetrics(1.0, 2.0, 3.0, 4, 5),
         call_name="chatcmpl-1",
         call_ids=["chatcmpl-0"],
+        session_id="s1",
+        session_url="http://127.0.0.1:8100/sessions/s1/v1",
+        is_reported=True,
         first_prompt_tokens=7,
         tokens=9,
         is_cancelled=True,
@@ -139,7 +143,7 @@ def test_data_that_is_no_state_is_refused(data: bytes) -> None:
 def test_a_state_of_another_format_is_refused() -> None:
     raw = json.loads(full_state().encode("json"))
     raw["format"] = 1
-    with pytest.raises(InputError, match=r"state\.format: got 1, expected 2"):
+    with pytest.raises(InputError, match=r"state\.format: got 1, expected 3"):
         LoopState.decode(json.dumps(raw).encode())
 
 

@@ -145,7 +145,7 @@ def test_a_limit_below_its_minimum_is_refused(name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"tool_response_side": "center"}, "got 'center', expected one of left, right, middle"),
+        ({"tool_response_keep": "center"}, "got 'center', expected one of head, tail, both"),
         ({"tool_response_unit": "words"}, "got 'words', expected one of tokens, characters"),
         ({"tool_response_unit": None}, "got None, expected one of tokens, characters"),
         (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from branchline.loop.timeouts import (
-    CANCEL_GRACE_S,
     CancelToken,
     describe_error,
     finish_despite_cancel,
@@ -16,6 +15,8 @@ from branchline.loop.timeouts import (
     with_timeout,
 )
 from tests.loop.harness import move_clock, pass_control, run
+
+GRACE_S = 1.0
 
 
 async def forever(started: asyncio.Event, ended: list[str]) -> None:
@@ -44,8 +45,8 @@ def test_work_that_ends_in_time_returns_its_result() -> None:
         async def work() -> int:
             return 3
 
-        assert await with_timeout(work(), 1) == 3
-        assert await with_timeout(work(), None) == 3
+        assert await with_timeout(work(), 1, GRACE_S) == 3
+        assert await with_timeout(work(), None, GRACE_S) == 3
 
     run(test)
 
@@ -53,7 +54,7 @@ def test_work_that_ends_in_time_returns_its_result() -> None:
 def test_work_that_exceeds_the_limit_is_cancelled_and_may_clean_up() -> None:
     async def test() -> None:
         started, ended = asyncio.Event(), list[str]()
-        waiting = asyncio.create_task(with_timeout(forever(started, ended), 5))
+        waiting = asyncio.create_task(with_timeout(forever(started, ended), 5, GRACE_S))
         await started.wait()
         assert not waiting.done()
         move_clock(5)
@@ -67,12 +68,12 @@ def test_work_that_exceeds_the_limit_is_cancelled_and_may_clean_up() -> None:
 def test_work_that_ignores_its_cancellation_is_abandoned_after_the_grace_period() -> None:
     async def test() -> None:
         started, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
-        waiting = asyncio.create_task(with_timeout(stubborn(started, stop), 5))
+        waiting = asyncio.create_task(with_timeout(stubborn(started, stop), 5, GRACE_S))
         abandoned = await started
         move_clock(5)
         # The work is cancelled and the grace period starts.
         await pass_control()
-        move_clock(CANCEL_GRACE_S - 0.1)
+        move_clock(GRACE_S - 0.1)
         await pass_control()
         assert not waiting.done(), "the grace period is not over"
         move_clock(0.2)
@@ -88,7 +89,7 @@ def test_work_that_ignores_its_cancellation_is_abandoned_after_the_grace_period(
 def test_cancelling_the_caller_cancels_the_work_first() -> None:
     async def test() -> None:
         started, ended = asyncio.Event(), list[str]()
-        waiting = asyncio.create_task(with_timeout(forever(started, ended), None))
+        waiting = asyncio.create_task(with_timeout(forever(started, ended), None, GRACE_S))
         await started.wait()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -111,7 +112,7 @@ def test_a_caller_that_is_cancelled_again_still_lets_the_work_clean_up() -> None
                 await gate.wait()
                 ended.append("cleaned up")
 
-        waiting = asyncio.create_task(with_timeout(work(), 5))
+        waiting = asyncio.create_task(with_timeout(work(), 5, GRACE_S))
         await started.wait()
         move_clock(5)
         await cleaning.wait()
@@ -135,7 +136,7 @@ def test_an_exception_of_cancelled_work_is_not_reported() -> None:
             finally:
                 raise ValueError("while cleaning up")
 
-        waiting = asyncio.create_task(with_timeout(work(), 5))
+        waiting = asyncio.create_task(with_timeout(work(), 5, GRACE_S))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         move_clock(5)
@@ -153,7 +154,7 @@ def test_work_that_cancels_itself_does_not_look_like_a_cancelled_caller() -> Non
             raise asyncio.CancelledError
 
         with pytest.raises(RuntimeError, match="cancelled itself"):
-            await with_timeout(work(), 1)
+            await with_timeout(work(), 1, GRACE_S)
 
     run(test)
 
@@ -164,7 +165,7 @@ def test_work_that_raises_system_exit_only_fails() -> None:
             raise SystemExit(2)
 
         with pytest.raises(RuntimeError, match="SystemExit: 2"):
-            await with_timeout(work(), 1)
+            await with_timeout(work(), 1, GRACE_S)
 
     run(test)
 
@@ -243,11 +244,15 @@ def test_a_thread_may_outlive_the_caller_and_the_event_loop() -> None:
             loop.call_soon_threadsafe(started.set)
             assert go.wait(20)
 
-        waiting = asyncio.create_task(with_timeout(run_in_thread(work), 5))
+        waiting = asyncio.create_task(with_timeout(run_in_thread(work), 5, GRACE_S))
         await started.wait()
         move_clock(5)
         with pytest.raises(TimeoutError):
             await waiting
+        (abandoned,) = [task for task in asyncio.all_tasks() if task.get_name() == "run_in_thread"]
+        # As asyncio.run does at its end.
+        abandoned.cancel()
+        await asyncio.wait({abandoned})
 
     run(test)
     assert threads[0].is_alive()
@@ -257,7 +262,84 @@ def test_a_thread_may_outlive_the_caller_and_the_event_loop() -> None:
     assert not threads[0].is_alive()
 
 
+class OddError(Exception):
+    """An error without a readable text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Interrupt(BaseException):
+    """As some frameworks define."""
+
+
+def test_a_base_exception_of_the_work_is_an_error_of_the_work() -> None:
+    async def test() -> None:
+        async def work(error: BaseException) -> None:
+            raise error
+
+        for error, expected in (
+            (Interrupt("stop"), "Interrupt: stop"),
+            (SystemExit(3), "SystemExit: 3"),
+            (Interrupt(), "Interrupt"),
+        ):
+            with pytest.raises(RuntimeError, match=f"^{expected}$"):
+                await with_timeout(work(error), 1, GRACE_S)
+            with pytest.raises(RuntimeError, match=f"^{expected}$"):
+                await run_in_thread(raise_error, error)
+
+    run(test)
+
+
+def raise_error(error: BaseException) -> None:
+    raise error
+
+
+def test_work_that_finishes_although_its_caller_was_cancelled_returns_its_result_first() -> None:
+    async def test() -> None:
+        results: list[str] = []
+
+        async def caller() -> None:
+            results.append(await with_timeout(asyncio.sleep(0, "done"), None, GRACE_S))
+            results.append("recorded")
+            await asyncio.sleep(0)
+            results.append("never")
+
+        for rounds in range(6):
+            results.clear()
+            task = asyncio.create_task(caller())
+            await pass_control(rounds)
+            task.cancel()
+            await asyncio.wait({task})
+            assert results in ([], ["done", "recorded"], ["done", "recorded", "never"])
+            assert task.cancelled() == (results[-1:] != ["never"])
+
+    run(test)
+
+
+def test_a_timeout_around_work_that_finishes_late_is_still_a_timeout() -> None:
+    async def test() -> None:
+        started, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+        async def caller() -> str:
+            async with asyncio.timeout(5):
+                assert await with_timeout(stubborn(started, stop), None, GRACE_S) == "done"
+                await asyncio.Event().wait()
+            return "never"
+
+        task = asyncio.create_task(caller())
+        await started
+        move_clock(5)
+        await pass_control()
+        stop.set()
+        with pytest.raises(TimeoutError):
+            await task
+
+    run(test)
+
+
 def test_describe_error() -> None:
+    assert describe_error(OddError()) == "OddError, whose text cannot be read"
     assert describe_error(ValueError("too small")) == "too small"
     assert describe_error(ValueError()) == "ValueError"
     assert describe_error(KeyError("city")) == "KeyError: 'city'"

@@ -14,7 +14,7 @@ from branchline.core.errors import InputError
 from branchline.core.token_arrays import Ids
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.state import LoopState, StopReason
-from branchline.loop.task import LoopLimits, Task, TruncateSide
+from branchline.loop.task import KeptPart, LoopLimits, Task
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.token_budget import reached_limit, truncate, truncate_result
 from branchline.loop.tools.base import ToolResult, ToolSelection
@@ -136,62 +136,62 @@ def test_a_cancellation_during_truncation_does_not_repeat_the_call(
 
 
 TOY = ToyCodec()
-SIDES: tuple[TruncateSide, ...] = ("left", "right", "middle")
+PARTS: tuple[KeptPart, ...] = ("tail", "head", "both")
 
 
-def by_tokens(text: str, limit: int, side: TruncateSide, codec: Codec = TOY) -> str:
-    return truncate(text, limit, side, "tokens", encode=codec.encode, decode=codec.decode)
+def by_tokens(text: str, limit: int, keep: KeptPart, codec: Codec = TOY) -> str:
+    return truncate(text, limit, keep, "tokens", encode=codec.encode, decode=codec.decode)
 
 
 @pytest.mark.parametrize(
-    ("side", "expected"),
+    ("keep", "expected"),
     [
-        ("left", "(truncated)...fgh"),
-        ("right", "abc...(truncated)"),
-        ("middle", "ab...(truncated)...h"),
+        ("tail", "(truncated)...fgh"),
+        ("head", "abc...(truncated)"),
+        ("both", "ab...(truncated)...h"),
     ],
 )
-def test_the_marker_replaces_what_is_missing(side: TruncateSide, expected: str) -> None:
-    assert truncate("abcdefgh", 3, side, "characters") == expected
-    assert by_tokens("abcdefgh", 3, side) == expected
+def test_the_marker_replaces_what_is_missing(keep: KeptPart, expected: str) -> None:
+    assert truncate("abcdefgh", 3, keep, "characters") == expected
+    assert by_tokens("abcdefgh", 3, keep) == expected
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_a_text_that_fits_exactly_is_unchanged(side: TruncateSide) -> None:
-    assert truncate("abcdefgh", 8, side, "characters") == "abcdefgh"
-    assert by_tokens("abcdefgh", 8, side) == "abcdefgh"
-    assert by_tokens("", 0, side) == ""
+@pytest.mark.parametrize("keep", PARTS)
+def test_a_text_that_fits_exactly_is_unchanged(keep: KeptPart) -> None:
+    assert truncate("abcdefgh", 8, keep, "characters") == "abcdefgh"
+    assert by_tokens("abcdefgh", 8, keep) == "abcdefgh"
+    assert by_tokens("", 0, keep) == ""
 
 
 @pytest.mark.parametrize(
-    ("side", "expected"),
-    [("left", "(truncated)..."), ("right", "...(truncated)"), ("middle", "...(truncated)...")],
+    ("keep", "expected"),
+    [("tail", "(truncated)..."), ("head", "...(truncated)"), ("both", "...(truncated)...")],
 )
-def test_a_limit_of_0_leaves_only_the_marker(side: TruncateSide, expected: str) -> None:
-    assert truncate("abc", 0, side, "characters") == expected
-    assert by_tokens("abc", 0, side) == expected
+def test_a_limit_of_0_leaves_only_the_marker(keep: KeptPart, expected: str) -> None:
+    assert truncate("abc", 0, keep, "characters") == expected
+    assert by_tokens("abc", 0, keep) == expected
 
 
 def test_tokens_and_characters_count_differently() -> None:
-    assert truncate("ééé", 3, "right", "characters") == "ééé"
-    assert by_tokens("ééé", 3, "right") == "é...(truncated)", "three bytes are one and a half characters"
+    assert truncate("ééé", 3, "head", "characters") == "ééé"
+    assert by_tokens("ééé", 3, "head") == "é...(truncated)", "three bytes are one and a half characters"
 
 
 def test_a_cut_never_splits_a_character() -> None:
     text = "a🙂b"
     for limit in (1, 2, 3, 4):
-        assert by_tokens(text, limit, "right") == "a...(truncated)"
-    assert by_tokens(text, 5, "right") == "a🙂...(truncated)"
-    assert by_tokens(text, 4, "left") == "(truncated)...b"
-    assert by_tokens(text, 5, "left") == "(truncated)...🙂b"
+        assert by_tokens(text, limit, "head") == "a...(truncated)"
+    assert by_tokens(text, 5, "head") == "a🙂...(truncated)"
+    assert by_tokens(text, 4, "tail") == "(truncated)...b"
+    assert by_tokens(text, 5, "tail") == "(truncated)...🙂b"
 
 
 def test_a_text_that_the_tokenizer_changes_is_truncated_as_decoded() -> None:
     def encode(text: str) -> Ids:
         return TOY.encode(text.lower())
 
-    assert truncate("ABCDEF", 6, "left", "tokens", encode=encode, decode=TOY.decode) == "ABCDEF"
-    cut = truncate("ABCDEF", 4, "middle", "tokens", encode=encode, decode=TOY.decode)
+    assert truncate("ABCDEF", 6, "tail", "tokens", encode=encode, decode=TOY.decode) == "ABCDEF"
+    cut = truncate("ABCDEF", 4, "both", "tokens", encode=encode, decode=TOY.decode)
     assert cut == "ab...(truncated)...ef"
 
 
@@ -199,50 +199,50 @@ def test_a_text_that_the_tokenizer_changes_is_truncated_as_decoded() -> None:
     ("arguments", "message"),
     [
         ({"limit": -1}, "limit: got -1, expected 0 or more"),
-        ({"side": "top"}, "side: got 'top', expected one of left, right, middle"),
+        ({"keep": "top"}, "keep: got 'top', expected one of head, tail, both"),
         ({"unit": "words"}, "unit: got 'words', expected tokens or characters"),
         ({"unit": "tokens"}, "expected encode and decode with it"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        truncate(**{"text": "abc", "limit": 1, "side": "left", "unit": "characters", **arguments})
+        truncate(**{"text": "abc", "limit": 1, "keep": "tail", "unit": "characters", **arguments})
 
 
-def kept_parts(shown: str, side: TruncateSide) -> tuple[str, str]:
+def kept_parts(shown: str, keep: KeptPart) -> tuple[str, str]:
     """Head and tail of a truncated text; only for texts that do not contain the marker."""
     head, _, tail = shown.partition("(truncated)")
-    assert side == "left" or head.endswith("...")
-    assert side == "right" or tail.startswith("...")
+    assert keep == "tail" or head.endswith("...")
+    assert keep == "head" or tail.startswith("...")
     return head.removesuffix("..."), tail.removeprefix("...")
 
 
 TEXTS = st.text(st.sampled_from("ab \né🙂日\ufffd\u0301"), max_size=30)
 
 
-@given(TEXTS, st.integers(0, 40), st.sampled_from(SIDES))
-@example("\ufffd", 2, "middle")
-def test_as_many_characters_as_allowed_are_kept(text: str, limit: int, side: TruncateSide) -> None:
-    shown = truncate(text, limit, side, "characters")
+@given(TEXTS, st.integers(0, 40), st.sampled_from(PARTS))
+@example("\ufffd", 2, "both")
+def test_as_many_characters_as_allowed_are_kept(text: str, limit: int, keep: KeptPart) -> None:
+    shown = truncate(text, limit, keep, "characters")
     if len(text) <= limit:
         assert shown == text
         return
-    head, tail = kept_parts(shown, side)
+    head, tail = kept_parts(shown, keep)
     assert text.startswith(head)
     assert text.endswith(tail)
     assert len(head) + len(tail) == limit
-    assert len(head) - len(tail) in {"left": (-limit,), "right": (limit,), "middle": (0, 1)}[side]
+    assert len(head) - len(tail) in {"tail": (-limit,), "head": (limit,), "both": (0, 1)}[keep]
 
 
-@given(TEXTS, st.integers(0, 60), st.sampled_from(SIDES))
-@example("\ufffd", 2, "middle")
-@example("\ufffd\ufffd", 4, "right")
-def test_at_most_as_many_tokens_as_allowed_are_kept(text: str, limit: int, side: TruncateSide) -> None:
-    shown = by_tokens(text, limit, side)
+@given(TEXTS, st.integers(0, 60), st.sampled_from(PARTS))
+@example("\ufffd", 2, "both")
+@example("\ufffd\ufffd", 4, "head")
+def test_at_most_as_many_tokens_as_allowed_are_kept(text: str, limit: int, keep: KeptPart) -> None:
+    shown = by_tokens(text, limit, keep)
     if len(text.encode()) <= limit:
         assert shown == text
         return
-    head, tail = kept_parts(shown, side)
+    head, tail = kept_parts(shown, keep)
     assert text.startswith(head)
     assert text.endswith(tail)
     assert len(head) + len(tail) <= len(text)
@@ -250,7 +250,7 @@ def test_at_most_as_many_tokens_as_allowed_are_kept(text: str, limit: int, side:
     assert kept <= limit
     if "\ufffd" not in text:
         # All but the parts of characters at the cuts.
-        assert kept > limit - (3 if side != "middle" else 6) - 1
+        assert kept > limit - (3 if keep != "both" else 6) - 1
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3_2", "gemma3"])
@@ -260,12 +260,12 @@ def test_real_tokenizers_keep_whole_characters(family: str) -> None:
     @given(st.text(st.sampled_from("abc \n1é🙂日本語𓀀"), min_size=1, max_size=40), st.integers(0, 40))
     def check(text: str, limit: int) -> None:
         decoded = codec.decode(codec.encode(text))
-        for side in SIDES:
-            shown = by_tokens(text, limit, side, codec)
+        for keep in PARTS:
+            shown = by_tokens(text, limit, keep, codec)
             if len(codec.encode(text)) <= limit:
                 assert shown == text
                 continue
-            head, tail = kept_parts(shown, side)
+            head, tail = kept_parts(shown, keep)
             assert decoded.startswith(head)
             assert decoded.endswith(tail)
             assert "\ufffd" not in shown
@@ -274,5 +274,5 @@ def test_real_tokenizers_keep_whole_characters(family: str) -> None:
     check()
     text = "one two three four five six"
     ids = codec.encode(text)
-    assert by_tokens(text, len(ids), "middle", codec) == text
-    assert by_tokens(text, 2, "right", codec) == codec.decode(ids[:2]) + "...(truncated)"
+    assert by_tokens(text, len(ids), "both", codec) == text
+    assert by_tokens(text, 2, "head", codec) == codec.decode(ids[:2]) + "...(truncated)"

@@ -17,7 +17,7 @@ from branchline.engines.replicas import Replicas
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.output import build_output
 from branchline.loop.state import LoopPhase, LoopState, StopReason
-from branchline.loop.task import LoopLimits, TruncateSide
+from branchline.loop.task import KeptPart, LoopLimits
 from branchline.loop.timeouts import CancelToken
 from tests.chat.families import load_codec
 from tests.loop.harness import (
@@ -222,24 +222,24 @@ LONG = "one two three four five six seven eight nine ten"
 
 @setups
 @pytest.mark.parametrize("unit", ["tokens", "characters"])
-def test_d3_results_are_truncated_by_side_and_unit(setup: str, unit: Any) -> None:
+def test_d3_results_are_truncated_by_part_and_unit(setup: str, unit: Any) -> None:
     async def test() -> None:
         script = LoopScript((ScriptedTurn(tool_calls=(ScriptedToolCall(result=LONG),)), ScriptedTurn("end")))
         async with harness_for(setup, script) as s:
             length = len if unit == "characters" else lambda text: len(s.codec.encode(text))
             size = length(LONG)
-            for side, limit in product(get_args(TruncateSide), (6, size - 1, size, size + 1)):
+            for keep, limit in product(get_args(KeptPart), (6, size - 1, size, size + 1)):
                 limits = LoopLimits(
-                    tool_response_length=limit, tool_response_unit=unit, tool_response_side=side
+                    tool_response_length=limit, tool_response_unit=unit, tool_response_keep=keep
                 )
                 state = await s.run_once(model=await s.open_another(), limits=limits)
                 (result,) = [m.content for m in state.messages if m.role == "tool"]
                 if limit >= size:
                     assert result == LONG
                     continue
-                assert result.startswith("(truncated)...") == (side == "left")
-                assert result.endswith("...(truncated)") == (side == "right")
-                assert ("...(truncated)..." in result) == (side == "middle")
+                assert result.startswith("(truncated)...") == (keep == "tail")
+                assert result.endswith("...(truncated)") == (keep == "head")
+                assert ("...(truncated)..." in result) == (keep == "both")
                 head, _, tail = result.partition("(truncated)")
                 kept = [head.removesuffix("..."), tail.removeprefix("...")]
                 assert LONG.startswith(kept[0])
@@ -350,7 +350,7 @@ def test_d6_a_resumed_trajectory_has_the_same_tokens(setup: str) -> None:
                 state = await s.run_until_finished()
                 output = await build_output(state, s.model)
                 assert s.cancel_count == sum(len(turn.cancel_points) for turn in one.turns)
-                assert output.metrics.num_preempted == s.cancel_count
+                assert output.metrics.num_cancelled == s.cancel_count
                 assert len(output.outputs) == 1
                 outputs.append(output)
         resumed, plain = outputs

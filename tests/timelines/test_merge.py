@@ -55,6 +55,26 @@ def test_a_call_without_ids_in_the_middle_loses_no_ids() -> None:
     assert timeline_rows(merge(calls).tree) == [([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 0, 1], True)]
 
 
+def test_a_prompt_that_cannot_follow_a_path_without_ids_is_kept_apart_and_exact() -> None:
+    calls = [
+        logged([user("a")], "b", [1], [2]),
+        logged([user("a"), assistant("b"), user("c")], "d", [1, 2, 3], None),
+        logged([user("a"), assistant("b"), user("c"), assistant("d"), user("e")], "f", [1, 9, 3, 4, 5], [6]),
+    ]
+    tree = merge(calls).tree
+    assert ([1, 9, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1], True) in timeline_rows(tree)
+    assert export_samples(tree).report.trained_tokens == 2
+
+
+def test_an_id_that_also_occurs_inside_an_output_is_no_stop_token() -> None:
+    calls = [
+        logged([user("a")], "b.c.", [1], [2, 8, 3, 8]),
+        logged([user("a"), assistant("b.c."), user("e")], "f", [1, 4, 8, 3, 8, 5], [6]),
+    ]
+    policy = MergePolicy(estimate=False)
+    assert ([1, 4, 8, 3, 8, 5, 6], [0] * 6 + [1], True) in timeline_rows(merge(calls, policy).tree)
+
+
 def test_an_output_with_matching_ids_is_preferred_to_one_without_ids() -> None:
     calls = [
         logged([user("u")], "same", [1], None, 1),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -47,11 +46,8 @@ class ReplyReader:
     tools: Tools = ()
     joins_text_to_reasoning: bool = False
     """The template shows the text next to calls as reasoning, so the two are compared as one."""
-
-    @cached_property
-    def framing_ids(self) -> frozenset[int]:
-        """The control tokens that two replies with the same meaning may differ in."""
-        return self.segment_encoder.find_ids(self.output_format.framing_tokens)
+    framing_ids: frozenset[int] = frozenset()
+    """The control tokens that two replies with the same meaning may differ in."""
 
     def ends_with_stop(self, sampled: Ids) -> bool:
         """Whether the model ended the output itself."""

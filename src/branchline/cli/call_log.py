@@ -52,7 +52,7 @@ one line of CALLS.jsonl (wrapped here):
 compare levels:
   text   a call continues an output if its messages repeat it: roles, texts and tool calls. If the later
          prompt has other token ids for that text (re-tokenization drift), the sampled ids are put back
-         and outputs that were sampled after the other ids are marked inexact. --no-repair forks instead.
+         and outputs that were sampled after the other ids are marked inexact. --exact forks instead.
   token  a call continues an output only if its prompt begins with exactly the same token ids.
 """
 
@@ -78,6 +78,16 @@ class CallLogFile:
     sessions: list[LoggedSession]
     skipped: list[LogError]
     tokenizer: TokenizerDir | None
+
+    @cached_property
+    def codec(self) -> GenericCodec | None:
+        """The codec of the tokenizer, if it has a chat template that can be used."""
+        if self.tokenizer is None or not self.tokenizer.has_template:
+            return None
+        try:
+            return GenericCodec(self.tokenizer)
+        except CodecError:
+            return None
 
     @property
     def calls(self) -> int:
@@ -114,6 +124,25 @@ def add_log_options(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.ignore_tools,
         help="do not merge calls with different tool lists; by default tool lists are ignored",
     )
+    exactness = parser.add_mutually_exclusive_group()
+    exactness.add_argument(
+        "--exact",
+        action="store_const",
+        const=False,
+        dest="inexact",
+        default="context",
+        help="continue a call only after exactly the ids it was sampled after; calls that would need a "
+        "repair, or have other tools, keep their own prompts. By default they continue, and their tokens "
+        "count as inexact",
+    )
+    exactness.add_argument(
+        "--inexact",
+        action="store_const",
+        const=True,
+        dest="inexact",
+        help="also continue calls where the end of an answer in the later prompt is only estimated, and "
+        "train tokens whose ids or prompts were not logged",
+    )
     parser.add_argument(
         "--no-repair",
         action="store_false",
@@ -141,7 +170,8 @@ def load_call_log(options: argparse.Namespace) -> CallLogFile:
     policy = MergePolicy(
         compare=options.compare,
         ignore_tools=options.ignore_tools,
-        repair=options.repair,
+        repair=options.repair and options.inexact is not False,
+        estimate=options.inexact is True,
         deduplicate=options.deduplicate,
         token_bytes=tokenizer.token_bytes if tokenizer is not None else None,
     )

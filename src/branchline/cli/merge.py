@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ from branchline.cli.call_log import (
 )
 from branchline.cli.render import format_count, more_lines, pluralize, sanitize, to_text
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
-from branchline.core.sample import Sample
 from branchline.export.jsonl import report_to_json, write_jsonl
-from branchline.export.samples import ExportPolicy, export_samples
+from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.timelines.diagnosis import Diagnosis
 from branchline.timelines.log import LoggedCall
+from branchline.timelines.message_spans import MessageSpans, Span
 from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Node
 
@@ -50,8 +50,6 @@ example:
 {LOG_FORMAT_HELP}"""
 
 _DEFAULTS = ExportPolicy()
-_INCLUDE_ALL = ExportPolicy(include_inexact=True, include_missing_logprobs=True)
-"""For the account, which counts all that can be trained; the options decide what --samples writes."""
 _EXCERPT_CHARS = 200
 _MAX_TIMELINES = 50
 _MAX_FORKS = 20
@@ -76,17 +74,18 @@ def add_merge(commands: Any) -> None:
         help="write the samples to FILE, one JSON object per line; after an error FILE is left as it was",
     )
     parser.add_argument(
-        "--inexact",
-        action="store_true",
-        default=_DEFAULTS.include_inexact,
-        help="with --samples: train inexact outputs too; by default they are context only",
-    )
-    parser.add_argument(
         "--allow-missing-logprobs",
         action="store_true",
         dest="missing_logprobs",
         default=_DEFAULTS.include_missing_logprobs,
-        help="with --samples: train tokens without logprobs too; by default they are an error",
+        help="with --samples: train tokens without logprobs too, as null; by default they are an error",
+    )
+    parser.add_argument(
+        "--missing-logprob",
+        type=float,
+        metavar="NUMBER",
+        default=_DEFAULTS.missing_logprob,
+        help="with --samples: train tokens without logprobs too, with NUMBER as their logprob",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
@@ -97,8 +96,17 @@ def run(options: argparse.Namespace) -> str:
     if options.samples is not None:
         _check_target(options.samples, options.calls)
     log = load_call_log(options)
-    report = _build_report(log)
-    report["samples"] = _write_samples(log, options) if options.samples is not None else None
+    policy = ExportPolicy(
+        include_inexact=options.inexact,
+        include_missing_logprobs=True,
+        missing_logprob=options.missing_logprob,
+    )
+    exports = [
+        export_samples(session.merged.tree, policy, session=session.name, fork_report=session.fork_report)
+        for session in log.sessions
+    ]
+    report = _build_report(log, exports)
+    report["samples"] = _write_samples(log, exports, options) if options.samples is not None else None
     if options.json:
         return msgspec.json.encode(report).decode() + "\n"
     return to_text(*_tables(report, log))
@@ -107,21 +115,24 @@ def run(options: argparse.Namespace) -> str:
 # -- report ---------------------------------------------------------------------------------------------
 
 
-def _build_report(log: CallLogFile) -> JsonDict:
-    """The object that --json prints and that the tables are made from."""
+def _build_report(log: CallLogFile, exports: Sequence[Export]) -> JsonDict:
+    """The object that --json prints and that the tables are made from. What it calls delivered is what
+    --samples writes with the same options."""
     timelines: list[JsonDict] = []
     dropped: list[JsonDict] = []
     forks: list[JsonDict] = []
-    sampled = delivered = 0
-    for session in log.sessions:
-        tree = session.merged.tree
-        timelines += [_timeline_to_json(session, timeline) for timeline in timelines_of(tree)]
-        report = report_to_json(
-            export_samples(tree, _INCLUDE_ALL, session=session.name, fork_report=session.fork_report).report
-        )
+    sampled = delivered = inexact = 0
+    for session, export in zip(log.sessions, exports, strict=True):
+        spans = MessageSpans(session.merged, log.codec)
+        timelines += [
+            _timeline_to_json(session, timeline, export.trained_nodes, spans.of_timeline(timeline))
+            for timeline in timelines_of(session.merged.tree)
+        ]
+        report = report_to_json(export.report)
         omitted = list(_omitted_outputs(session))
         sampled += report["sampled_tokens"] + sum(entry["tokens"] for entry in omitted)
         delivered += report["trained_tokens"]
+        inexact += report["inexact_tokens"]
         dropped += [*report["dropped"], *omitted]
         forks += [_fork_to_json(session, diagnosis) for diagnosis in log.diagnoses(session)]
     forks.sort(key=lambda fork: -fork["tokens_computed_again"])
@@ -131,6 +142,7 @@ def _build_report(log: CallLogFile) -> JsonDict:
         "timelines": timelines,
         "sampled_tokens": sampled,
         "delivered_tokens": delivered,
+        "inexact_tokens": inexact,
         "dropped": dropped,
         "repairs": [
             {"line": repair.line, "method": repair.method}
@@ -143,7 +155,9 @@ def _build_report(log: CallLogFile) -> JsonDict:
     }
 
 
-def _timeline_to_json(session: LoggedSession, timeline: Timeline) -> JsonDict:
+def _timeline_to_json(
+    session: LoggedSession, timeline: Timeline, trained: Collection[int], spans: Sequence[Span | None]
+) -> JsonDict:
     sampled = timeline.sampled_nodes
     last = timeline.leaf.output
     return {
@@ -151,14 +165,14 @@ def _timeline_to_json(session: LoggedSession, timeline: Timeline) -> JsonDict:
         "agent": timeline.agent or None,
         "messages": len(timeline.nodes),
         "tokens": len(timeline),
-        "trained_tokens": sum(len(node.ids) - (node.sampled_start - node.start) for node in sampled),
+        "trained_tokens": sum(node.end - node.sampled_start for node in sampled if node.id in trained),
         "calls": len(sampled),
         "lines": [session.merged.line_of_call[call.index] for call in timeline.calls],
         "exact": all(node.output is not None and not node.output.inexact for node in sampled),
         "tokens_behind_other_ids": timeline.inexact_tokens,
         "missing_logprobs": sum(_missing_logprobs(node) for node in sampled),
         "finish": last.finish_reason if last is not None else None,
-        "history": [_message_to_json(node) for node in timeline.nodes],
+        "history": [_message_to_json(node, span) for node, span in zip(timeline.nodes, spans, strict=True)],
     }
 
 
@@ -167,13 +181,15 @@ def _missing_logprobs(node: Node) -> int:
     return node.end - node.sampled_start if logprobs is None else int(np.isnan(logprobs).sum())
 
 
-def _message_to_json(node: Node) -> JsonDict:
+def _message_to_json(node: Node, span: Span | None) -> JsonDict:
+    """A message with the positions of its tokens on the timeline; null if the log does not tell them."""
     return {
         "role": node.message.role,
         "author": "llm" if node.is_sampled else "env",
         "text": node.message.content[:_EXCERPT_CHARS],
         "tool_calls": [call.name for call in node.message.tool_calls],
-        "tokens": len(node.ids),
+        "tokens": None if span is None else span[1] - span[0],
+        "span": span,
     }
 
 
@@ -217,37 +233,29 @@ def _check_target(target: Path, calls: Path) -> None:
         raise InputError(f"--samples {target}: that is the log itself, expected another file")
 
 
-def _write_samples(log: CallLogFile, options: argparse.Namespace) -> JsonDict:
-    policy = ExportPolicy(include_inexact=options.inexact, include_missing_logprobs=True)
-    trained = 0
+def _write_samples(log: CallLogFile, exports: Sequence[Export], options: argparse.Namespace) -> JsonDict:
     dropped: Counter[str] = Counter()
-
-    def samples() -> Iterator[Sample]:
-        nonlocal trained
-        for session in log.sessions:
-            export = export_samples(
-                session.merged.tree, policy, session=session.name, fork_report=session.fork_report
-            )
+    if not options.missing_logprobs and options.missing_logprob is None:
+        for session, export in zip(log.sessions, exports, strict=True):
             report = export.report
-            if report.missing_logprobs and not options.missing_logprobs:
+            if report.missing_logprobs:
                 where = f"session {session.name!r}: " if session.name else ""
                 raise MissingLogprobsError(
                     f"--samples: {where}{report.missing_logprobs} of {report.trained_tokens} sampled tokens "
-                    "have no logprobs; --allow-missing-logprobs writes them anyway"
+                    "have no logprobs; --allow-missing-logprobs or --missing-logprob writes them anyway"
                 )
-            trained += report.trained_tokens
-            for entry in report.dropped:
-                dropped[entry.reason] += entry.tokens
-            yield from export.samples
-
+    for export in exports:
+        for entry in export.report.dropped:
+            dropped[entry.reason] += entry.tokens
     try:
-        count = write_jsonl(samples(), options.samples)
+        count = write_jsonl((sample for export in exports for sample in export.samples), options.samples)
     except OSError as error:
         raise ExportError(f"--samples {options.samples}: cannot be written: {error.strerror}") from error
     return {
         "file": os.fsencode(options.samples).decode("utf-8", "replace"),
         "samples": count,
-        "trained_tokens": trained,
+        "trained_tokens": sum(export.report.trained_tokens for export in exports),
+        "inexact_tokens": sum(export.report.inexact_tokens for export in exports),
         "dropped_tokens": dict(dropped),
     }
 
@@ -261,8 +269,11 @@ def _tables(report: JsonDict, log: CallLogFile) -> Iterator[RenderableType]:
         f"{pluralize(report['calls'], 'call')} in {pluralize(report['sessions'], 'session')} "
         f"became {pluralize(len(report['timelines']), 'timeline')}"
     )
-    delivered = format_count(report["delivered_tokens"])
-    yield Text(f"{pluralize(report['sampled_tokens'], 'sampled token')}, {delivered} delivered")
+    delivered, inexact = format_count(report["delivered_tokens"]), format_count(report["inexact_tokens"])
+    yield Text(
+        f"{pluralize(report['sampled_tokens'], 'sampled token')}, {delivered} delivered"
+        + (f", {inexact} of them inexact (--exact keeps such calls apart)" if inexact != "0" else "")
+    )
     tokens: Counter[str] = Counter()
     outputs: Counter[str] = Counter()
     for entry in report["dropped"]:

@@ -226,6 +226,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     versions: Runs = ()
     inexact: bool = False
     """The model saw other ids than those on the path, or sampled other ids (foreign logs, upstreams)."""
+    estimated: bool = False
+    """Inexact, and ids of the output or of its context were encoded from text, estimated or not logged."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -13,6 +13,8 @@
     │   └── EngineInputError    the engine cannot do what was requested: unsupported, out of range
     │       └── ContextLengthError  the prompt exceeds the model's context
     ├── ToolError               a tool could not be set up, or its server is not reachable
+    │   └── ToolUnavailableError  a tool's server is gone; the trajectory ends and is not trained
+    ├── InteractionError        an interaction could not start, respond or score
     ├── JournalError            the journal could not be opened, written or read
     ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
     └── ExportError             samples must not be trained on without an explicit option
@@ -116,6 +118,25 @@ class ToolError(BranchlineError):
     def __init__(self, tool: str, action: str, problem: str) -> None:
         super().__init__(f"tool {tool!r}: {action}: {problem}")
         self.tool = tool
+        self.action = action
+        self.problem = problem
+
+
+class ToolUnavailableError(ToolError):
+    """A tool's server is gone, and retrying did not help. It ends the trajectory instead of being shown to
+    the model: what the model would answer to a failure of the infrastructure is not training data."""
+
+
+class InteractionError(BranchlineError):
+    """An interaction could not start, respond or score.
+
+    >>> str(InteractionError("user", "respond", "no connection"))
+    "interaction 'user': respond: no connection"
+    """
+
+    def __init__(self, interaction: str, action: str, problem: str) -> None:
+        super().__init__(f"interaction {interaction!r}: {action}: {problem}")
+        self.interaction = interaction
         self.action = action
         self.problem = problem
 

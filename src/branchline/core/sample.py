@@ -17,6 +17,19 @@ from branchline.core.token_arrays import Floats, Ids
 
 
 @dataclass(frozen=True)
+class RewardSpan:
+    """A reward for a part of a sample: for the answer `response_ids[start:end]`, or for all of it."""
+
+    score: float
+    start: int
+    end: int
+    call: str = ""
+    """The call whose answer is rewarded; empty if the reward is for the whole timeline or a tool."""
+    turn: int | None = None
+    tool: str = ""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One timeline as a training row."""
 
@@ -40,7 +53,10 @@ class Sample:
     truncated_tokens: int = 0
     """Tokens of the timeline beyond the length limit."""
     reward: float | None = None
+    """The reward of the sample's timeline if there is one, else that of the session."""
     media: tuple[Media, ...] = ()
+    rewards: tuple[RewardSpan, ...] = ()
+    """Rewards for parts of the sample: its timeline, its answers, tools."""
 
     @property
     def trained_tokens(self) -> int:
@@ -66,6 +82,10 @@ class DropReason(StrEnum):
     CAPPED = "capped"
     """The session has more samples than the policy allows."""
     OVER_LENGTH = "over_length"
+    ABORTED = "aborted"
+    """The session was aborted."""
+    EVALUATION = "evaluation"
+    """The session is for evaluation."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,8 @@ class ExportReport:
     samples: int = 0
     inexact_tokens: int = 0
     missing_logprobs: int = 0
+    unassigned_rewards: int = 0
+    """Rewards for a turn, an answer or a timeline that no sample trains."""
 
     @property
     def dropped_tokens(self) -> int:

@@ -63,6 +63,8 @@ class Chunk(Struct, frozen=True):
     """One for each id, or None if the engine gives none."""
     version: int = 0
     finish_reason: FinishReason | None = None
+    num_preempted: int = 0
+    """How often the generation was interrupted and continued so far, by memory, a pause or a failure."""
 
 
 class Engine(Protocol):

@@ -205,6 +205,8 @@ class HttpEngine:
         yielded: list[Chunk] = []
         not_before = 0.0
         while True:
+            # A request that ended before its first token is only sent again.
+            preempted = yielded[-1].num_preempted + 1 if yielded else 0
             rest = remaining_request(prompt_ids, params, yielded, self.version)
             if isinstance(rest, Chunk):
                 yield rest
@@ -217,6 +219,8 @@ class HttpEngine:
             self._active_requests.add(request)
             try:
                 while (chunk := await request.next_chunk(not_before)) is not None:
+                    if preempted:
+                        chunk = msgspec.structs.replace(chunk, num_preempted=preempted)
                     yielded.append(chunk)
                     not_before = clock() + params.flush_s
                     yield chunk

@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.token_arrays import Ids
@@ -179,6 +181,8 @@ class Replicas:
         failed: dict[Replica, Exception] = {}
         """Replicas that failed since the last token."""
         while True:
+            # A request that ended before its first token is only sent again.
+            preempted = yielded[-1].num_preempted + 1 if yielded else 0
             rest = remaining_request(prompt_ids, params, yielded, self.version)
             if isinstance(rest, Chunk):
                 yield rest
@@ -188,6 +192,8 @@ class Replicas:
             replica.running.add(stream)
             try:
                 async for chunk in stream:
+                    if preempted:
+                        chunk = replace(chunk, num_preempted=preempted + chunk.num_preempted)
                     yielded.append(chunk)
                     if len(chunk.ids):
                         failed.clear()

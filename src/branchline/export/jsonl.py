@@ -10,6 +10,7 @@ import base64
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from branchline.core.message import Media
-from branchline.core.sample import ExportReport, Sample
+from branchline.core.sample import ExportReport, RewardSpan, Sample
 
 _MIN_FLOAT32 = np.finfo(np.float32).min
 """Replaces minus infinity, which JSON cannot represent."""
@@ -50,6 +51,7 @@ def sample_to_json(sample: Sample, written_digests: set[str] | None = None) -> d
         "missing_logprobs": sample.missing_logprobs,
         "truncated_tokens": sample.truncated_tokens,
         "reward": sample.reward,
+        "rewards": [asdict(reward) for reward in sample.rewards],
         "media": [_media_to_json(media, written) for media in sample.media],
     }
 
@@ -70,6 +72,7 @@ def report_to_json(report: ExportReport) -> dict[str, Any]:
         "trained_tokens": report.trained_tokens,
         "inexact_tokens": report.inexact_tokens,
         "missing_logprobs": report.missing_logprobs,
+        "unassigned_rewards": report.unassigned_rewards,
         "dropped": [
             {"reason": dropped.reason, "call": dropped.call, "tokens": dropped.tokens}
             for dropped in report.dropped
@@ -130,6 +133,7 @@ def sample_from_json(raw: Mapping[str, Any], payloads: dict[str, bytes] | None =
         truncated_tokens=raw["truncated_tokens"],
         reward=raw["reward"],
         media=tuple(_media_from_json(media, known) for media in raw["media"]),
+        rewards=tuple(RewardSpan(**reward) for reward in raw.get("rewards", ())),
     )
 
 

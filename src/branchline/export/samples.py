@@ -7,20 +7,24 @@ leaves is trained with share 1/k in each (`split`), in one of them only (`first`
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from branchline.core.errors import ExportError, MissingLogprobsError
-from branchline.core.sample import DroppedTokens, DropReason, ExportReport, Sample
+from branchline.core.sample import DroppedTokens, DropReason, ExportReport, RewardSpan, Sample
+from branchline.export.rewards import AssignedRewards, assign_rewards
 from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
 from branchline.tree.tree import Node, Tree
 
 ShareMode = Literal["split", "first", "all"]
 KeepMode = Literal["last", "random"]
+InexactMode = bool | Literal["context"]
+DROPPABLE = frozenset({DropReason.RETRY, DropReason.CANCELLED, DropReason.LOST, *Cause})
+"""What `ExportPolicy.drop` may contain."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,15 @@ class ExportPolicy:
     """Drop reasons and fork causes whose outputs are not trained; by default, outputs that reached no client.
 
     A cause drops its branches but not the first sibling. `duplicate` and `best_of_n` drop only outputs that
-    no call continues, so `{Cause.DUPLICATE}` removes duplicates."""
-    include_inexact: bool = False
-    """Train tokens whose context differs from the context they were sampled in (merged foreign logs)."""
+    no call continues, and `duplicate` only outputs with equal ids, so it removes duplicates."""
+    include_inexact: InexactMode = False
+    """Train tokens whose context differs from the context they were sampled in. `context`: if all ids are
+    known (repaired drift, other tools). True: also if ids were encoded from text or estimated (upstreams,
+    logs without ids)."""
     include_missing_logprobs: bool = False
     """Train tokens without logprobs."""
+    missing_logprob: float | None = None
+    """Train tokens without logprobs and set their logprobs to this number; None leaves them NaN."""
     max_samples: int | None = None
     """Maximum number of samples of a session; the one that ends last is always kept."""
     keep: KeepMode = "last"
@@ -44,8 +52,20 @@ class ExportPolicy:
     max_tokens: int | None = None
     """Maximum length of a sample; later tokens are cut off."""
     seed: int = 0
+    keep_calls: frozenset[str] = frozenset()
+    """Ids of calls that are trained although they were cancelled: the last answer of an interrupted agent."""
 
     def __post_init__(self) -> None:
+        for name, choice, choices in (
+            ("shares", self.shares, get_args(ShareMode)),
+            ("keep", self.keep, get_args(KeepMode)),
+            ("include_inexact", self.include_inexact, (False, True, "context")),
+            *(("drop", reason, sorted(DROPPABLE)) for reason in self.drop),
+        ):
+            if choice not in choices:
+                raise ExportError(f"{name}: got {choice!r}, expected one of {', '.join(map(str, choices))}")
+        if self.missing_logprob is not None and not np.isfinite(self.missing_logprob):
+            raise ExportError(f"missing_logprob: got {self.missing_logprob}, expected a finite number")
         for name, value, least in (("max_samples", self.max_samples, 1), ("max_tokens", self.max_tokens, 0)):
             if value is not None and value < least:
                 raise ExportError(f"{name}: got {value}, expected at least {least}, or None for no limit")
@@ -57,6 +77,8 @@ class Export:
 
     samples: list[Sample]
     report: ExportReport
+    trained_nodes: frozenset[int] = frozenset()
+    """The nodes of the tree that samples train."""
 
 
 def export_samples(
@@ -65,31 +87,50 @@ def export_samples(
     *,
     session: str = "",
     reward: float | None = None,
+    rewards: Sequence[Mapping[str, Any]] = (),
     fork_report: ForkReport | None = None,
 ) -> Export:
     """Returns the samples of a tree, which it does not change. Pass `session.snapshot()` for a session that
-    other threads commit to."""
+    other threads commit to. `rewards` are those posted for parts of the session; see `export/rewards.py`."""
     policy = policy or ExportPolicy()
     fork_report = fork_report or classify_forks(tree)
     pruned = _pruned_nodes(tree, policy, fork_report)
     leaves = _limit_leaves(_kept_leaves(tree, pruned), policy)
     counts = _leaf_counts(leaves, pruned)
+    assigned = assign_rewards(tree, rewards, fork_report)
     seen: set[int] = set()
     samples: list[Sample] = []
     for leaf in leaves:
         timeline = Timeline(tree, leaf)
         sample = _build_sample(
-            timeline, policy, _node_shares(timeline, policy.shares, counts, seen), session, reward
+            timeline, policy, _node_shares(timeline, policy.shares, counts, seen), session, reward, assigned
         )
         if sample is not None:
             samples.append(sample)
     report = _build_report(tree, policy, pruned, counts, len(samples))
-    if report.missing_logprobs and not policy.include_missing_logprobs:
+    if rewards:
+        limit = policy.max_tokens
+        trained = {node for node in counts if limit is None or tree.nodes[node].sampled_start < limit}
+        path_nodes = {node.id for leaf in leaves for node in leaf.path()} if samples else set()
+        report = replace(report, unassigned_rewards=assigned.count_unassigned(trained, path_nodes))
+    if report.missing_logprobs and policy.missing_logprob is None and not policy.include_missing_logprobs:
         raise MissingLogprobsError(
             f"{report.missing_logprobs} of {report.trained_tokens} sampled tokens came without logprobs; "
-            "set include_missing_logprobs=True to train on them"
+            "set include_missing_logprobs=True or missing_logprob to train on them"
         )
-    return Export(samples, report)
+    return Export(samples, report, frozenset(counts))
+
+
+def export_nothing(tree: Tree, reason: DropReason) -> Export:
+    """Returns no samples, and a report that lists every sampled token as dropped for a reason."""
+    dropped = [
+        DroppedTokens(reason, tree.call_of(node).id, len(node.sampled_ids))
+        for node in tree.nodes
+        if node.output is not None
+        and node.sampled_ids is not None
+        and not tree.is_resumed(tree.call_of(node))
+    ]
+    return Export([], ExportReport(sum(entry.tokens for entry in dropped), 0, tuple(dropped)))
 
 
 def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> dict[int, str]:
@@ -97,10 +138,12 @@ def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> 
     pruned: dict[int, str] = {}
     dropped_causes: dict[int, str] = {}
     for fork in fork_report.forks:
-        if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED):
+        if fork.cause not in policy.drop or fork.cause in (Cause.RETRY, Cause.CANCELLED, Cause.DUPLICATE):
             continue
-        if fork.cause not in (Cause.DUPLICATE, Cause.BEST_OF_N) or not fork.branch.children:
+        if fork.cause != Cause.BEST_OF_N or not fork.branch.children:
             dropped_causes[fork.branch.id] = fork.cause
+    if Cause.DUPLICATE in policy.drop:
+        dropped_causes |= dict.fromkeys(_duplicate_outputs(tree, fork_report), Cause.DUPLICATE)
     for node in tree.nodes[1:]:
         assert node.parent is not None
         cause = dropped_causes.get(node.id) or dropped_causes.get(node.parent.id)
@@ -111,15 +154,41 @@ def _pruned_nodes(tree: Tree, policy: ExportPolicy, fork_report: ForkReport) -> 
         undelivered = fork_report.undelivered.get(node.id)
         if tree.is_resumed(tree.call_of(node)):
             pruned[node.id] = DropReason.RESUMED
-        elif undelivered is not None and undelivered in policy.drop:
+        elif (
+            undelivered is not None
+            and undelivered in policy.drop
+            and tree.call_of(node).id not in policy.keep_calls
+        ):
             pruned[node.id] = undelivered
         elif cause:
             pruned[node.id] = cause
-        elif node.output.inexact and not policy.include_inexact:
+        elif node.output.inexact and (
+            not policy.include_inexact or (node.output.estimated and policy.include_inexact == "context")
+        ):
             pruned[node.id] = DropReason.INEXACT
         elif not tree.call_of(node).trainable:
             pruned[node.id] = DropReason.UNTRAINED
     return pruned
+
+
+def _duplicate_outputs(tree: Tree, fork_report: ForkReport) -> Iterator[int]:
+    """Yields the outputs that no call continues and whose prompt has another output with the same ids."""
+    candidates = [
+        fork.branch
+        for fork in fork_report.forks
+        if fork.cause == Cause.DUPLICATE and fork.branch.is_sampled and not fork.branch.children
+    ]
+    candidate_ids = {node.id for node in candidates}
+    others = [node for node in tree.nodes if node.is_sampled and node.id not in candidate_ids]
+    kept = {_prompt_and_ids(node) for node in others}
+    for node in candidates:
+        if _prompt_and_ids(node) in kept:
+            yield node.id
+        kept.add(_prompt_and_ids(node))
+
+
+def _prompt_and_ids(node: Node) -> tuple[int, bytes]:
+    return node.parent.id if node.parent is not None else 0, node.ids.tobytes()
 
 
 def _kept_leaves(tree: Tree, pruned: dict[int, str]) -> list[Node]:
@@ -183,6 +252,7 @@ def _build_sample(
     node_shares: Mapping[int, float],
     session: str,
     reward: float | None,
+    assigned: AssignedRewards,
 ) -> Sample | None:
     """Returns the sample of a timeline, or None if it would train nothing."""
     length = _sample_length(timeline, policy.max_tokens)
@@ -200,7 +270,11 @@ def _build_sample(
     response = slice(start, length)
     mask = (shares[response] > 0).astype(np.int8)
     logprobs = np.where(mask, timeline.logprobs[response], np.float32(0))
+    missing = np.isnan(logprobs)
+    if policy.missing_logprob is not None:
+        logprobs[missing] = policy.missing_logprob
     last = timeline.leaf.output
+    timeline_reward = assigned.timeline_reward(timeline.nodes)
     return Sample(
         prompt_ids=timeline.ids[:start],
         response_ids=timeline.ids[response],
@@ -214,10 +288,11 @@ def _build_sample(
         finish_reason=last.finish_reason if last is not None and length == len(timeline) else "length",
         exact=inexact == 0,
         inexact_tokens=inexact,
-        missing_logprobs=int(np.isnan(logprobs).sum()),
+        missing_logprobs=int(missing.sum()),
         truncated_tokens=len(timeline) - length,
-        reward=reward,
+        reward=reward if timeline_reward is None else timeline_reward,
         media=tuple(media for node in timeline.nodes if node.end <= length for media in node.message.media),
+        rewards=tuple(_reward_spans(timeline, node_shares, start, length, assigned)),
     )
 
 
@@ -228,6 +303,20 @@ def _sample_length(timeline: Timeline, max_tokens: int | None) -> int:
         return len(timeline)
     cut = next(node for node in timeline.nodes if node.end > max_tokens)
     return cut.start if cut.message.media and not cut.is_sampled else max_tokens
+
+
+def _reward_spans(
+    timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int, assigned: AssignedRewards
+) -> Iterator[RewardSpan]:
+    """Yields the rewards of a sample's timeline and tools, then those of its trained answers in order."""
+    for reward in assigned.for_timeline(timeline.nodes):
+        yield RewardSpan(reward.score, 0, length - start, "", reward.turn, reward.tool)
+    for node in timeline.sampled_nodes:
+        if node.id in node_shares and node.sampled_start < length:
+            call = timeline.tree.call_of(node).id
+            for reward in assigned.by_node.get(node.id, ()):
+                answer_start, answer_end = node.sampled_start - start, min(node.end, length) - start
+                yield RewardSpan(reward.score, answer_start, answer_end, call, reward.turn, reward.tool)
 
 
 def _build_report(

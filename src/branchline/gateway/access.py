@@ -1,5 +1,5 @@
-"""Which key may do what: a session's api_key opens its model API and nothing else, its control_key the
-whole session, the admin key everything.
+"""Which key may do what: a session's api_key opens its model API and completes the session, its control_key
+opens the whole session, the admin key everything.
 
 Keys are compared in constant time, before any other work, and stored only as hashes. Without keys, access is
 limited to this machine: the gateway listens on loopback only, and requests that a browser sends for a page
@@ -12,11 +12,14 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Literal
 from urllib.parse import urlsplit
 
 from branchline.core.errors import InputError, SessionError
 from branchline.runtime.managed_session import ManagedSession, SessionOpened, hash_key
 from branchline.runtime.session_store import SessionStore
+
+ControlAction = Literal["control", "reward", "complete"]
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,20 @@ class AccessControl:
             raise _denied(key, f"this key does not open session {session_id}")
         return found if isinstance(found, ManagedSession) else self.sessions.get(session_id)
 
-    def control_session(self, session_id: str, key: str, *, is_reward: bool = False) -> ManagedSession:
-        """The session that a key may read and control; with `agent_reward` an api_key may post rewards."""
+    def control_session(self, session_id: str, key: str, action: ControlAction = "control") -> ManagedSession:
+        """The session that a key may control. An api_key may complete its own session and, with
+        `agent_reward`, reward it."""
         found = self.sessions.find_keys(session_id)
+        may_act = action == "complete" or (action == "reward" and found.options.agent_reward)
         if self._is_control_key(found, key) or (
-            is_reward
-            and found.options.agent_reward
-            and hmac.compare_digest(hash_key(key), found.api_key_hash)
+            may_act and hmac.compare_digest(hash_key(key), found.api_key_hash)
         ):
             return self.sessions.get(session_id)
         raise _denied(key, f"this key does not open the control of session {session_id}")
+
+    def may_read(self, managed: ManagedSession, key: str) -> bool:
+        """Whether a key that may act on a session may also see its rewards and metadata."""
+        return self._is_control_key(managed, key)
 
     def _is_admin(self, key: str) -> bool:
         if not self.auth:

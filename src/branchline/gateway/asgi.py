@@ -23,6 +23,7 @@ from branchline.core.errors import (
     EngineBusyError,
     EngineError,
     EngineInputError,
+    ExportError,
     InputError,
     JournalError,
     MessageError,
@@ -74,6 +75,8 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
     elif isinstance(error, InputError | CodecError | EngineInputError):
         status = 400
         code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, ContextLengthError) else None
+    elif isinstance(error, ExportError):
+        status = 409
     elif isinstance(error, JournalError):
         status = 503
     elif isinstance(error, EngineBusyError):

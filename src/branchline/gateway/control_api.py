@@ -1,7 +1,7 @@
 """The control API: opens, reads, rewards and ends sessions; pauses the policy; adds and removes engines.
 
 POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /wait
-POST /sessions/{id}/reward|complete|finalize|abort
+POST /sessions/{id}/reward|complete|finalize|abort      (the session's api_key may complete it)
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
 GET /healthz · /metrics
 """
@@ -21,13 +21,21 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, MessageError
-from branchline.gateway.access import AccessControl
+from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
+from branchline.gateway.export_options import ExportOptions, read_export_policy, read_export_query
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
-from branchline.gateway.views import report_view, samples_view, session_view, timelines_view, tree_view
+from branchline.gateway.views import (
+    report_view,
+    samples_view,
+    session_view,
+    timelines_view,
+    trajectory_view,
+    tree_view,
+)
 from branchline.runtime.managed_session import ManagedSession, SessionState, read_session_options
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
@@ -38,19 +46,16 @@ log = logging.getLogger("branchline.gateway")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
 View = Callable[[ManagedSession], dict[str, Any]]
+ExportView = Callable[[ManagedSession, ExportOptions], dict[str, Any]]
 
 _VIEWS: dict[str, View] = {
     "": session_view,
     "/tree": tree_view,
     "/timelines": timelines_view,
-    "/samples": samples_view,
-    "/report": report_view,
 }
-_STATES_BY_VERB: dict[str, SessionState] = {
-    "complete": "completed",
-    "finalize": "finalized",
-    "abort": "aborted",
-}
+_EXPORT_VIEWS: dict[str, ExportView] = {"/samples": samples_view, "/report": report_view}
+_RETURNS = ("samples", "trajectory", "session")
+"""What `finalize` may return next to the session."""
 _MAX_WAIT_S = 3600.0
 
 
@@ -82,11 +87,11 @@ class ControlApi:
             session("DELETE", "", self._delete),
             *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
             session("GET", "/wait", self._wait),
-            session("POST", "/reward", self._reward, is_reward=True),
-            *(
-                session("POST", f"/{verb}", self._end_handler(state))
-                for verb, state in _STATES_BY_VERB.items()
-            ),
+            *(session("GET", path, _export_handler(view)) for path, view in _EXPORT_VIEWS.items()),
+            session("POST", "/reward", self._reward, "reward"),
+            session("POST", "/complete", self._end_handler("completed"), "complete"),
+            session("POST", "/abort", self._end_handler("aborted")),
+            session("POST", "/finalize", self._finalize),
             admin("POST", "/policy/pause", self._pause),
             admin("POST", "/policy/resume", self._resume),
             admin("GET", "/engines", self._engines),
@@ -102,12 +107,11 @@ class ControlApi:
         return Route(path, _with_error_responses(authorized), methods=[method])
 
     def _session_route(
-        self, method: str, path: str, handler: SessionHandler, *, is_reward: bool = False
+        self, method: str, path: str, handler: SessionHandler, action: ControlAction = "control"
     ) -> Route:
         async def authorized(http: HttpRequest) -> Response:
             key = bearer_key(http.headers)
-            managed = self._access.control_session(http.path_params["id"], key, is_reward=is_reward)
-            return await handler(http, managed)
+            return await handler(http, self._access.control_session(http.path_params["id"], key, action))
 
         return Route("/sessions/{id}" + path, _with_error_responses(authorized), methods=[method])
 
@@ -149,16 +153,39 @@ class ControlApi:
 
     async def _reward(self, http: HttpRequest, managed: ManagedSession) -> Response:
         await managed.post_reward(await self._read_body(http))
-        return _json(session_view(managed))
+        return self._session_response(http, managed)
 
     def _end_handler(self, state: SessionState) -> SessionHandler:
         async def end(http: HttpRequest, managed: ManagedSession) -> Response:
-            body = await self._read_body(http)
-            reason = body.get("reason", "") if isinstance(body, dict) else ""
-            await self._sessions.end_session(managed, state, str(reason))
-            return _json(session_view(managed))
+            body = _check_fields(await self._read_body(http), "reason")
+            await self._sessions.end_session(managed, state, str(body.get("reason", "")))
+            return self._session_response(http, managed)
 
         return end
+
+    async def _finalize(self, http: HttpRequest, managed: ManagedSession) -> Response:
+        """Ends a session and returns it with its samples and report, its trajectory, or nothing else."""
+        body = _check_fields(await self._read_body(http), "reason", "return", "policy")
+        returned = body.get("return", "samples")
+        if returned not in _RETURNS:
+            raise MessageError("return", returned, "samples, trajectory or session")
+        options = read_export_policy(body.get("policy", {}))
+        # An invalid policy is refused before the session ends.
+        options.policy(managed)
+        await self._sessions.end_session(managed, "finalized", str(body.get("reason", "")))
+        view: dict[str, Any] = {}
+        if returned == "samples":
+            view = await asyncio.to_thread(samples_view, managed, options)
+        elif returned == "trajectory":
+            view = {"trajectory": await asyncio.to_thread(trajectory_view, managed)}
+        return await asyncio.to_thread(lambda: _json(session_view(managed) | view))
+
+    def _session_response(self, http: HttpRequest, managed: ManagedSession) -> Response:
+        """The session as the key may see it: an agent sees neither rewards nor metadata."""
+        view = session_view(managed)
+        if not self._access.may_read(managed, bearer_key(http.headers)):
+            view = {name: view[name] for name in ("id", "state", "reason")}
+        return _json(view)
 
     # -- policy and engines --------------------------------------------------------------------------
 
@@ -216,6 +243,14 @@ class ControlApi:
 def _view_handler(view: View) -> SessionHandler:
     async def show(_http: HttpRequest, managed: ManagedSession) -> Response:
         return await asyncio.to_thread(lambda: _json(view(managed)))
+
+    return show
+
+
+def _export_handler(view: ExportView) -> SessionHandler:
+    async def show(http: HttpRequest, managed: ManagedSession) -> Response:
+        options = read_export_query(http.query_params.multi_items())
+        return await asyncio.to_thread(lambda: _json(view(managed, options)))
 
     return show
 

@@ -166,6 +166,8 @@ class ModelApi:
                 await self._count_tokens(count, route, http)
             elif route.endpoint.split("/")[0] == "models" and http.method in ("GET", "HEAD"):
                 await self._list_models(route, http)
+            elif route.endpoint == "session" and http.method == "GET":
+                await self._show_session(route, http)
             else:
                 info = _routing_error(route.endpoint, http.method)
                 await http.send_json(error_body(info), info.status, info.headers)
@@ -186,6 +188,14 @@ class ModelApi:
         names = [name] if name else [*self._router.engine_names, "branchline"]
         models = (messages if "anthropic-version" in http.headers else chat).model_list(names)
         await http.send_json(models["data"][0] if name else models)
+
+    async def _show_session(self, route: ModelRoute, http: AsgiRequest) -> None:
+        """Which session the key opens and which calls it has: a client checks it before it resumes one."""
+        managed = self._access.model_session(route.session_id, bearer_key(http.headers))
+        call_ids = [call.id for call in managed.session.tree.calls]
+        await http.send_json(
+            {"id": managed.id, "state": managed.state, "created": managed.created_at, "calls": call_ids}
+        )
 
     async def _count_tokens(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
         """Prepares the prompt and answers with its length; nothing is sampled or recorded."""
@@ -230,8 +240,9 @@ class ModelApi:
                     call_request = replace(call_request, upstream_options=options)
                 events = run_upstream_call(managed, engine_route.engine, call_request, record)
             else:
-                request = await self._image_fetcher.resolve(request, managed.session.tree)
-                call_request = replace(call_request, request=request)
+                if self._config.image_urls != "none":
+                    request = await self._image_fetcher.resolve(request, managed.session.tree)
+                    call_request = replace(call_request, request=request)
                 limit, flush_s = self._config.max_prompt_tokens, self._config.stream_flush_s
                 events = run_call(managed, engine_route.engine, call_request, record, limit, flush_s)
             call = _ModelCall(protocol, http, managed, parsed, record, events)
@@ -310,6 +321,8 @@ def _routing_error(endpoint: str, method: str) -> ErrorInfo:
         allowed = "POST"
     elif endpoint.split("/")[0] == "models":
         allowed = "GET, HEAD"
+    elif endpoint == "session":
+        allowed = "GET"
     else:
         return ErrorInfo(404, f"/v1/{endpoint}: no such path")
     return ErrorInfo(405, f"{method}: not for this path", headers={"allow": allowed})

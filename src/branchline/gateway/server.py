@@ -28,7 +28,7 @@ from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.errors import BranchlineError, InputError
 from branchline.engines.base import Engine
 from branchline.engines.upstream_chat import UpstreamChat
-from branchline.export.samples import Export
+from branchline.export.samples import Export, ExportPolicy
 from branchline.gateway.access import require_loopback
 from branchline.gateway.app import GatewayApp
 from branchline.gateway.config import GatewayConfig
@@ -68,12 +68,13 @@ class GatewaySession:
         return self.base_url.removesuffix("/v1")
 
     async def reward(self, score: float, **extras: Any) -> None:
-        """Posts a reward; `extras` are stored with it."""
+        """Posts a reward; `extras` are stored with it. `call`, `turn`, `timeline` and `tool` name the part of
+        the session that it is for."""
         await self.managed.post_reward({"score": score, **extras})
 
-    async def export(self) -> Export:
+    async def export(self, policy: ExportPolicy | None = None, *, include_aborted: bool = False) -> Export:
         """Samples and report of the session as it is now; it may continue."""
-        return await asyncio.to_thread(self.managed.export)
+        return await asyncio.to_thread(self.managed.export, policy, include_aborted=include_aborted)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""
@@ -84,10 +85,10 @@ class GatewaySession:
         """Marks the agent as done; later rewards and calls are still accepted."""
         await self.sessions.end_session(self.managed, "completed", reason)
 
-    async def finalize(self) -> Export:
+    async def finalize(self, policy: ExportPolicy | None = None) -> Export:
         """Ends the session and returns its samples and report."""
         await self.sessions.end_session(self.managed, "finalized")
-        return await self.export()
+        return await self.export(policy)
 
     async def abort(self, reason: str = "") -> None:
         await self.sessions.end_session(self.managed, "aborted", reason)

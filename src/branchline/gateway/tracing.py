@@ -14,6 +14,9 @@ contents are among them only if they were enabled.
     ):
         …
     tracing.close()
+
+An agent loop in the same program is traced too: `SessionModel(…, observers=[tracing.record_call])` for its
+calls, `AgentContext(…, observers=(tracing.record_step,))` for its tools and interactions.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from branchline.core.errors import InputError
 from branchline.core.message import Message
-from branchline.runtime.call_record import CallRecord, CallRequest, CallResult
+from branchline.runtime.call_record import CallRecord, CallRequest, CallResult, StepRecord
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import NO_LIMIT
 
@@ -112,6 +115,10 @@ class Tracing:
         """Creates the span of a finished call, under its session's root span."""
         _log_exceptions(self._record_call, record)
 
+    def record_step(self, record: StepRecord) -> None:
+        """Creates the span of a tool's or an interaction's call, under its session's root span."""
+        _log_exceptions(self._record_step, record)
+
     def record_session_end(self, managed: ManagedSession) -> None:
         """Creates the root span of a session; an open session without calls gets none."""
         _log_exceptions(self._record_session_end, managed)
@@ -140,6 +147,19 @@ class Tracing:
             span.add_event(name, {"seconds": spent}, _to_ns(ended))
         if record.outcome != "ok":
             span.set_status(Status(StatusCode.ERROR, self._description(record)))
+        span.end(_to_ns(record.started_at + record.total_s))
+
+    def _record_step(self, record: StepRecord) -> None:
+        attributes = step_attributes(record)
+        span = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {record.name}",
+            self._session_context(record.session_id, record.session_created_at),
+            SpanKind.INTERNAL,
+            attributes,
+            start_time=_to_ns(record.started_at),
+        )
+        if record.error_type:
+            span.set_status(Status(StatusCode.ERROR, record.error_type))
         span.end(_to_ns(record.started_at + record.total_s))
 
     def _record_session_end(self, managed: ManagedSession) -> None:
@@ -231,7 +251,8 @@ def call_attributes(record: CallRecord, contents: bool = False) -> Attributes:
         "gen_ai.agent.name": record.agent,
         "gen_ai.request.model": record.model,
         "gen_ai.response.id": record.call_id,
-        "http.response.status_code": record.status,
+        # 0 for a call in process.
+        "http.response.status_code": record.status or None,
         "branchline.outcome": record.outcome,
         "branchline.protocol": record.protocol,
         "branchline.engine": record.engine,
@@ -259,6 +280,21 @@ def call_attributes(record: CallRecord, contents: bool = False) -> Attributes:
     elif record.outcome != "ok":
         attributes["error.type"] = record.outcome
     return _drop_empty(attributes)
+
+
+def step_attributes(record: StepRecord) -> Attributes:
+    """The attributes of the span of a tool's or an interaction's call."""
+    is_tool = record.kind == "tool"
+    return _drop_empty(
+        {
+            "gen_ai.operation.name": "execute_tool" if is_tool else f"interaction_{record.operation}",
+            "gen_ai.provider.name": _PROVIDER,
+            "gen_ai.conversation.id": record.session_id,
+            "gen_ai.tool.name" if is_tool else "branchline.interaction.name": record.name,
+            "gen_ai.tool.call.id": record.tool_call_id,
+            "error.type": record.error_type,
+        }
+    )
 
 
 def session_attributes(managed: ManagedSession) -> Attributes:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from branchline.core.message import Message
+from branchline.core.reader import write_message
 from branchline.core.token_arrays import Floats
 from branchline.export.jsonl import report_to_json, sample_to_json
+from branchline.gateway.export_options import ExportOptions
 from branchline.runtime.managed_session import ManagedSession
-from branchline.timelines.causes import classify_forks
-from branchline.timelines.timeline import timelines_of
+from branchline.timelines.causes import ForkReport, classify_forks
+from branchline.timelines.timeline import Timeline, timelines_of
 from branchline.tree.tree import Tree
 
 
@@ -69,24 +73,61 @@ def _node_views(tree: Tree) -> list[dict[str, Any]]:
 
 def timelines_view(managed: ManagedSession) -> dict[str, Any]:
     """Every root-to-leaf path."""
+    return {"timelines": [_timeline_view(timeline) for timeline in timelines_of(managed.session.snapshot())]}
+
+
+def _timeline_view(timeline: Timeline) -> dict[str, Any]:
     return {
-        "timelines": [
-            {
-                "ids": timeline.ids.tolist(),
-                "mask": timeline.mask.tolist(),
-                "logprobs": _nan_to_none(timeline.logprobs),
-                "versions": timeline.versions.tolist(),
-                "agent": timeline.agent or None,
-                "calls": [call.id for call in timeline.calls],
-            }
-            for timeline in timelines_of(managed.session.snapshot())
-        ]
+        "id": timeline.leaf.id,
+        "ids": timeline.ids.tolist(),
+        "mask": timeline.mask.tolist(),
+        "logprobs": _nan_to_none(timeline.logprobs),
+        "versions": timeline.versions.tolist(),
+        "agent": timeline.agent or None,
+        "calls": [call.id for call in timeline.calls],
+        "exact": timeline.exact,
+        "messages": [_message_view(message) for message in timeline.messages],
+        "authors": timeline.authors,
+        "spans": [(node.start, node.end) for node in timeline.nodes],
     }
 
 
-def samples_view(managed: ManagedSession) -> dict[str, Any]:
+def _message_view(message: Message) -> dict[str, Any]:
+    """A message in Chat Completions form. Media appear with their digests; samples have their data."""
+    view = write_message(msgspec.structs.replace(message, parts=()) if message.media else message)
+    if message.media:
+        view["content"] = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": part.kind, "digest": part.digest, "url": part.url}
+            for part in message.parts
+        ]
+    return view
+
+
+def trajectory_view(managed: ManagedSession) -> dict[str, Any]:
+    """The outcome of a session: the main history, the further ones, rewards and metrics."""
+    tree = managed.session.snapshot()
+    fork_report = classify_forks(tree) if tree.calls else ForkReport()
+    timelines = timelines_of(tree)
+    main = [timeline for timeline in timelines if timeline.leaf is fork_report.main_leaf]
+    return {
+        "history": _timeline_view(main[0]) if main else None,
+        "further_histories": [_timeline_view(timeline) for timeline in timelines if timeline not in main],
+        "reward": managed.reward,
+        "rewards": managed.rewards,
+        "metrics": {
+            "calls": len(tree.calls),
+            "sampled_tokens": managed.sampled_tokens,
+            "timelines": len(timelines),
+            "forks": len(fork_report.forks),
+        },
+    }
+
+
+def samples_view(managed: ManagedSession, options: ExportOptions) -> dict[str, Any]:
     """The samples of the session as it is now, and the report on every sampled token."""
-    export = managed.export()
+    export = options.export(managed)
     # A trainer reads line by line, so each sample carries its group and metadata.
     fields = {"group": managed.options.group, "metadata": managed.options.metadata}
     written_digests: set[str] = set()
@@ -96,8 +137,8 @@ def samples_view(managed: ManagedSession) -> dict[str, Any]:
     }
 
 
-def report_view(managed: ManagedSession) -> dict[str, Any]:
-    return report_to_json(managed.export().report)
+def report_view(managed: ManagedSession, options: ExportOptions) -> dict[str, Any]:
+    return report_to_json(options.export(managed).report)
 
 
 def _nan_to_none(logprobs: Floats) -> list[float | None]:

@@ -19,25 +19,33 @@ them from the state (`persistence.py`), or creates them again with the same argu
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Self
 
-from branchline.core.errors import ContextLengthError, InputError, SessionError
+from branchline.core.errors import (
+    ContextLengthError,
+    InputError,
+    InteractionError,
+    SessionError,
+    ToolUnavailableError,
+)
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates
+from branchline.loop.generation import append_answer, ask_or_resume, effective_sampling
 from branchline.loop.interaction import InteractionConfig
-from branchline.loop.model import Model, ToolSchemas
+from branchline.loop.model import Model
+from branchline.loop.persistence import Fault
+from branchline.loop.session_binding import bind_session, report_results
 from branchline.loop.state import LoopPhase, LoopState, StopReason, TurnRecord
+from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.token_budget import exhausted_limit, reached_limit, remaining_tokens, truncate_result
 from branchline.loop.tools.base import ToolResult, ToolSelection
 from branchline.loop.tools.tool_session import filter_media
 from branchline.loop.trajectory_resources import TrajectoryResources
-from branchline.runtime.call_record import CallResult
+from branchline.runtime.call_record import StepObserver
 
 _SESSION_STOP_REASONS = {"out_of_calls": StopReason.SESSION_CALLS, "out_of_tokens": StopReason.SESSION_TOKENS}
 
@@ -53,12 +61,22 @@ class AgentLoop:
         tools: ToolSelection | None = None,
         interaction: InteractionConfig | None = None,
         limits: LoopLimits | None = None,
+        report: bool = True,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
-        """The default limits are those of the task."""
+        """The default limits are those of the task; `limits` replaces them.
+
+        `report`: at the end the session gets the rewards and is completed; pass False if several trajectories
+        share a session. `observers` get a record of each call of a tool or of the interaction.
+        """
+        self._recorder = StepRecorder(observers)
         self.model = model
+        self._is_reporting = report
         self.state = state
-        self.limits = limits = limits or state.task.limits or LoopLimits()
-        self.resources = TrajectoryResources(state, tools or ToolSelection(), interaction, limits)
+        self.limits = limits = limits or state.task.merge_limits(LoopLimits())
+        self.resources = TrajectoryResources(
+            state, tools or ToolSelection(), interaction, limits, self._recorder
+        )
         truncates_tokens = limits.tool_response_length is not None and limits.tool_response_unit == "tokens"
         if truncates_tokens and model.codec is None:
             raise InputError(
@@ -82,12 +100,19 @@ class AgentLoop:
     async def run(self, cancel: CancelToken | None = None) -> LoopState:
         """Runs until the trajectory ends or is cancelled, which sets `is_cancelled`, and returns the state.
 
-        Cancelling the task leaves the same state and raises CancelledError. Errors of the model, of the
-        interaction and of a tool's `create` are raised; the state can be resumed after them too.
+        Cancelling the task leaves the same state and raises CancelledError. Errors of the model and of a
+        tool's `create` are raised; the state can be resumed after them too. A tool that is not available and
+        an interaction that fails end the trajectory with a fault.
         """
         state = self.state
         if state.is_loop_finished:
+            await self._report()
             return state
+        if not state.is_agent_running:
+            await bind_session(state, self.model.session)
+        if self._recorder.observers:
+            info = await self.model.session.read_session()
+            self._recorder.session_id, self._recorder.session_created_at = info.id, info.created_at
         state.is_cancelled = False
         try:
             if cancel is None:
@@ -99,10 +124,19 @@ class AgentLoop:
             raise
         finally:
             self.resources.save()
+        await self._report()
         return state
 
+    async def _report(self) -> None:
+        if self._is_reporting and self.state.is_finished:
+            await report_results(self.state, self.model.session)
+
     async def _run(self) -> None:
-        await self.resources.acquire()
+        try:
+            await self.resources.acquire()
+        except (ToolUnavailableError, InteractionError) as error:
+            self.state.phase, self.state.is_scored = self._fail(error), True
+            return
         state, started, elapsed_s = self.state, time.perf_counter(), self.state.elapsed_s
         limit_s = self.limits.wall_clock_s
         try:
@@ -119,7 +153,10 @@ class AgentLoop:
             state.phase = self._stop(StopReason.WALL_CLOCK, f"more than {limit_s:g} s")
         finally:
             state.elapsed_s = elapsed_s + time.perf_counter() - started
-        await self.resources.compute_rewards()
+        if state.is_excluded:
+            state.is_scored = True
+        else:
+            await self.resources.compute_rewards()
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -172,20 +209,27 @@ class AgentLoop:
     async def _process_tools(self) -> LoopPhase:
         """Runs all tool calls of the last answer, then appends their results."""
         state = self.state
-        await self._run_tools()
+        errors = await self._run_tools()
+        if errors:
+            state.pending_results = await self._truncate_results()
+            state.flush_partial()
+            return self._fail(errors[0])
         truncated = await self._truncate_results()
         results = await filter_media(list(truncated.values()), self._count_tokens)
         new = [result.message for result in results]
         tokens = await self._count_if_limited(new)
         state.tool_results += results
-        state.pending_calls, state.pending_results = [], {}
+        state.pending_calls, state.pending_results, state.started_calls = [], {}, []
         return self._append_messages(new, tokens)
 
     async def _interact(self) -> LoopPhase:
         """Appends the interaction's response, or ends the conversation; a last answer is only scored."""
         state = self.state
         if state.pending_response is None:
-            state.pending_response = await self._respond()
+            try:
+                state.pending_response = await self._respond()
+            except InteractionError as error:
+                return self._fail(error)
         response = state.pending_response
         new = [Message("user", response.content)]
         tokens = 0 if response.is_last else await self._count_if_limited(new)
@@ -201,27 +245,46 @@ class AgentLoop:
 
     # -- parts of the steps --------------------------------------------------------------------------
 
-    async def _run_tools(self) -> None:
+    async def _run_tools(self) -> list[ToolUnavailableError]:
         """Runs the calls that have no result yet; each result is stored as soon as its call returns.
 
-        A cancelled call runs again when the loop is resumed.
+        Returns the errors of tools that are not available.
+        A cancelled call runs again when the loop is resumed; unless its tool is repeatable, that is a fault.
         """
         state, started = self.state, time.perf_counter()
         remaining = [index for index in range(len(state.pending_calls)) if index not in state.pending_results]
+        for index in state.started_calls:
+            name = state.pending_calls[index].name
+            state.add_fault(self.resources.tool_session.repeat_fault(name, state.assistant_turns))
+        state.started_calls = []
+        errors: list[ToolUnavailableError] = []
         try:
             if len(remaining) == 1:
-                await self._run_tool(remaining[0])
+                await self._run_tool(remaining[0], errors)
             else:
                 async with asyncio.TaskGroup() as group:
                     for index in remaining:
-                        group.create_task(self._run_tool(index))
+                        group.create_task(self._run_tool(index, errors))
         finally:
             state.metrics.tool_s += time.perf_counter() - started
+        return errors
 
-    async def _run_tool(self, index: int) -> None:
+    async def _run_tool(self, index: int, errors: list[ToolUnavailableError]) -> None:
+        """Runs one call. A cancellation leaves its result, or that it was started, or nothing."""
         state, session = self.state, self.resources.tool_session
-        result = await session.run_one(state.pending_calls[index], state.assistant_turns)
+        try:
+            result = await session.run_one(
+                state.pending_calls[index],
+                state.assistant_turns,
+                on_start=lambda: state.started_calls.append(index),
+            )
+        except ToolUnavailableError as error:
+            errors.append(error)
+            return
+        # Nothing is awaited between the tool's return and these lines, even if the loop was cancelled.
         state.pending_results[index] = result
+        if index in state.started_calls:
+            state.started_calls.remove(index)
 
     async def _truncate_results(self) -> dict[int, ToolResult]:
         """The finished results of the pending calls, in the order of the calls, truncated to the limit."""
@@ -264,69 +327,15 @@ class AgentLoop:
         state.user_turns += 1
         return LoopPhase.GENERATING
 
+    def _fail(self, error: ToolUnavailableError | InteractionError) -> LoopPhase:
+        """Ends the trajectory because of a failure outside the model, which is recorded as a fault."""
+        if isinstance(error, ToolUnavailableError):
+            self.state.add_fault(Fault(error.tool, "unavailable", error.problem))
+            return self._stop(StopReason.TOOL_UNAVAILABLE, str(error))
+        operation: Any = error.action
+        self.state.add_fault(Fault(error.interaction, operation, error.problem))
+        return self._stop(StopReason.INTERACTION_FAILED, str(error))
+
     def _stop(self, reason: StopReason, detail: str = "") -> LoopPhase:
         self.state.stop_reason, self.state.stop_detail = reason, detail
         return LoopPhase.TERMINATED
-
-
-# -- generation --------------------------------------------------------------------------------------
-
-
-def effective_sampling(
-    state: LoopState, max_tokens: int | None, params: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The task's sampling, overridden by `params`, with an answer of at most `max_tokens`."""
-    merged = dict(state.task.sampling)
-    if state.task.template:
-        merged["chat_template_kwargs"] = state.task.template
-    merged |= params or {}
-    if max_tokens is not None:
-        requested = merged.get("max_tokens")
-        # The model refuses a value that is no integer.
-        if requested is None or (type(requested) is int and requested > max_tokens):
-            merged["max_tokens"] = max_tokens
-    return merged
-
-
-async def ask_or_resume(
-    model: Model, state: LoopState, tools: ToolSchemas, params: Mapping[str, Any]
-) -> CallResult:
-    """The answer to the state's conversation. A cancelled call is resumed after the ids it had sampled."""
-    # The name is stored before the request is sent, so that a cancelled call can be resumed by it.
-    state.call_name = state.call_name or _new_call_name()
-    with timed_generation(state):
-        try:
-            result = await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
-        except SessionError as error:
-            if error.kind != "conflict":
-                raise
-            # The earlier attempt had another prompt, for example other tools, and cannot be resumed.
-            state.call_name = _new_call_name()
-            result = await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
-    state.call_name = ""
-    state.call_ids.append(result.call_id)
-    return result
-
-
-def append_answer(state: LoopState, result: CallResult) -> None:
-    """Appends an answer to the state's conversation."""
-    state.messages.append(result.message)
-    state.assistant_turns += 1
-    state.tokens = len(result.prompt_ids) + len(result.ids)
-
-
-@contextmanager
-def timed_generation(state: LoopState) -> Iterator[None]:
-    """Adds the time to the state's metrics, and counts a cancellation."""
-    started = time.perf_counter()
-    try:
-        yield
-    except asyncio.CancelledError:
-        state.metrics.num_preempted += 1
-        raise
-    finally:
-        state.metrics.generate_s += time.perf_counter() - started
-
-
-def _new_call_name() -> str:
-    return "turn-" + secrets.token_hex(12)

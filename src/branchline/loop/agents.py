@@ -28,21 +28,23 @@ from branchline.chat.base import Codec
 from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.sample import Sample
-from branchline.loop.agent_loop import (
-    AgentLoop,
+from branchline.loop.agent_loop import AgentLoop
+from branchline.loop.generation import (
+    add_call,
     append_answer,
     ask_or_resume,
     effective_sampling,
     timed_generation,
 )
 from branchline.loop.interaction import InteractionConfig
-from branchline.loop.model import Model, ToolSchemas
+from branchline.loop.model import Model, SessionControl, ToolSchemas
 from branchline.loop.registry import InteractionRegistry, ToolRegistry, is_async_callable
+from branchline.loop.session_binding import bind_session, report_results
 from branchline.loop.state import LoopPhase, LoopState, StopReason
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.tools.base import ToolSelection
-from branchline.runtime.call_record import CallResult
+from branchline.runtime.call_record import CallResult, StepObserver
 
 DEFAULT_AGENT_NAME = "single_turn"
 
@@ -55,11 +57,16 @@ class AgentContext:
     tools: ToolRegistry | None = None
     interactions: InteractionRegistry | None = None
     limits: LoopLimits | None = None
-    """The limits of tasks that have none of their own."""
+    """The limits of all tasks; a task overrides them field by field."""
     cancel: CancelToken | None = None
+    report: bool = True
+    """Whether the session gets the rewards and is completed at the end of a trajectory; pass False if several
+    trajectories share a session."""
+    observers: tuple[StepObserver, ...] = ()
+    """Get a record of each call of a tool or an interaction, for example `Tracing.record_step`."""
 
     def limits_for(self, task: Task) -> LoopLimits:
-        return task.limits or self.limits or LoopLimits()
+        return task.merge_limits(self.limits or LoopLimits())
 
     async def ask(
         self,
@@ -83,7 +90,7 @@ class AgentContext:
             return result
         with timed_generation(state):
             result = await self.model.ask(messages, tools=tools, params=sampling)
-        state.call_ids.append(result.call_id)
+        add_call(state, result)
         return result
 
 
@@ -93,7 +100,9 @@ Agent = Callable[[LoopState, AgentContext], Awaitable[LoopState]]
 async def single_turn_agent(state: LoopState, context: AgentContext) -> LoopState:
     """One answer to the prompt, without tools."""
     limits = msgspec.structs.replace(context.limits_for(state.task), max_assistant_turns=1)
-    async with AgentLoop(context.model, state, limits=limits) as loop:
+    async with AgentLoop(
+        context.model, state, limits=limits, report=context.report, observers=context.observers
+    ) as loop:
         return await loop.run(context.cancel)
 
 
@@ -101,11 +110,25 @@ async def tool_agent(state: LoopState, context: AgentContext) -> LoopState:
     """The whole loop, with the task's tools and its interaction."""
     tools, interaction = select(state.task, context.tools, context.interactions)
     limits = context.limits_for(state.task)
-    async with AgentLoop(context.model, state, tools=tools, interaction=interaction, limits=limits) as loop:
+    async with AgentLoop(
+        context.model,
+        state,
+        tools=tools,
+        interaction=interaction,
+        limits=limits,
+        report=context.report,
+        observers=context.observers,
+    ) as loop:
         return await loop.run(context.cancel)
 
 
-BUILTIN_AGENTS: dict[str, Agent] = {DEFAULT_AGENT_NAME: single_turn_agent, "tool": tool_agent}
+BUILTIN_AGENTS: dict[str, Agent] = {
+    DEFAULT_AGENT_NAME: single_turn_agent,
+    "tool": tool_agent,
+    # The names in verl's datasets.
+    "single_turn_agent": single_turn_agent,
+    "tool_agent": tool_agent,
+}
 _custom_agents: dict[str, Agent] = {}
 
 
@@ -141,7 +164,7 @@ def select(
     task: Task, tools: ToolRegistry | None, interactions: InteractionRegistry | None
 ) -> tuple[ToolSelection, InteractionConfig | None]:
     """The tools and the interaction that a task names. Raises InputError for an unknown name."""
-    selection = (tools or ToolRegistry()).select(task.tools, task.tool_arguments)
+    selection = (tools or ToolRegistry()).select(task.tools, task.tool_arguments, task.tool_method_arguments)
     if not task.interaction:
         return selection, None
     registry = interactions or InteractionRegistry()
@@ -174,14 +197,17 @@ async def run_agent(state: LoopState, context: AgentContext) -> LoopState:
     state says so; running it again calls the agent with the state as it was.
     """
     function = find_agent(state.task.agent_name)
-    if state.is_finished:
-        return state
-    if function in BUILTIN_AGENTS.values():
-        return await function(state, context)
-    return await _run_custom_agent(function, state, context)
+    if not state.is_finished:
+        if function in BUILTIN_AGENTS.values():
+            return await function(state, context)
+        await bind_session(state, context.model.session)
+        await _run_custom_agent(function, state, context)
+    if context.report and state.is_finished:
+        await report_results(state, context.model.session)
+    return state
 
 
-async def _run_custom_agent(function: Agent, state: LoopState, context: AgentContext) -> LoopState:
+async def _run_custom_agent(function: Agent, state: LoopState, context: AgentContext) -> None:
     cancel, model = context.cancel, RecordingModel(context.model)
 
     async def work() -> None:
@@ -208,7 +234,6 @@ async def _run_custom_agent(function: Agent, state: LoopState, context: AgentCon
         state.is_agent_running = False
         state.phase, state.is_scored = LoopPhase.TERMINATED, True
         state.stop_reason = state.stop_reason or StopReason.STOP
-    return state
 
 
 class RecordingModel:
@@ -221,6 +246,10 @@ class RecordingModel:
     @property
     def codec(self) -> Codec | None:
         return self._model.codec
+
+    @property
+    def session(self) -> SessionControl:
+        return self._model.session
 
     async def ask(
         self,
@@ -239,8 +268,8 @@ class RecordingModel:
     ) -> int:
         return await self._model.count_tokens(messages, tools=tools, params=params)
 
-    async def samples(self) -> list[Sample]:
-        return await self._model.samples()
+    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+        return await self._model.samples(include_aborted=include_aborted, keep_calls=keep_calls)
 
 
 def _check_agent(name: str, function: Any) -> None:

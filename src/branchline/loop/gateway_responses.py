@@ -49,6 +49,21 @@ class SessionJson(Struct):
     control_key: str
 
 
+class SessionInfoJson(Struct):
+    """The response of `GET /v1/session`."""
+
+    id: str
+    created: float
+    calls: list[str]
+
+
+class SessionStateJson(Struct):
+    """The response to a reward or to the end of a session."""
+
+    id: str
+    state: str
+
+
 class TokenCountJson(Struct):
     """The response of `count_tokens`."""
 
@@ -129,6 +144,7 @@ class ChoiceJson(Struct):
     finish_reason: str | None = None
     token_ids: list[TokenId] = []
     logprobs: LogprobsJson | None = None
+    num_preempted: int = 0
 
 
 class EventJson(Struct):
@@ -161,6 +177,7 @@ class ResultBuilder:
         self._logprobs: list[float | None] = []
         self._prompt_ids: list[int] = []
         self._call_id = self._finish_reason = ""
+        self._num_preempted = 0
 
     def add_event(self, content: bytes) -> None:
         """Adds an event. Raises the error that an error event carries."""
@@ -178,6 +195,7 @@ class ResultBuilder:
             if choice.logprobs is not None:
                 self._logprobs += [token.logprob for token in choice.logprobs.content or ()]
             self._finish_reason = choice.finish_reason or self._finish_reason
+            self._num_preempted = max(self._num_preempted, choice.num_preempted)
 
     def _add_delta(self, delta: DeltaJson) -> None:
         self._content.append(delta.content or "")
@@ -198,7 +216,8 @@ class ResultBuilder:
             refusal="".join(self._refusal),
             id=self._call_id,
         )
-        answer = Answer(message, self._finish_reason, as_ids(self._ids), self._logprobs_array())
+        ids, logprobs = as_ids(self._ids), self._logprobs_array()
+        answer = Answer(message, self._finish_reason, ids, logprobs, num_preempted=self._num_preempted)
         return CallResult(self._call_id, as_ids(self._prompt_ids), [answer])
 
     def _logprobs_array(self) -> Floats | None:

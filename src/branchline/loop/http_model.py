@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -26,12 +27,14 @@ from branchline.engines.error_responses import TOO_MANY_REQUESTS
 from branchline.loop.gateway_responses import (
     ResultBuilder,
     SamplesJson,
+    SessionInfoJson,
     SessionJson,
+    SessionStateJson,
     TokenCountJson,
     decode_response,
     error_from_response,
 )
-from branchline.loop.model import ToolSchemas
+from branchline.loop.model import RewardData, SessionInfo, ToolSchemas
 from branchline.runtime.call_record import CallResult
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER
 
@@ -50,7 +53,8 @@ class HttpModel:
     async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
         result = await model.ask([Message("user", "2+2?")])
 
-    Samples need the control key; truncating tool results by tokens needs a codec.
+    Samples, rewards and the end of the session need the control key; truncating tool results by tokens needs
+    a codec. The admin key of the gateway can replace both keys.
     """
 
     def __init__(
@@ -66,12 +70,14 @@ class HttpModel:
     ) -> None:
         """`retry_timeout_s`: for how long a request to a busy gateway is retried."""
         self.codec = codec
-        self._url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/")
+        self.api_key = api_key
+        self.control_key = control_key
         self._headers = {"x-branchline-agent": agent} if agent else {}
-        self._control_key = control_key
         self._model = model
         self._retry_timeout_s = retry_timeout_s
-        self._http = _client(self._url, api_key)
+        self._http = _client(self.base_url, api_key)
+        self._control_http: HttpClient | None = None
 
     @classmethod
     async def open(
@@ -107,6 +113,8 @@ class HttpModel:
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.close()
+        if self._control_http is not None:
+            await self._control_http.close()
 
     async def ask(
         self,
@@ -138,17 +146,56 @@ class HttpModel:
         )
         return count.prompt_tokens
 
-    async def samples(self) -> list[Sample]:
-        if not self._control_key:
-            raise InputError("control_key: got none, expected the session's: it opens the samples")
-        http = _client(self._url.removesuffix("/v1"), self._control_key)
-        try:
-            response = await _request_json(
-                lambda: http.request("GET", "/samples"), SamplesJson, self._retry_timeout_s
-            )
-        finally:
-            await http.close()
-        return response.to_samples()
+    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+        params = [("keep_call", call_id) for call_id in keep_calls]
+        if include_aborted:
+            params.append(("include_aborted", "true"))
+        path = f"/samples?{urlencode(params)}" if params else "/samples"
+        return (await self._control("GET", path, SamplesJson)).to_samples()
+
+    # -- the session ---------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Self:
+        return self
+
+    @property
+    def session_id(self) -> str:
+        """The id in the base URL; empty if the key alone names the session."""
+        return self.base_url.removesuffix("/v1").partition("/sessions/")[2].partition("/")[0]
+
+    @property
+    def can_control(self) -> bool:
+        return bool(self.control_key and self.session_id)
+
+    async def read_session(self) -> SessionInfo:
+        info = await _request_json(
+            lambda: self._http.request("GET", "/session"), SessionInfoJson, self._retry_timeout_s
+        )
+        return SessionInfo(info.id, info.created, tuple(info.calls))
+
+    async def reward(self, reward: RewardData) -> None:
+        await self._control("POST", "/reward", SessionStateJson, reward)
+
+    async def complete(self, reason: str = "") -> None:
+        await self._control("POST", "/complete", SessionStateJson, {"reason": reason})
+
+    async def finalize(self, reason: str = "") -> None:
+        await self._control("POST", "/finalize", SessionStateJson, {"reason": reason})
+
+    async def abort(self, reason: str = "") -> None:
+        await self._control("POST", "/abort", SessionStateJson, {"reason": reason})
+
+    async def _control(self, method: str, path: str, kind: type[T], body: object = None) -> T:
+        """The response of the session's control API."""
+        if not self.control_key:
+            what = path.partition("?")[0]
+            raise InputError(f"control_key: got none, expected the session's: it opens {what}")
+        if self._control_http is None:
+            root, found, rest = self.base_url.partition("/sessions/")
+            self._control_http = _client(f"{root}{found}{rest.partition('/')[0]}", self.control_key)
+        http, content = self._control_http, b"" if body is None else msgspec.json.encode(body)
+        return await _request_json(lambda: http.request(method, path, content), kind, self._retry_timeout_s)
 
     def _body(self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any]) -> bytes:
         body: dict[str, Any] = {

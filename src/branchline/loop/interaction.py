@@ -3,18 +3,17 @@
 There is one interaction per name and one state of it per trajectory. `start` creates the state and may return
 the first user message, `respond` answers each turn of the model and may score it, `score` scores the whole
 conversation, `finalize` frees the state. An `InteractionSession` calls each with a time limit and validates
-what it returns, so that an unusable score or text raises an error that names the interaction.
+what it returns: whatever goes wrong is an InteractionError, which ends one trajectory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-from branchline.core.errors import InputError
+from branchline.core.errors import InputError, InteractionError
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import (
@@ -27,6 +26,7 @@ from branchline.loop.persistence import (
     to_plain_data,
 )
 from branchline.loop.state import LoopPhase, LoopState
+from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.timeouts import describe_error, finish_despite_cancel, with_timeout
 
@@ -107,7 +107,14 @@ class InteractionConfig:
 class InteractionSession:
     """One trajectory's interaction, from `start` to `finalize`."""
 
-    def __init__(self, config: InteractionConfig, state: LoopState, limits: LoopLimits) -> None:
+    def __init__(
+        self,
+        config: InteractionConfig,
+        state: LoopState,
+        limits: LoopLimits,
+        steps: StepRecorder | None = None,
+    ) -> None:
+        self._steps = steps or StepRecorder()
         self.first_message: str | None = None
         """The user message that `start` returned."""
         self.name = config.interaction.name
@@ -146,9 +153,7 @@ class InteractionSession:
             # It ignored its cancellation for longer than the grace period.
             await self._finalize()
         elif first_message is not None and not isinstance(first_message, str):
-            raise InputError(
-                f"interaction {self.name!r}: start: got {first_message!r}, expected a text or None"
-            )
+            raise InputError(f"got {first_message!r}, expected a text or None")
         else:
             self.first_message = first_message
             if state.turn_records or state.pending_response is not None:
@@ -161,7 +166,8 @@ class InteractionSession:
         self._is_started = False
         work = self._interaction.finalize(self._interaction_state)
         try:
-            await finish_despite_cancel(with_timeout(work, self._limits.tool_release_timeout_s))
+            limit_s, grace_s = self._limits.tool_release_timeout_s, self._limits.cancel_grace_s
+            await finish_despite_cancel(with_timeout(work, limit_s, grace_s))
         except Exception as error:
             fault = Fault(self.name, "finalize", describe_error(error))
             log.warning("%s: %s", self._state.trajectory, fault)
@@ -169,18 +175,12 @@ class InteractionSession:
 
     async def respond(self, messages: Sequence[Message]) -> InteractionResponse:
         """The response to the model's last turn."""
-        limit_s = self._limits.interaction_timeout_s
-        try:
-            # Not in a task of its own: a cancellation arrives either before the response or after it.
-            async with asyncio.timeout(limit_s) as clock:
-                response: object = await self._interaction.respond(self._interaction_state, messages)
-        except TimeoutError as error:
-            text = f"timed out after {limit_s:g} s" if clock.expired() else describe_error(error)
-            raise TimeoutError(f"interaction {self.name!r}: respond: {text}") from error
+        work = self._interaction.respond(self._interaction_state, messages)
+        response: object = await self._with_timeout("respond", work)
         try:
             return _validated(response)
         except (InputError, TypeError, ValueError) as error:
-            raise InputError(f"interaction {self.name!r}: respond: {error}") from error
+            raise InteractionError(self.name, "respond", describe_error(error)) from error
 
     async def score(self) -> float | None:
         """The score of the whole conversation."""
@@ -188,7 +188,7 @@ class InteractionSession:
         try:
             return check_finite(score, "score")
         except (TypeError, ValueError) as error:
-            raise InputError(f"interaction {self.name!r}: {error}") from error
+            raise InteractionError(self.name, "score", describe_error(error)) from error
 
     def save(self) -> None:
         """Stores the interaction's state in the LoopState."""
@@ -198,9 +198,11 @@ class InteractionSession:
 
     async def _with_timeout(self, operation: str, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await with_timeout(work, self._limits.interaction_timeout_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"interaction {self.name!r}: {operation}: {describe_error(error)}") from error
+            limits = self._limits
+            with self._steps.record("interaction", self.name, operation):
+                return await with_timeout(work, limits.interaction_timeout_s, limits.cancel_grace_s)
+        except Exception as error:
+            raise InteractionError(self.name, operation, describe_error(error)) from error
 
 
 def _validated(response: object) -> InteractionResponse:

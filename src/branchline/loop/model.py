@@ -11,19 +11,30 @@ name is chosen before the request is sent, so a cancellation may come at any tim
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from branchline.chat.base import Codec
 from branchline.core.call import DEFAULT_AGENT, Request, ToolList
-from branchline.core.errors import MessageError, SessionError
+from branchline.core.errors import EngineError, JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.reader import replace_surrogates_deep
 from branchline.core.sample import Sample
 from branchline.engines.base import Engine
 from branchline.runtime.call_lifecycle import prepare_call, run_call
-from branchline.runtime.call_record import CallRecord, CallRequest, CallResult, new_call_id
+from branchline.runtime.call_record import (
+    CallFailure,
+    CallObserver,
+    CallRecord,
+    CallRequest,
+    CallResult,
+    attempts_of,
+    new_call_id,
+)
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.sampling import (
     merge_sampling,
@@ -34,6 +45,55 @@ from branchline.runtime.sampling import (
 )
 
 ToolSchemas = Sequence[Mapping[str, Any]]
+RewardData = float | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as its agent may see it."""
+
+    id: str
+    created_at: float
+    call_ids: tuple[str, ...]
+
+
+class SessionControl(Protocol):
+    """The session of a model: what it is, its rewards and its end."""
+
+    @property
+    def session_id(self) -> str:
+        """The session's id; empty if it is not known here."""
+        ...
+
+    @property
+    def base_url(self) -> str:
+        """The address of the session's model API; empty for a session in this process."""
+        ...
+
+    @property
+    def can_control(self) -> bool:
+        """Whether the session can be rewarded and ended from here."""
+        ...
+
+    async def read_session(self) -> SessionInfo:
+        """The session's id and its calls so far."""
+        ...
+
+    async def reward(self, reward: RewardData) -> None:
+        """Posts a score, an object with a score, or a list of such objects."""
+        ...
+
+    async def complete(self, reason: str = "") -> None:
+        """Marks the agent as done; later rewards and calls are still accepted."""
+        ...
+
+    async def finalize(self, reason: str = "") -> None:
+        """Closes the session."""
+        ...
+
+    async def abort(self, reason: str = "") -> None:
+        """Closes the session; its samples are not exported unless a caller asks for them."""
+        ...
 
 
 class Model(Protocol):
@@ -42,6 +102,11 @@ class Model(Protocol):
     @property
     def codec(self) -> Codec | None:
         """The codec, needed to truncate tool results by tokens; None if it is not known here."""
+        ...
+
+    @property
+    def session(self) -> SessionControl:
+        """The session that the model's calls are recorded in."""
         ...
 
     async def ask(
@@ -65,15 +130,27 @@ class Model(Protocol):
         """The number of tokens in the prompt of a conversation. Nothing is sampled or recorded."""
         ...
 
-    async def samples(self) -> list[Sample]:
-        """The session's training samples so far."""
+    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+        """The session's training samples so far; those of an aborted session only with `include_aborted`.
+
+        `keep_calls` are names of calls whose tokens are included although they were cancelled.
+        """
         ...
 
 
 class SessionModel:
     """A session and an engine in this process."""
 
-    def __init__(self, managed: ManagedSession, engine: Engine, *, agent: str = "") -> None:
+    def __init__(
+        self,
+        managed: ManagedSession,
+        engine: Engine,
+        *,
+        agent: str = "",
+        observers: Sequence[CallObserver] = (),
+    ) -> None:
+        """`observers` get the record of each call, as those of a gateway do: traces, for example."""
+        self._observers = observers
         self.managed = managed
         self.engine = engine
         self.agent = agent or managed.options.agent or DEFAULT_AGENT
@@ -113,10 +190,26 @@ class SessionModel:
         record = CallRecord(
             managed.id, "loop", call_id, managed.created_at, agent=self.agent, group=managed.options.group
         )
-        async with aclosing(run_call(managed, self.engine, call_request, record)) as events:
-            # Read to the end: a call is delivered when its last event has been taken.
-            async for _ in events:
-                pass
+        record.call_request, record.status = call_request, 0
+        try:
+            async with aclosing(run_call(managed, self.engine, call_request, record)) as events:
+                # Read to the end: a call is delivered when its last event has been taken.
+                async for _ in events:
+                    pass
+        except asyncio.CancelledError:
+            record.outcome = "cancelled"
+            raise
+        except Exception as error:
+            is_failure = isinstance(error, EngineError | JournalError)
+            record.outcome, record.failure = (
+                "failed" if is_failure else "refused",
+                CallFailure.from_error(error),
+            )
+            raise
+        finally:
+            record.total_s = time.perf_counter() - record.started_perf_s
+            for observe in self._observers:
+                observe(record)
         assert record.result is not None, "a call yields its result or raises"
         return record.result
 
@@ -126,8 +219,46 @@ class SessionModel:
         turn = await prepare_call(self.managed, self._call_request(messages, tools, params or {}))
         return len(turn.prompt_ids)
 
-    async def samples(self) -> list[Sample]:
-        return (await asyncio.to_thread(self.managed.export)).samples
+    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+        kept = attempts_of(self.managed, keep_calls)
+        export = partial(self.managed.export, include_aborted=include_aborted, keep_calls=kept)
+        return (await asyncio.to_thread(export)).samples
+
+    # -- the session ---------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> SessionModel:
+        return self
+
+    @property
+    def session_id(self) -> str:
+        return self.managed.id
+
+    @property
+    def base_url(self) -> str:
+        return ""
+
+    @property
+    def can_control(self) -> bool:
+        return True
+
+    async def read_session(self) -> SessionInfo:
+        managed = self.managed
+        return SessionInfo(
+            managed.id, managed.created_at, tuple([call.id for call in managed.session.tree.calls])
+        )
+
+    async def reward(self, reward: RewardData) -> None:
+        await self.managed.post_reward(reward)
+
+    async def complete(self, reason: str = "") -> None:
+        await self.managed.end("completed", reason)
+
+    async def finalize(self, reason: str = "") -> None:
+        await self.managed.end("finalized", reason)
+
+    async def abort(self, reason: str = "") -> None:
+        await self.managed.end("aborted", reason)
 
     def _call_request(
         self, messages: Sequence[Message], tools: ToolSchemas, params: Mapping[str, Any]

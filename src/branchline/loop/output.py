@@ -1,8 +1,9 @@
 """The output of a trajectory for a trainer: tokens of the session's tree, rewards and metrics of the loop.
 
 The arrays are those of a sample. A template that strips earlier thinking splits a trajectory into several
-samples, in which every sampled token counts once: `outputs` has all of them, the flat fields are those of the
-last.
+samples, in which every sampled token counts once: `outputs` has all of them. The flat fields are those of the
+last, and `is_complete` says whether that is the whole trajectory. The session option `history="verbatim"`
+keeps a trajectory in one growing row.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from branchline.core.sample import Sample
 from branchline.core.token_arrays import NO_IDS, Floats, Ids
 from branchline.loop.model import Model
 from branchline.loop.state import LoopState
+from branchline.runtime.call_record import call_name
 
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """Seconds in the model and in tools, and cancelled generations."""
+    """Seconds in the model and in tools, and interrupted generations."""
 
     generate_sequences: float
     tool_calls: float
     num_preempted: int
+    """Generations that the engine interrupted and continued."""
+    num_cancelled: int
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,24 @@ class LoopOutput:
     multi_modal_data: Mapping[MediaKind, tuple[Media, ...]]
     """Media by kind, in the order of the last sample."""
     outputs: tuple[Sample, ...]
+    """All samples of the trajectory. A trainer that reads only the flat fields misses tokens unless
+    `is_complete`."""
+    is_complete: bool
+    """Whether the flat fields hold all sampled tokens of the trajectory."""
+    partial_tokens: int
+    """How many tokens at the end of the flat fields belong to an answer that was cancelled and can be
+    resumed."""
 
     @classmethod
     def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
         """The output from those of the session's samples that contain one of the trajectory's calls."""
-        own = set(state.call_ids)
-        outputs = tuple(sample for sample in samples if not own.isdisjoint(sample.calls))
+        own, interrupted = set(state.call_ids), _interrupted_calls(state)
+        outputs = tuple(
+            sample
+            for sample in samples
+            if not own.isdisjoint(sample.calls)
+            or any(call_name(call_id) in interrupted for call_id in sample.calls)
+        )
         last = outputs[-1] if outputs else None
         return cls(
             prompt_ids=NO_IDS if last is None else last.prompt_ids,
@@ -63,7 +79,10 @@ class LoopOutput:
             reward_score=state.reward_score,
             num_turns=state.num_turns,
             metrics=OutputMetrics(
-                state.metrics.generate_s, state.metrics.tool_s, state.metrics.num_preempted
+                state.metrics.generate_s,
+                state.metrics.tool_s,
+                state.metrics.num_preempted,
+                state.metrics.num_cancelled,
             ),
             extra_fields={
                 "turn_scores": state.turn_scores,
@@ -75,12 +94,35 @@ class LoopOutput:
             },
             multi_modal_data={} if last is None else _media_by_kind(last, state),
             outputs=outputs,
+            is_complete=len(outputs) <= 1,
+            partial_tokens=0
+            if last is None or last.finish_reason != "cancelled"
+            else _last_answer_tokens(last),
         )
 
 
-async def build_output(state: LoopState, model: Model) -> LoopOutput:
-    """The output of a trajectory so far; it may be cancelled or unfinished."""
-    return LoopOutput.from_samples(state, await model.samples())
+async def build_output(state: LoopState, model: Model, *, include_excluded: bool = False) -> LoopOutput:
+    """The output of a trajectory so far; it may be cancelled or unfinished. The tokens of a cancelled answer
+    are included and counted in `partial_tokens`.
+
+    A trajectory that a failure outside the model ended has no samples unless `include_excluded` is set.
+    """
+    if state.is_excluded and not include_excluded:
+        return LoopOutput.from_samples(state, ())
+    interrupted = _interrupted_calls(state)
+    samples = await model.samples(include_aborted=include_excluded, keep_calls=interrupted)
+    return LoopOutput.from_samples(state, samples)
+
+
+def _interrupted_calls(state: LoopState) -> list[str]:
+    """The name of the call that will be resumed, if there is one; none if the trajectory has ended."""
+    return [state.call_name] if state.call_name and not state.is_finished else []
+
+
+def _last_answer_tokens(sample: Sample) -> int:
+    """The number of tokens of the answer that a sample ends with; before it comes context."""
+    context = np.flatnonzero(sample.response_mask == 0)
+    return len(sample.response_ids) - (int(context[-1]) + 1 if len(context) else 0)
 
 
 def _media_by_kind(sample: Sample, state: LoopState) -> dict[MediaKind, tuple[Media, ...]]:

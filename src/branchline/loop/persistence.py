@@ -26,11 +26,24 @@ from branchline.loop.timeouts import describe_error
 
 log = logging.getLogger("branchline.loop")
 
-FaultOperation = Literal["calc_reward", "release", "finalize", "save", "recreated"]
+FaultOperation = Literal[
+    "calc_reward",
+    "release",
+    "finalize",
+    "save",
+    "recreated",
+    "repeated",
+    "unavailable",
+    "start",
+    "respond",
+    "score",
+]
+_REWARD_FAILURES = ("calc_reward", "unavailable", "start", "respond", "score")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A failure outside the conversation. It does not end the trajectory; state and output list it.
+    """A failure outside the conversation; state and output list it. A tool that is `unavailable` and an
+    interaction that cannot `start` or `respond` end the trajectory, others do not.
 
     >>> str(Fault("search", "calc_reward", "no index"))
     'search: calc_reward: no index'
@@ -39,13 +52,14 @@ class Fault(msgspec.Struct, frozen=True):
     name: str
     """The tool or interaction."""
     operation: FaultOperation
-    """`recreated`: a used instance was replaced by a new one without its state."""
+    """`recreated`: a used instance was replaced by a new one without its state. `repeated`: a call that was
+    cancelled while it ran was run again, and its effect may count twice."""
     error: str
 
     @property
     def is_reward_failure(self) -> bool:
         """Whether a reward is missing because of it."""
-        return self.operation == "calc_reward"
+        return self.operation in _REWARD_FAILURES
 
     def __str__(self) -> str:
         return f"{self.name}: {self.operation}: {self.error}"
@@ -76,7 +90,9 @@ def save_state(owner: Restorable, instance: Any, saved: dict[str, Any]) -> Fault
         value = owner.save(instance)
         if value is not None:
             saved[name] = to_plain_data(value, "saved")
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
         # The trajectory can still be resumed; this instance is then created again.
         log.exception("%s: its state could not be saved", name)
         return Fault(name, "save", describe_error(error))

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from branchline.core.errors import InputError
 from branchline.loop.interaction import Interaction, InteractionConfig
 from branchline.loop.persistence import Restorable
+from branchline.loop.task import ToolMethod
 from branchline.loop.tools.arguments import argument_validator
 from branchline.loop.tools.base import Tool, ToolSelection
 
@@ -97,14 +98,17 @@ class ToolRegistry(Registry[Tool]):
         argument_validator(item)
 
     def select(
-        self, names: Sequence[str] | None = None, arguments: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        names: Sequence[str] | None = None,
+        arguments: Mapping[str, Mapping[str, Any]] | None = None,
+        method_arguments: Mapping[str, Mapping[ToolMethod, Mapping[str, Any]]] | None = None,
     ) -> ToolSelection:
         """The tools of a sample; None selects all of them."""
         if isinstance(names, str):
             raise InputError(f"tools: got {names!r}, expected a list of names")
         selected = self.names if names is None else names
         tools = tuple(self.get(name, f"tools[{index}]") for index, name in enumerate(selected))
-        return ToolSelection(tools, arguments or {})
+        return ToolSelection(tools, arguments or {}, method_arguments or {})
 
 
 class InteractionRegistry(Registry[Interaction]):

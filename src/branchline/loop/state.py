@@ -19,7 +19,7 @@ from branchline.loop.persistence import Fault, encode_hook
 from branchline.loop.task import Task
 from branchline.loop.tools.base import ToolResult
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """The format of encoded states; `decode` refuses any other."""
 StateEncoding = Literal["msgpack", "json"]
 
@@ -53,6 +53,14 @@ class StopReason(StrEnum):
     SESSION_TOKENS = "session_tokens"
     """The session has no tokens left."""
     WALL_CLOCK = "wall_clock"
+    TOOL_UNAVAILABLE = "tool_unavailable"
+    """A tool's server is gone."""
+    INTERACTION_FAILED = "interaction_failed"
+    """The interaction could not be started, or could not respond."""
+
+
+EXCLUDED_STOP_REASONS = (StopReason.TOOL_UNAVAILABLE, StopReason.INTERACTION_FAILED)
+"""Failures outside the model; trajectories that end with them are not training data."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
@@ -66,12 +74,14 @@ class TurnRecord(msgspec.Struct, frozen=True):
 
 
 class LoopMetrics(msgspec.Struct):
-    """Seconds spent, and cancelled generations."""
+    """Seconds spent, and interrupted generations."""
 
     generate_s: float = 0.0
     tool_s: float = 0.0
     interact_s: float = 0.0
     num_preempted: int = 0
+    """How often the engine interrupted a generation and continued it."""
+    num_cancelled: int = 0
     """How often a generation was cancelled."""
 
 
@@ -89,6 +99,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     """Tool calls of the last answer whose results are not in `messages` yet."""
     pending_results: dict[int, ToolResult] = {}
     """Results of the pending calls that have finished, by index."""
+    started_calls: list[int] = []
+    """Pending calls that were started and have no result; they run again when the loop is resumed."""
     pending_response: TurnRecord | None = None
     """The interaction's response that is not in `messages` yet."""
     tool_results: list[ToolResult] = []
@@ -108,6 +120,10 @@ class LoopState(msgspec.Struct, kw_only=True):
     """The name of the call that is running; the same name resumes it."""
     call_ids: list[str] = []
     """Calls that were answered completely."""
+    session_id: str = ""
+    """The session that holds the calls."""
+    session_url: str = ""
+    """The address of that session's model API; empty for a session in the process of the loop."""
     first_prompt_tokens: int = 0
     """The length of the first prompt, if a limit needs it."""
     tokens: int = 0
@@ -115,6 +131,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     is_cancelled: bool = False
     is_scored: bool = False
     """Whether the final rewards have been computed."""
+    is_reported: bool = False
+    """Whether the session has the rewards and the end of the trajectory."""
     is_agent_running: bool = False
     """Whether a custom agent has started and not returned; the end of a loop inside it is not the end."""
     stop_reason: StopReason | None = None
@@ -140,6 +158,11 @@ class LoopState(msgspec.Struct, kw_only=True):
     def is_loop_finished(self) -> bool:
         """Whether a loop has nothing left to do."""
         return self.phase is LoopPhase.TERMINATED and self.is_scored
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether the trajectory is not training data: a failure outside the model ended it."""
+        return self.stop_reason in EXCLUDED_STOP_REASONS
 
     @property
     def turn_scores(self) -> list[float]:
@@ -174,7 +197,7 @@ class LoopState(msgspec.Struct, kw_only=True):
     def flush_partial(self) -> None:
         """Keeps finished results and a scored response of a step that is abandoned; `messages` stays."""
         self.tool_results += [result for _, result in sorted(self.pending_results.items())]
-        self.pending_calls, self.pending_results = [], {}
+        self.pending_calls, self.pending_results, self.started_calls = [], {}, []
         if self.pending_response is not None:
             self.turn_records.append(self.pending_response)
             self.pending_response = None

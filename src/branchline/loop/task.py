@@ -18,11 +18,13 @@ from branchline.core.message import Message
 from branchline.core.reader import read_messages, replace_surrogates_deep
 from branchline.runtime.sampling import SAMPLING_FIELDS
 
-TruncateSide = Literal["left", "right", "middle"]
+KeptPart = Literal["head", "tail", "both"]
 TruncateUnit = Literal["tokens", "characters"]
 
+ToolMethod = Literal["execute", "calc_reward", "release"]
 _MESSAGE_FIELDS = ("messages", "prompt")
 _SAMPLING_FIELDS = (*SAMPLING_FIELDS, "stop", "parallel_tool_calls", "response_format")
+_VERL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _MAY_BE_ZERO = ("tool_response_length", "max_user_turns")
 
 
@@ -44,7 +46,8 @@ class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_response_length: int | None = None
     """The length of each tool result; a longer one is truncated."""
     tool_response_unit: TruncateUnit = "tokens"
-    tool_response_side: TruncateSide = "middle"
+    tool_response_keep: KeptPart = "both"
+    """What is kept of a longer result: its head, its tail, or both and not the middle."""
     tool_timeout_s: float | None = 60.0
     """One tool call, or one `calc_reward`; waiting for other calls does not count."""
     tool_create_timeout_s: float | None = 120.0
@@ -62,6 +65,8 @@ class LoopLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wall_clock_s: float | None = None
     """All runs of a trajectory together; the step that exceeds it is abandoned. Creating, scoring and
     releasing have limits of their own and do not count."""
+    cancel_grace_s: float = 1.0
+    """How long a cancelled call of a tool or an interaction may take to finish before it is abandoned."""
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -94,8 +99,12 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit, and tools are given by `tools`."""
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
+    tool_method_arguments: dict[str, dict[ToolMethod, dict[str, Any]]] = {}
+    """Further arguments of each tool's `execute`, `calc_reward` and `release`."""
     limits: LoopLimits | None = None
-    """Replaces the limits that all tasks share."""
+    """Overrides the limits that all tasks share, field by field."""
+    limit_fields: tuple[str, ...] | None = None
+    """The fields of `limits` that override; None: those that differ from their defaults."""
     extra: dict[str, Any] = {}
     """All other fields of the row, for example what a reward needs."""
 
@@ -104,11 +113,29 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name not in _SAMPLING_FIELDS:
                 raise InputError(f"sampling: got {name!r}, expected any of {', '.join(_SAMPLING_FIELDS)}")
 
+    def merge_limits(self, shared: LoopLimits) -> LoopLimits:
+        """The shared limits with the fields that the task sets.
+
+        >>> task = Task((), limits=LoopLimits(max_user_turns=2))
+        >>> limits = task.merge_limits(LoopLimits(max_assistant_turns=4, max_user_turns=9))
+        >>> limits.max_assistant_turns, limits.max_user_turns
+        (4, 2)
+        """
+        if self.limits is None:
+            return shared
+        own = msgspec.structs.asdict(self.limits)
+        fields = self.limit_fields
+        if fields is None:
+            defaults = msgspec.structs.asdict(LoopLimits())
+            fields = tuple([name for name, value in own.items() if value != defaults[name]])
+        return msgspec.structs.replace(shared, **{name: own[name] for name in fields})
+
     @classmethod
     def read(cls, row: object) -> Task:
         """A task from a row whose messages are Chat Completions messages under `messages` or `prompt`.
 
-        A prompt that is a string becomes a user message. Null fields are absent; arrays are lists.
+        A prompt that is a string becomes a user message. Null fields are absent; arrays are lists. verl's
+        `tools_kwargs` and `interaction_kwargs`, also in `extra_info`, become our fields.
 
         >>> task = Task.read({"prompt": "2+2?", "answer": 4})
         >>> task.messages[0].content, task.extra
@@ -120,6 +147,9 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prompt = _to_lists(row.get(field))
         values = replace_surrogates_deep(_to_lists({k: value for k, value in row.items() if k != field}))
         known = _drop_nulls({name: values.pop(name) for name in cls.__struct_fields__ if name in values})
+        _add_verl_fields(known, values)
+        if isinstance(known.get("limits"), dict):
+            known["limit_fields"] = list(known["limits"])
         try:
             task = msgspec.convert({**known, "messages": ()}, cls)
         except msgspec.ValidationError as error:
@@ -128,6 +158,57 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             prompt = [{"role": "user", "content": prompt}]
         messages = read_messages(prompt, field)
         return msgspec.structs.replace(task, messages=messages, extra={**task.extra, **values})
+
+
+def _add_verl_fields(known: dict[str, Any], values: dict[str, Any]) -> None:
+    """Replaces verl's fields of a row by ours. Raises InputError for names that verl does not have."""
+    info = values.get("extra_info")
+    nested = info if isinstance(info, dict) else {}
+    tools_kwargs, interaction_kwargs = (
+        values.pop(name, None) or nested.get(name) for name in ("tools_kwargs", "interaction_kwargs")
+    )
+    if tools_kwargs:
+        _require_object("tools_kwargs", tools_kwargs)
+        _require_absent(known, "tools_kwargs", "tool_arguments", "tool_method_arguments")
+        create: dict[str, Any] = {}
+        others: dict[str, dict[str, Any]] = {}
+        known["tool_arguments"], known["tool_method_arguments"] = create, others
+        for tool, methods in tools_kwargs.items():
+            if methods is None:
+                continue
+            _require_object(f"tools_kwargs.{tool}", methods)
+            for name, arguments in methods.items():
+                if name not in _VERL_KWARGS:
+                    raise InputError(
+                        f"tools_kwargs.{tool}: got {name!r}, expected one of {', '.join(_VERL_KWARGS)}"
+                    )
+                if arguments is None:
+                    continue
+                if name == "create_kwargs":
+                    create[tool] = arguments
+                else:
+                    others.setdefault(tool, {})[name.removesuffix("_kwargs")] = arguments
+    if interaction_kwargs:
+        _require_object("interaction_kwargs", interaction_kwargs)
+        _require_absent(known, "interaction_kwargs", "interaction", "interaction_arguments")
+        arguments = dict(interaction_kwargs)
+        known["interaction"] = arguments.pop("name", None)
+        if not isinstance(known["interaction"], str) or not known["interaction"]:
+            raise InputError(
+                f"interaction_kwargs.name: got {known['interaction']!r}, expected the interaction's name"
+            )
+        known["interaction_arguments"] = arguments
+
+
+def _require_object(name: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise InputError(f"{name}: got {value!r}, expected an object")
+
+
+def _require_absent(known: Mapping[str, Any], name: str, *others: str) -> None:
+    for other in others:
+        if known.get(other):
+            raise InputError(f"{name}: got it together with {other}, expected one of them")
 
 
 def is_optional(name: str) -> bool:

@@ -2,22 +2,22 @@
 
 A tool may hang, ignore its cancellation, or block in a thread that cannot be stopped. A caller here gets its
 result or an error after at most the limit plus the grace period. Work that still runs then is abandoned: it
-finishes by itself and its result is dropped.
+finishes by itself and its result is dropped. Work that finishes although its caller was cancelled has a
+result: the caller gets it first and the cancellation afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+log = logging.getLogger("branchline.loop")
 T = TypeVar("T")
-
-CANCEL_GRACE_S = 10.0
-"""How long cancelled work may take to clean up before it is abandoned."""
 
 # The event loop holds only weak references to tasks.
 _abandoned_tasks: set[asyncio.Task[Any]] = set()
@@ -56,24 +56,41 @@ class CancelToken:
         return True
 
 
-async def with_timeout(work: Coroutine[Any, Any, T], limit_s: float | None) -> T:
+async def with_timeout(work: Coroutine[Any, Any, T], limit_s: float | None, grace_s: float) -> T:
     """Returns the result of the work or raises TimeoutError; cancelling the caller cancels the work.
 
-    Cancelled work has CANCEL_GRACE_S to clean up before it is abandoned.
+    If the work returns a result nevertheless, the result is returned, and the cancellation is raised at the
+    caller's next await that suspends: the caller can record what the work has done. Cancelled work has
+    `grace_s` to finish before it is abandoned.
     """
-    task = asyncio.create_task(_contain_system_exit(work))
+    task = asyncio.create_task(_contain_exit(work), name=getattr(work, "__qualname__", None))
     try:
         done, _ = await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
-        await _cancel_and_wait(task)
+        was_done = task.done()
+        with suppress(asyncio.CancelledError):
+            await _cancel_and_wait(task, grace_s)
+        # An exception after the cancellation may be its consequence, so it is no outcome of the work.
+        if task.done() and not task.cancelled() and (was_done or task.exception() is None):
+            _cancel_at_next_await()
+            return task.result()
         raise
     if not done:
-        await _cancel_and_wait(task)
+        await _cancel_and_wait(task, grace_s)
         raise TimeoutError(f"timed out after {limit_s:g} s")
     if task.cancelled():
         # The work cancelled itself; this must not look like a cancellation of the caller.
         raise RuntimeError("cancelled itself")
     return task.result()
+
+
+def _cancel_at_next_await() -> None:
+    """Raises the cancellation that is being handled again when the current task next suspends."""
+    caller = asyncio.current_task()
+    assert caller is not None, "the caller awaits"
+    # One request remains one request: asyncio.timeout and TaskGroup compare the number of requests.
+    caller.uncancel()
+    caller.cancel()
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, T]) -> T:
@@ -93,8 +110,9 @@ async def finish_despite_cancel(work: Coroutine[Any, Any, T]) -> T:
 async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Returns a function's result from a daemon thread of its own.
 
-    A thread cannot be cancelled. If the caller stops waiting, the thread continues and its result is dropped;
-    unlike a pool's thread it delays neither the end of the event loop nor the end of the interpreter.
+    A thread cannot be cancelled: the first cancellation of the caller is ignored, so that a function that
+    ends in the grace period has a result. After that the thread continues and its result is dropped; unlike
+    a pool's thread it delays neither the end of the event loop nor the end of the interpreter.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -120,38 +138,53 @@ async def run_in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any
             loop.call_soon_threadsafe(resolve, result, problem)
 
     threading.Thread(target=work, name=getattr(function, "__name__", "tool"), daemon=True).start()
+    with suppress(asyncio.CancelledError):
+        return await asyncio.shield(future)
     return await future
 
 
 def describe_error(error: BaseException) -> str:
-    """An error as text for a model or a report."""
+    """An error as text for a model or a report; it never raises, whatever the error's `__str__` does."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(describe_error(inner) for inner in error.exceptions)
-    if isinstance(error, KeyError):
-        # Its text is only the key.
-        return f"KeyError: {error}"
-    return str(error) or type(error).__name__
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:
+        return f"{name}, whose text cannot be read"
+    # The text of a KeyError is only the key.
+    return f"{name}: {text}" if isinstance(error, KeyError) else text or name
 
 
 def _future_exception(error: BaseException) -> Exception:
-    """An exception that a future accepts: no StopIteration, and no SystemExit, which ends the event loop."""
+    """An exception that a future accepts: no StopIteration, and no BaseException, which ends the event loop
+    or is taken for a cancellation."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    name, text = type(error).__name__, describe_error(error)
+    return RuntimeError(text if text.startswith(name) else f"{name}: {text}")
 
 
-async def _contain_system_exit(work: Coroutine[Any, Any, T]) -> T:
+async def _contain_exit(work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work. A BaseException that is neither a cancellation nor an interrupt is an error of
+    the work; so is SystemExit, which would end the event loop."""
     try:
         return await work
-    except SystemExit as error:
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         raise _future_exception(error) from error
 
 
-async def _cancel_and_wait(task: asyncio.Task[Any]) -> None:
+async def _cancel_and_wait(task: asyncio.Task[Any], grace_s: float) -> None:
     task.cancel()
     _abandoned_tasks.add(task)
     task.add_done_callback(_discard_abandoned)
-    await finish_despite_cancel(asyncio.wait({task}, timeout=CANCEL_GRACE_S))
+    try:
+        await finish_despite_cancel(asyncio.wait({task}, timeout=grace_s))
+    finally:
+        if not task.done():
+            log.warning("%s: abandoned, it still ran %g s after its cancellation", task.get_name(), grace_s)
 
 
 def _discard_abandoned(task: asyncio.Task[Any]) -> None:

@@ -2,9 +2,9 @@
 
 Truncation marks what is missing:
 
-    left    (truncated)...tail
-    right   head...(truncated)
-    middle  head...(truncated)...tail
+    head   head...(truncated)
+    tail   (truncated)...tail
+    both   head...(truncated)...tail
 
 The limit counts what is kept, in tokens or characters; the marker is not counted. A text that fits is
 returned unchanged. A cut never splits a character: part of one counts as a token and is not shown.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import get_args
 
 from msgspec import structs
 
@@ -21,12 +22,12 @@ from branchline.chat.base import Codec
 from branchline.core.errors import InputError
 from branchline.core.token_arrays import Ids
 from branchline.loop.state import LoopState, StopReason
-from branchline.loop.task import LoopLimits, TruncateSide, TruncateUnit
+from branchline.loop.task import KeptPart, LoopLimits, TruncateUnit
 from branchline.loop.tools.base import ToolResult
 
 _THREAD_CHARACTERS = 50_000
 """Longer results are truncated by tokens in a thread: they are encoded whole, which would block all loops."""
-_SIDES = ("left", "right", "middle")
+_PARTS = get_args(KeptPart)
 _REPLACEMENT_CHARACTER = "\ufffd"
 """What decoders write for part of a character."""
 
@@ -81,7 +82,7 @@ async def truncate_result(result: ToolResult, limits: LoopLimits, codec: Codec |
     encode = decode = None
     if codec is not None:
         encode, decode = codec.encode, codec.decode
-    arguments = result.content, length, limits.tool_response_side, unit, encode, decode
+    arguments = result.content, length, limits.tool_response_keep, unit, encode, decode
     if unit == "tokens" and len(result.content) > _THREAD_CHARACTERS:
         content = await asyncio.to_thread(truncate, *arguments)
     else:
@@ -92,21 +93,21 @@ async def truncate_result(result: ToolResult, limits: LoopLimits, codec: Codec |
 def truncate(
     text: str,
     limit: int,
-    side: TruncateSide = "middle",
+    keep: KeptPart = "both",
     unit: TruncateUnit = "tokens",
     encode: Callable[[str], Ids] | None = None,
     decode: Callable[[Ids], str] | None = None,
 ) -> str:
     """The text, or the part that the limit allows; the unit `tokens` needs a codec's `encode` and `decode`.
 
-    >>> truncate("abcdefgh", 4, "middle", "characters")
+    >>> truncate("abcdefgh", 4, "both", "characters")
     'ab...(truncated)...gh'
     """
     if limit < 0:
         raise InputError(f"limit: got {limit}, expected 0 or more")
-    if side not in _SIDES:
-        raise InputError(f"side: got {side!r}, expected one of {', '.join(_SIDES)}")
-    last = {"left": limit, "right": 0, "middle": limit // 2}[side]
+    if keep not in _PARTS:
+        raise InputError(f"keep: got {keep!r}, expected one of {', '.join(_PARTS)}")
+    last = {"head": 0, "tail": limit, "both": limit // 2}[keep]
     first = limit - last
     if unit == "characters":
         if len(text) <= limit:
@@ -125,9 +126,7 @@ def truncate(
         head, tail = _common_prefix(head, text), _common_prefix(tail[::-1], text[::-1])[::-1]
     else:
         raise InputError(f"unit: got {unit!r}, expected tokens or characters")
-    return (
-        (f"{head}..." if side != "left" else "") + "(truncated)" + (f"...{tail}" if side != "right" else "")
-    )
+    return (f"{head}..." if keep != "tail" else "") + "(truncated)" + (f"...{tail}" if keep != "head" else "")
 
 
 def _common_prefix(part: str, text: str) -> str:

@@ -12,9 +12,11 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from branchline.core.call import ToolList
+from branchline.core.errors import InteractionError
 from branchline.loop.interaction import InteractionConfig, InteractionSession
-from branchline.loop.persistence import lost_state
+from branchline.loop.persistence import Fault, lost_state
 from branchline.loop.state import LoopState
+from branchline.loop.step_recorder import StepRecorder
 from branchline.loop.task import LoopLimits
 from branchline.loop.tools.base import ToolSelection
 from branchline.loop.tools.tool_session import ToolSession
@@ -29,7 +31,9 @@ class TrajectoryResources:
         tools: ToolSelection,
         interaction: InteractionConfig | None,
         limits: LoopLimits,
+        steps: StepRecorder | None = None,
     ) -> None:
+        self._steps = steps
         # One ToolList for the whole trajectory, so that its digest is computed once.
         self.schemas = ToolList(msgspec.to_builtins(tool.schema) for tool in tools.tools)
         self.is_open = False
@@ -56,10 +60,12 @@ class TrajectoryResources:
         if not self.is_open:
             raise RuntimeError(f"loop of {state.trajectory}: runs outside its block, expected inside")
         async with AsyncExitStack() as stack:
-            tool_session = ToolSession(self._tools, state.trajectory, self._limits, state.tool_states)
+            tool_session = ToolSession(
+                self._tools, state.trajectory, self._limits, state.tool_states, self._steps
+            )
             await stack.enter_async_context(tool_session)
             if self._interaction is not None:
-                session = InteractionSession(self._interaction, state, self._limits)
+                session = InteractionSession(self._interaction, state, self._limits, self._steps)
                 self.interaction_session = await stack.enter_async_context(session)
             self._tool_session, self._exit_stack = tool_session, stack.pop_all()
         used = {result.tool for result in (*state.tool_results, *state.pending_results.values())}
@@ -80,8 +86,12 @@ class TrajectoryResources:
     async def compute_rewards(self) -> None:
         """Writes the final tool rewards and the interaction's score to the state, both or neither."""
         rewards, faults = await self.tool_session.calc_rewards()
-        session = self.interaction_session
-        score = None if session is None else await session.score()
+        session, score = self.interaction_session, None
+        if session is not None:
+            try:
+                score = await session.score()
+            except InteractionError as error:
+                faults.append(Fault(session.name, "score", error.problem))
         state = self._state
         state.final_rewards, state.score, state.is_scored = rewards, score, True
         for fault in faults:

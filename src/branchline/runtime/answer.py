@@ -46,6 +46,8 @@ class Answer:
     """The stop text that ended it, if one did."""
     versions: tuple[int, ...] = ()
     """The policy versions that sampled it, ascending; empty if not known."""
+    num_preempted: int = 0
+    """How often the engine interrupted and continued it."""
 
 
 def new_tool_call_id() -> str:
@@ -124,7 +126,7 @@ class AnswerBuilder:
             deltas, used = self._feed_tokenwise(chunk.ids)
             if self.is_stopped:
                 logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
-                chunk = Chunk(chunk.ids[:used], logprobs, chunk.version, "stop")
+                chunk = Chunk(chunk.ids[:used], logprobs, chunk.version, "stop", chunk.num_preempted)
         self.chunks.append(chunk)
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
@@ -229,4 +231,5 @@ class AnswerBuilder:
             generation.logprobs,
             None if self._stop_matcher is None else self._stop_matcher.matched,
             tuple(sorted(versions)),
+            max([chunk.num_preempted for chunk in self.chunks], default=0),
         )

@@ -59,6 +59,11 @@ def attempt_number(call_id: str) -> int:
     return int(number) if separator and number.isdigit() else 1
 
 
+def attempts_of(managed: ManagedSession, names: Sequence[str]) -> list[str]:
+    """The ids of all recorded attempts of these named calls."""
+    return [call.id for call in managed.session.tree.calls if call_name(call.id) in names]
+
+
 @dataclass(frozen=True)
 class CallRequest:
     """What a caller asks for: a conversation, how to sample, how many answers."""
@@ -134,6 +139,10 @@ class CallResult:
     @property
     def logprobs(self) -> Floats | None:
         return self.answers[0].logprobs
+
+    @property
+    def num_preempted(self) -> int:
+        return self.answers[0].num_preempted
 
 
 CallEvent = AnswerDelta | CallResult
@@ -218,3 +227,25 @@ class CallRecord:
 
 CallObserver = Callable[[CallRecord], None]
 """Called once per call, when it is over."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A call of a tool or an interaction in an agent loop, as observers see it."""
+
+    session_id: str
+    session_created_at: float
+    kind: Literal["tool", "interaction"]
+    name: str
+    operation: str
+    """`execute` of a tool; `start`, `respond` or `score` of an interaction."""
+    started_at: float
+    """Seconds since 1970."""
+    total_s: float
+    tool_call_id: str = ""
+    error_type: str = ""
+    """Empty if it succeeded; `cancelled` if it was interrupted."""
+
+
+StepObserver = Callable[[StepRecord], None]
+"""Called once per call of a tool or an interaction, when it is over."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
@@ -20,9 +19,12 @@ import msgspec
 
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
+from branchline.core.sample import DropReason, ExportReport
 from branchline.engines.base import SamplingParams
-from branchline.export.samples import Export, ExportPolicy, export_samples
+from branchline.export.rewards import check_reward_part, session_reward, validate_reward
+from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
 from branchline.runtime.message_cache import MessageCache
+from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_record
@@ -66,6 +68,10 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How prompts show earlier turns, `template` or `verbatim`; None is the store's default."""
     restore_reasoning: bool = True
     """Prompts show recorded reasoning that a client did not send back; false lets clients drop it."""
+    ignore_tools: bool = False
+    """A call with other tools or template arguments continues the path, and counts as inexact."""
+    dedupe: bool = False
+    """Of several answers with equal ids to one prompt, samples have one."""
 
     def __post_init__(self) -> None:
         for name, sampling in (("sampling", self.sampling), ("sampling_defaults", self.sampling_defaults)):
@@ -143,6 +149,8 @@ class ManagedSession:
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the session is completed, finalized or aborted."""
+    on_closed: Callable[[ManagedSession], Awaitable[None]] | None = field(default=None, repr=False)
+    """Called by `end` when the session is closed; its store sets it."""
 
     def __post_init__(self) -> None:
         self.id = self.session.id
@@ -153,11 +161,8 @@ class ManagedSession:
 
     @property
     def reward(self) -> float | None:
-        """The last score that was posted for the session, not for one of its timelines, turns or tools."""
-        for reward in reversed(self.rewards):
-            if "score" in reward and not {"timeline", "turn", "tool"} & reward.keys():
-                return float(reward["score"])
-        return None
+        """The last score that was posted for the session, not for a part of it."""
+        return session_reward(self.rewards)
 
     @property
     def sampled_tokens(self) -> int:
@@ -215,12 +220,29 @@ class ManagedSession:
         return len(made) + self.in_flight - (resumes in self.running_calls)
 
     async def post_reward(self, raw: object) -> None:
-        """Adds a reward, a number or an object with a score, when the journal has it."""
+        """Adds a reward, a number or an object with a score, or a list of them, when the journal has it.
+
+        `call`, `turn`, `timeline` and `tool` name the part of the session that it is for
+        (`export/rewards.py`); without them it is for all of it. A reward with an `id` that was posted before,
+        unchanged, is not added again: a client that does not know whether its request arrived can repeat it.
+        """
         self.require_open()
-        reward = validate_reward(raw)
+        rewards = [validate_reward(one) for one in (raw if isinstance(raw, list) else [raw])]
+        for reward in rewards:
+            check_reward_part(self.session.tree, reward)
         self.last_used = time.monotonic()
-        await self._append_record(SessionRewarded(reward))
-        self.rewards.append(reward)
+        for reward in rewards:
+            if "id" in reward and reward in self.rewards:
+                continue
+            await self._append_record(SessionRewarded(reward))
+            self.rewards.append(reward)
+
+    async def end(self, state: SessionState, reason: str = "") -> None:
+        """Sets the state. When that closes the session, its store calls the observers."""
+        was_closed = self.is_closed
+        await self.set_state(state, reason)
+        if self.is_closed and not was_closed and self.on_closed is not None:
+            await self.on_closed(self)
 
     async def set_state(self, state: SessionState, reason: str = "") -> None:
         """Changes the state and, if the session is closed by that, cancels its running calls.
@@ -266,49 +288,48 @@ class ManagedSession:
         else:
             self.session.apply_record(record)
 
-    def export(self) -> Export:
+    @property
+    def default_export_policy(self) -> ExportPolicy:
+        """The policy of `export` if the caller gives none."""
+        policy = ExportPolicy(
+            include_missing_logprobs=True, include_inexact="context" if self.options.ignore_tools else False
+        )
+        return replace(policy, drop=policy.drop | {Cause.DUPLICATE}) if self.options.dedupe else policy
+
+    def export(
+        self,
+        policy: ExportPolicy | None = None,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Iterable[str] = (),
+    ) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token.
 
-        Evaluation sessions export no samples. Reads a snapshot of the tree, so it may run in a thread.
+        Evaluation sessions export no samples, aborted ones only with `include_aborted`. `keep_calls` are
+        calls that are exported although they were cancelled. Reads a snapshot of the tree, so it may run in a
+        thread.
         """
-        policy = ExportPolicy(include_missing_logprobs=True)
+        policy = policy or self.default_export_policy
+        policy = replace(policy, keep_calls=policy.keep_calls.union(keep_calls))
         tree = self.session.snapshot()
-        if self.options.eval or not tree.calls:
-            return Export([], export_samples(tree, replace(policy, max_tokens=0)).report)
-        return export_samples(tree, policy, session=self.id, reward=self.reward)
+        if self.options.eval:
+            return export_nothing(tree, DropReason.EVALUATION)
+        if self.state == "aborted" and not include_aborted:
+            return export_nothing(tree, DropReason.ABORTED)
+        if not tree.calls:
+            return Export([], ExportReport(0, 0))
+        rewards = self.rewards[:]
+        return export_samples(
+            tree,
+            policy,
+            session=self.id,
+            reward=session_reward(rewards),
+            rewards=rewards,
+        )
 
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:
             await asyncio.wrap_future(self.journal.append(self.id, encode_record(record)))
-
-
-def validate_reward(raw: object) -> dict[str, Any]:
-    """Returns a reward with a finite `score`. Takes a number, or an object with a `score` (or `reward`).
-
-    Raises MessageError for what the journal could not hold: a recorded reward is permanent.
-
-    >>> validate_reward(1)
-    {'score': 1.0}
-    """
-    reward: dict[str, Any] = dict(raw) if isinstance(raw, Mapping) else {"score": raw}
-    if "score" not in reward and "reward" in reward:
-        reward["score"] = reward["reward"]
-    score = reward.get("score")
-    if score is None or isinstance(score, bool | str | bytes):
-        raise MessageError("score", score, "a finite number, or an object with a score")
-    try:
-        reward["score"] = float(score)
-    except (TypeError, ValueError, OverflowError):
-        raise MessageError("score", score, "a finite number, or an object with a score") from None
-    if not math.isfinite(reward["score"]):
-        raise MessageError("score", score, "a finite number")
-    for name, value in reward.items():
-        try:
-            msgspec.json.encode(value)
-            msgspec.msgpack.encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise MessageError(str(name), type(value).__name__, f"JSON ({error})") from None
-    return reward
 
 
 SessionObserver = Callable[[ManagedSession], None]

@@ -81,7 +81,9 @@ def _check_resumable(managed: ManagedSession, turn: Turn, call: Call, call_id: s
         raise SessionError("conflict", f"resume: call {call.id} is no cancelled call with one answer")
     if tree.is_resumed(call):
         raise SessionError("conflict", f"resume: call {call.id} was resumed already")
-    if not np.array_equal(tree.path_ids(node)[: node.sampled_start], turn.prompt_ids):
+    path_ids = turn.prompt_ids if turn.path_ids is None else turn.path_ids
+    is_same_path = np.array_equal(tree.path_ids(node)[: node.sampled_start], path_ids)
+    if not is_same_path or call.requested_config_digest != turn.request.prompt_config_digest:
         raise SessionError("conflict", f"resume: call {call.id} had another prompt than this one")
 
 

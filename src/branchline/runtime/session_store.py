@@ -154,14 +154,14 @@ class SessionStore:
 
     async def end_session(self, managed: ManagedSession, state: SessionState, reason: str = "") -> None:
         """Sets a session's state. When that closes the session, calls the observers."""
-        was_closed = managed.is_closed
-        await managed.set_state(state, reason)
-        if managed.is_closed and not was_closed:
-            self._mark_closed(managed)
-            for observe in self.on_session_end:
-                observe(managed)
-            for observe in self.on_session_end_in_thread:
-                await asyncio.to_thread(observe, managed)
+        await managed.end(state, reason)
+
+    async def _handle_closed(self, managed: ManagedSession) -> None:
+        self._mark_closed(managed)
+        for observe in self.on_session_end:
+            observe(managed)
+        for observe in self.on_session_end_in_thread:
+            await asyncio.to_thread(observe, managed)
 
     async def wait_until_ended(self, managed: ManagedSession, timeout_s: float | None = None) -> None:
         """Waits until a session is no longer open, the process stops, or the timeout is over."""
@@ -220,6 +220,7 @@ class SessionStore:
             self._codec,
             history=opened.options.history or self._history,
             restore_reasoning=opened.options.restore_reasoning,
+            ignore_tools=opened.options.ignore_tools,
             journal=self._journal,
             tree=Tree(),
             started_at=datetime.fromtimestamp(opened.opened_at),
@@ -231,6 +232,7 @@ class SessionStore:
             opened.control_key_hash,
             opened.opened_at,
             self._journal,
+            on_closed=self._handle_closed,
         )
         self._by_id[session_id] = managed
         self._by_api_key[opened.api_key_hash] = managed

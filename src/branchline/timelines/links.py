@@ -40,6 +40,9 @@ class MergePolicy:
     """Merge calls with different tool lists."""
     repair: bool = True
     """If texts agree and ids do not, put the sampled ids back instead of forking."""
+    estimate: bool = True
+    """If the end of an output in a later prompt cannot be found, estimate it from text lengths. The context
+    of the later output may then be wrong by some tokens; False keeps such calls apart."""
     deduplicate: bool = False
     """Keep one of several outputs with equal ids; by default each becomes a sample."""
     token_bytes: TokenBytes | None = None
@@ -153,6 +156,8 @@ def _may_merge(alignment: Alignment | None, output: LoggedOutput, policy: MergeP
     """Whether the sampled ids may replace the ids of the later prompt."""
     if alignment is None or alignment.method == AlignmentMethod.IDENTICAL:
         return True
+    if alignment.method == AlignmentMethod.ESTIMATE and not policy.estimate:
+        return False
     if not output.ids_were_sampled:
         # Ids encoded from text must not replace logged ids.
         return False
@@ -217,7 +222,8 @@ def align_output(
         end = _end_by_bytes(prompt, start, sampled, token_bytes) if token_bytes is not None else None
         if end is not None:
             return Alignment(end, AlignmentMethod.BYTES)
-        if output.finish_reason != "length" and len(sampled):
+        # A stop token occurs at the end of an output only.
+        if output.finish_reason != "length" and len(sampled) and sampled[-1] not in sampled[:-1]:
             stops = np.flatnonzero(prompt[start:] == sampled[-1])
             if len(stops):
                 return Alignment(start + int(stops[0]) + 1, AlignmentMethod.STOP_TOKEN)

@@ -74,6 +74,10 @@ class MergeResult:
         """The log line of each call of the tree."""
         return [self.calls[index].line for index in self._built.call_order]
 
+    def logged_call(self, call_index: int) -> LoggedCall:
+        """The logged call of a call of the tree."""
+        return self.calls[self._built.call_order[call_index]]
+
     @cached_property
     def _built(self) -> _TreeBuilder:
         return _TreeBuilder(self.calls, self.links, set(self.duplicates), self.policy.ignore_tools)
@@ -163,6 +167,7 @@ class _TreeBuilder:
         self._sources = _find_sources(calls, links)
         self._nodes: dict[OutputRef, Node] = {}
         self._inexact: set[OutputRef] = set()
+        self._estimated: set[OutputRef] = set()
         self.call_order = _parents_first(links, self._sources)
         for index in self.call_order:
             self._add_call(index)
@@ -171,25 +176,30 @@ class _TreeBuilder:
         """Adds a call whose parent is already in the tree."""
         call, link = self._calls[index], self._links[index]
         parent, start, ids, exact = self.tree.root, 0, call.prompt_ids, call.prompt_ids is not None
+        estimated = ids is None
         if link is not None:
             continued = (link.parent, link.output)
             parent, start, alignment = self._nodes[continued], link.depth, link.alignment
             if alignment is not None:
                 identical = alignment.method == AlignmentMethod.IDENTICAL
                 exact = exact and identical and continued not in self._inexact
+                estimated |= alignment.method == AlignmentMethod.ESTIMATE or continued in self._estimated
                 ids = None if ids is None else ids[alignment.end :]
             elif ids is not None:
-                # The continued output was logged without ids: compare the prompt with the path itself.
+                # The continued output was logged without ids: compare the prompt with the path itself. If it
+                # is another prompt, the call is kept apart, because its ids cannot follow that path.
                 path = self.tree.path_ids(parent)
-                exact = starts_with(ids, path)
-                ids = ids[len(path) :] if exact else None
+                if starts_with(ids, path):
+                    ids = ids[len(path) :]
+                else:
+                    parent, start = self.tree.root, 0
         config_digest = b"" if self._ignore_tools else call.request.prompt_config_digest
         gap = NO_IDS if ids is None else ids
         new, prompt_node, applied, reused = self._context_nodes(index, parent, start, config_digest)
         choices = [choice for choice in range(len(call.outputs)) if (index, choice) not in self._left_out]
         call_index, next_id = len(self.tree.calls), len(self.tree.nodes) + len(new)
         outputs = [
-            _output_node(call, call_index, choice, gap, next_id + offset, prompt_node, exact)
+            _output_node(call, call_index, choice, gap, next_id + offset, prompt_node, exact, estimated)
             for offset, choice in enumerate(choices)
         ]
         record = Call(
@@ -210,6 +220,8 @@ class _TreeBuilder:
             self._nodes[index, choice] = self.tree.nodes[node.id]
             if not exact:
                 self._inexact.add((index, choice))
+            if estimated:
+                self._estimated.add((index, choice))
 
     def _context_nodes(
         self, index: int, parent: Node, start: int, config_digest: bytes
@@ -244,7 +256,14 @@ class _TreeBuilder:
 
 
 def _output_node(
-    call: LoggedCall, call_index: int, choice: int, gap: Ids, node_id: int, parent: int, exact: bool
+    call: LoggedCall,
+    call_index: int,
+    choice: int,
+    gap: Ids,
+    node_id: int,
+    parent: int,
+    exact: bool,
+    estimated: bool,
 ) -> NewNode:
     output = call.outputs[choice]
     sampled = NO_IDS if output.ids is None else output.ids
@@ -255,6 +274,7 @@ def _output_node(
         output.logprobs if output.ids is not None else None,
         normalize_runs(((len(sampled), 0),)),
         inexact=not (exact and output.ids_were_sampled),
+        estimated=estimated or not output.ids_were_sampled,
     )
     spans = normalize_runs(((len(gap), Origin.CONTEXT), (len(sampled), Origin.SAMPLED)))
     ids = as_ids(np.concatenate((gap, sampled)))

@@ -220,14 +220,15 @@ class PathMatcher:
         self._tree = tree
         self._restore_reasoning = restore_reasoning
 
-    def find(self, request: Request) -> PathMatch:
-        """Returns the best path for a request."""
+    def find(self, request: Request, *, ignore_tools: bool = False) -> PathMatch:
+        """Returns the best path for a request; with `ignore_tools`, also one with other tools or template
+        arguments."""
         messages = request.messages
         first_key = first_message_key(request.prompt_config_digest, messages[0].key)
         frontier = [_Candidate(self._tree.root, [])]
         index = 0
         while True:
-            if len(frontier) == 1 and frontier[0].reordered is None:
+            if len(frontier) == 1 and frontier[0].reordered is None and not (ignore_tools and index == 0):
                 index = self._match_exact(frontier[0], index, request, first_key)
             if index == len(messages):
                 break
@@ -240,7 +241,9 @@ class PathMatcher:
                 shown = message
                 if candidate.reordered is not None:
                     shown = candidate.reordered.get(index, message)
-                group = children.get(shown.key if index else first_key, ())
+                group: Sequence[Node] = children.get(shown.key if index else first_key, ())
+                if ignore_tools and index == 0:
+                    group = [child for child in candidate.node.all_children() if _has_key(child, shown.key)]
                 for count, child in enumerate(group, start=1):
                     # The last child, usually the only one, reuses the candidate.
                     advanced = candidate if count == len(group) else candidate.copy()
@@ -354,6 +357,11 @@ class PathMatcher:
             if best is None or rank < best:
                 best, found = rank, node
         return found
+
+
+def _has_key(first: Node, key: bytes) -> bool:
+    """Whether the first node of a conversation has this message, whatever its tools are."""
+    return first.message.key == key and first.prompt_config_digest != RAW_PROMPT_DIGEST
 
 
 def _is_copy_of_own_reply(child: Node, agent: str) -> bool:

@@ -54,7 +54,9 @@ class Session:
     """One episode of one task by one or more agents.
 
     `history` decides whether the next prompt is built as the chat template renders the conversation or as it
-    was sampled. `restore_reasoning` decides whether reasoning that a client drops is restored.
+    was sampled. `restore_reasoning` decides whether reasoning that a client drops is restored. With
+    `ignore_tools` a call with other tools continues the path, if the prompt differs only before the first
+    output: the model gets the prompt that the call asked for, and its output is recorded as inexact.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Session:
         *,
         history: HistoryPolicy = "template",
         restore_reasoning: bool = True,
+        ignore_tools: bool = False,
         journal: Journal | None = None,
         tree: Tree | None = None,
         started_at: datetime | None = None,
@@ -73,6 +76,7 @@ class Session:
         """The time that templates show during the whole session; stored with every call for restarts."""
         self.codec = codec.with_clock(self.started_at)
         self.history: HistoryPolicy = history
+        self.ignore_tools = ignore_tools
         self.tree = tree or Tree()
         self._matcher = PathMatcher(self.tree, restore_reasoning=restore_reasoning)
         self._journal = journal
@@ -92,6 +96,7 @@ class Session:
         *,
         history: HistoryPolicy = "template",
         restore_reasoning: bool = True,
+        ignore_tools: bool = False,
     ) -> Session:
         """Restores a session from its journal; an unknown id gives an empty session."""
         tree = Tree()
@@ -102,6 +107,7 @@ class Session:
             codec,
             history=history,
             restore_reasoning=restore_reasoning,
+            ignore_tools=ignore_tools,
             journal=journal,
             tree=tree,
             started_at=None if first is None else datetime.fromtimestamp(first.template_time),
@@ -146,7 +152,7 @@ class Session:
             sampled_ids += [node.sampled_ids for node in rewritten]
             sampled_ids += [message.sampled_ids for message in new]
             images = self.codec.image_spans(shown, prompt_ids, _sampled_mask(parts, sampled_ids))
-        return Turn(
+        turn = Turn(
             request=request,
             parent=path[kept - 1] if kept else self.tree.root,
             messages=messages,
@@ -164,6 +170,44 @@ class Session:
             encoded_tokens=extension.encoded_tokens,
             rewrite_reason=extension.rewrite_reason,
             images=images,
+        )
+        return self._continue_other_tools(turn, len(path)) if self.ignore_tools else turn
+
+    def _continue_other_tools(self, turn: Turn, matched: int) -> Turn:
+        """Returns a turn that continues a longer path with other tools, if there is one; else the same turn.
+
+        From the path's first output on, the prompt must have exactly the ids of the path. Then only the
+        beginning differs, where templates put the tools; any other difference is a fork.
+        """
+        other = self._matcher.find(turn.request, ignore_tools=True)
+        path = other.path
+        first = next((node for node in path if node.is_sampled), None)
+        if first is None or len(path) <= matched:
+            return turn
+        count = len(path) - turn.parent.depth
+        ids_after_path = [tokens.ids for tokens in turn.message_tokens[count:]] + [turn.generation_prompt_ids]
+        end = len(turn.prompt_ids) - sum(map(len, ids_after_path))
+        path_ids = self.tree.path_ids(path[-1])
+        recorded = path_ids[first.sampled_start :]
+        if end < len(recorded) or not np.array_equal(turn.prompt_ids[end - len(recorded) : end], recorded):
+            return turn
+        path_ids = as_ids(np.concatenate((path_ids, *ids_after_path)))
+        return replace(
+            turn,
+            parent=path[-1],
+            messages=turn.messages[count:],
+            # Copies: a codec remembers the prompt of an array of ids, which is not the prompt of this path.
+            message_tokens=tuple(
+                MessageTokens(as_ids(tokens.ids), tokens.spans) for tokens in turn.message_tokens[count:]
+            ),
+            source_ids=turn.source_ids[count:],
+            applied_equivalences=(
+                *(AppliedEquivalence(-1, used) for used in turn.request.equivalences),
+                *other.applied_equivalences,
+            ),
+            ambiguous_match=other.ambiguous,
+            # A template that shows no tools renders the same prompt.
+            path_ids=None if np.array_equal(path_ids, turn.prompt_ids) else path_ids,
         )
 
     def _new_messages(
@@ -222,7 +266,8 @@ class Session:
         """Adds the outputs of a turn, one generation per choice."""
         with self._commit_lock:
             delta = self.tree.plan(turn, generations, call_id, self.codec, self.started_at.timestamp())
-            delta = share_payloads(delta, self._payloads)
+            if any(node.message.parts for node in delta.nodes):
+                delta = share_payloads(delta, self._payloads)
             durable = self._append_record(delta)
             return CommitResult(self.tree.apply(delta), durable)
 
@@ -253,7 +298,9 @@ class Session:
             return None
         if self._journal.failure is not None:
             raise self._journal.failure
-        record, payloads = detach_payloads(record)
+        payloads: dict[str, bytes] = {}
+        if isinstance(record, TreeDelta) and any(node.message.parts for node in record.nodes):
+            record, payloads = detach_payloads(record)
         durable = self._journal.append(self.id, encode_record(record), lazy=lazy, media=payloads)
         # A rejection is immediate: a record that the journal will never hold must not enter the tree.
         rejection = durable.exception() if durable.done() else None

@@ -171,6 +171,9 @@ class Turn:
     ambiguous_match: bool
     encoded_tokens: int
     rewrite_reason: str
+    path_ids: Ids | None = None
+    """The ids before the output on its path if they differ from `prompt_ids`, because the call continues a
+    path with other tools; None if they are equal."""
     images: tuple[ImageSpan, ...] = ()
     """The images of the prompt, in order."""
 
@@ -239,6 +242,8 @@ class Tree:
         outputs: list[int] = []
         for choice, generation in enumerate(generations):
             ids, output = _check_generation(generation, call_index, choice)
+            if turn.path_ids is not None:
+                output = msgspec.structs.replace(output, inexact=True)
             message = generation.message or (
                 codec.parse(
                     ids, generation.finish_reason, turn.request.tools, turn.request.chat_template_kwargs
@@ -424,4 +429,5 @@ def _check_generation(generation: Generation, call: int, choice: int) -> tuple[I
         raise TreeError(
             f"versions: got {max(v for _, v in versions)}, expected integers from 0 to 2147483647"
         )
-    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, generation.inexact)
+    is_encoded = generation.inexact
+    return ids, Output(call, choice, generation.finish_reason, logprobs, versions, is_encoded, is_encoded)

@@ -292,6 +292,7 @@ def test_batch_beyond_its_bytes_preempts_requests_and_loses_no_token() -> None:
         async with running_engine(tiny_model(), config) as engine:
             outputs = await asyncio.gather(*(collect(engine, ids, greedy(40)) for ids in prompts))
             assert engine.stats.preemptions > 0
+            assert sum(output.num_preempted for output in outputs) == engine.stats.preemptions
         model = tiny_model()
         assert [output.ids for output in outputs] == [reference_ids(model, ids, 40) for ids in prompts]
 

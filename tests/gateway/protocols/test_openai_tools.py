@@ -14,6 +14,7 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.gateway.protocols.vendor_tools import warn_unsupported_tool
 from tests.chat.families import load_codec
 from tests.gateway.harness import Agent, agent, run
+from tests.templates.tool_shapes import TOOL_SHAPES
 
 PATCH = {
     "type": "custom",
@@ -109,6 +110,28 @@ def test_openai_sdk_reads_a_custom_call() -> None:
             assert calls is not None
             assert calls[0].type == "custom"
             assert (calls[0].custom.name, calls[0].custom.input) == ("patch", "x")
+
+    run(test)
+
+
+def test_function_without_a_type_is_shown_with_it() -> None:
+    async def test() -> None:
+        async with agent("ok", codec=ToyCodec.chatml()) as a:
+            await a.ask_text("q", tools=[{"function": {"name": "look"}}])
+            assert '{"function": {"name": "look"}, "type": "function"}' in a.prompts()[0]
+
+    run(test)
+
+
+@pytest.mark.parametrize("shape", TOOL_SHAPES)
+def test_tools_that_openai_accepts_are_accepted(shape: str) -> None:
+    async def test() -> None:
+        tool = TOOL_SHAPES[shape]
+        async with agent("ok", "ok", codec=ToyCodec.chatml()) as a:
+            assert (await a.ask("q", tools=[tool])).status_code == 200
+            body = {"model": "toy", "input": "q", "tools": [{"type": "function", **tool["function"]}]}
+            url = f"{a.session.base_url}/responses"
+            assert (await a.http.post(url, json=body, headers=a.api_headers)).status_code == 200
 
     run(test)
 

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import pytest
 import uvicorn
-from mcp import types
+from mcp import MCPError, types
 
-from branchline.core.errors import ToolError
+from branchline.core.errors import ToolError, ToolUnavailableError
 from branchline.core.message import Message
 from branchline.loop.registry import ToolRegistry
 from branchline.loop.tools.mcp import McpTool, McpTools, connect_tools
@@ -108,29 +108,25 @@ def test_a_cancelled_call_is_cancelled_on_the_server_and_the_connection_stays_op
     run(test)
 
 
-def test_a_server_that_exits_is_an_error_for_the_model() -> None:
+def test_a_server_that_exits_is_connected_again() -> None:
     async def test() -> None:
         async with stdio() as tools:
             async with tool_session(*tools) as session:
-                for name in ("exit", "add"):
-                    result = await session.run_one(call(name, '{"a": 1, "b": 1}' if name == "add" else ""))
-                    assert result.error == f"Error executing tool '{name}': Connection closed"
+                with pytest.raises(ToolUnavailableError, match="tool 'exit': execute: Connection closed"):
+                    await session.run_one(call("exit"))
+                results = await run_calls(session, *[call("add", '{"a": 1, "b": 1}') for _ in range(3)])
+                assert [result.content for result in results] == ["1 + 1 = 2"] * 3
             with pytest.raises(ToolError, match=r"tool 'add': create: .*got \['x'\], expected none"):
                 await tool_session(*tools, arguments={"add": {"x": 1}}).__aenter__()
 
     run(test)
 
 
-def test_no_trajectory_starts_with_a_server_that_has_exited() -> None:
+def test_no_trajectory_starts_with_a_server_that_is_not_connected() -> None:
     async def test() -> None:
         async with stdio() as tools:
-            async with tool_session(*tools) as session:
-                await session.run_one(call("exit"))
-            with pytest.raises(
-                ToolError, match=r"tool '\w+': create: tool .*server\.py': list: Connection closed"
-            ):
-                await tool_session(*tools).__aenter__()
-        with pytest.raises(ToolError, match=r"create: .*: list: is not connected"):
+            pass
+        with pytest.raises(ToolUnavailableError, match=r"tool '\w+': create: is not connected"):
             await tool_session(*tools).__aenter__()
 
     run(test)
@@ -249,7 +245,7 @@ def test_all_pages_of_tools_are_read_and_an_open_connection_has_no_deadline() ->
         client = FakeClient()
         client.enter.set()
         client.exit.set()
-        async with connect_tools(client.connect(), "server", "", 5) as tools, tool_session(*tools) as session:
+        async with connect_tools(client.connect, "server", "", 5) as tools, tool_session(*tools) as session:
             assert [tool.name for tool in tools] == ["first", "second"]
             move_clock(6)
             await pass_control()
@@ -265,7 +261,7 @@ def test_a_trajectory_lists_the_tools_once() -> None:
         client = FakeClient()
         client.enter.set()
         client.exit.set()
-        async with connect_tools(client.connect(), "server", "", 5) as tools:
+        async with connect_tools(client.connect, "server", "", 5) as tools:
             assert client.lists == 1
             for trajectory in range(3):
                 async with tool_session(*tools):
@@ -284,7 +280,7 @@ def test_listing_tools_has_a_timeout() -> None:
         client = FakeClient()
         client.enter.set()
         client.exit.set()
-        async with connect_tools(client.connect(), "server", "", 5) as tools:
+        async with connect_tools(client.connect, "server", "", 5) as tools:
             client.is_silent = True
             creating = asyncio.create_task(tool_session(*tools).__aenter__())
             await client.silent.wait()
@@ -309,7 +305,7 @@ def test_the_servers_address_is_not_shown_to_the_model() -> None:
         client.enter.set()
         client.exit.set()
         async with (
-            connect_tools(client.connect(), address, "my_", 5) as tools,
+            connect_tools(client.connect, address, "my_", 5) as tools,
             tool_session(*tools) as session,
         ):
             client.failure = f"404 for url '{address}'"
@@ -318,7 +314,7 @@ def test_the_servers_address_is_not_shown_to_the_model() -> None:
             client.failure = "broken"
             failed = await session.run_one(call("my_first"))
             assert failed.error == "Error executing tool 'my_first': broken"
-        with pytest.raises(ConnectionError, match="its server is not connected"):
+        with pytest.raises(ToolUnavailableError, match="'my_first': execute: is not connected"):
             await tools[0].execute(None, {})
 
     run(test)
@@ -331,7 +327,7 @@ def test_a_connection_is_closed_cleanly_however_often_its_user_is_cancelled() ->
         inside = asyncio.Event()
 
         async def user() -> None:
-            async with connect_tools(client.connect(), "server", "", 5):
+            async with connect_tools(client.connect, "server", "", 5):
                 inside.set()
                 await asyncio.Event().wait()
 
@@ -357,7 +353,7 @@ def test_a_connection_that_does_not_close_is_cancelled() -> None:
         client.enter.set()
 
         async def user() -> None:
-            async with connect_tools(client.connect(), "server", "", 5):
+            async with connect_tools(client.connect, "server", "", 5):
                 pass
 
         task = asyncio.create_task(user())
@@ -374,7 +370,7 @@ def test_a_connection_attempt_is_cancelled_at_once() -> None:
     async def test() -> None:
         client = FakeClient()
         loop = asyncio.get_running_loop()
-        task = asyncio.create_task(connect_tools(client.connect(), "server", "", 500).__aenter__())
+        task = asyncio.create_task(connect_tools(client.connect, "server", "", 500).__aenter__())
         while not client.events:
             await asyncio.sleep(0)
         started = loop.time()
@@ -382,6 +378,91 @@ def test_a_connection_attempt_is_cancelled_at_once() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert loop.time() - started < 10
+
+    run(test)
+
+
+# -- reconnecting ------------------------------------------------------------------------------------
+
+
+class DyingServer:
+    """Connections that are lost after some calls; only so many can be opened."""
+
+    def __init__(self, calls: int, connections: int) -> None:
+        self.calls, self.connections, self.opened, self.closed = calls, connections, 0, 0
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncGenerator[Any, None]:
+        if self.opened == self.connections:
+            raise ConnectionRefusedError("no server at http://key@server")
+        self.opened += 1
+        client = DyingClient(self.calls)
+        try:
+            yield client
+        finally:
+            self.closed += 1
+
+
+class DyingClient:
+    """Answers some calls."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    async def list_tools(self, cursor: str | None, cache_mode: str) -> types.ListToolsResult:
+        hints = types.ToolAnnotations(read_only_hint=True)
+        tools = [
+            types.Tool(name="look", input_schema={"type": "object"}, annotations=hints),
+            types.Tool(name="act", input_schema={"type": "object"}),
+        ]
+        return types.ListToolsResult(tools=tools)
+
+    async def call_tool(self, name: str, arguments: Any) -> types.CallToolResult:
+        await asyncio.sleep(0)
+        if not self._left:
+            raise MCPError(types.CONNECTION_CLOSED, "Connection closed")
+        self._left -= 1
+        return types.CallToolResult(content=[types.TextContent(text="seen")])
+
+
+def test_a_lost_connection_is_opened_again_for_all_trajectories_at_once() -> None:
+    async def test() -> None:
+        server = DyingServer(calls=2, connections=9)
+        async with connect_tools(server.connect, "server", "", 5) as tools, tool_session(*tools) as session:
+            assert [tool.is_repeatable for tool in tools] == [True, False]
+            assert [(await session.run_one(call("look"))).extras for _ in range(2)] == [{}, {}]
+            results = await run_calls(session, call("look"), call("act"))
+            assert [result.content for result in results] == ["seen", "seen"]
+            assert [result.extras for result in results] == [{"reconnects": 1}] * 2
+            assert server.opened == 2
+        assert server.closed == 2
+
+    run(test)
+
+
+def test_a_server_that_stays_gone_makes_its_tools_unavailable() -> None:
+    async def test() -> None:
+        server = DyingServer(calls=0, connections=1)
+        async with connect_tools(server.connect, "http://key@server", "", 5) as tools:
+            session = tool_session(*tools)
+            await session.__aenter__()
+            with pytest.raises(ToolUnavailableError) as gone:
+                await session.run_one(call("look"))
+            assert str(gone.value) == "tool 'look': execute: no server at its server"
+            with pytest.raises(ToolUnavailableError, match="'look': create: no server at its server"):
+                await tool_session(tools[0]).__aenter__()
+            await session.__aexit__()
+
+    run(test)
+
+
+def test_reconnecting_is_bounded_for_a_server_that_dies_with_each_call() -> None:
+    async def test() -> None:
+        server = DyingServer(calls=0, connections=99)
+        async with connect_tools(server.connect, "server", "", 5) as tools, tool_session(*tools) as session:
+            with pytest.raises(ToolUnavailableError, match="'act': execute: Connection closed"):
+                await session.run_one(call("act"))
+            assert server.opened == 4
 
     run(test)
 
@@ -405,7 +486,7 @@ class Headers:
 @asynccontextmanager
 async def serve_http() -> AsyncGenerator[tuple[str, Headers], None]:
     app = Headers(mcp_server.server.streamable_http_app())
-    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="on", ws="none")
     http_server = uvicorn.Server(config)
     http_server.config.load()
     sockets = [config.bind_socket()]

@@ -14,7 +14,7 @@ from msgspec import structs
 from branchline.core.errors import CodecError, EngineError, InputError, ToolError
 from branchline.core.message import Media, Message
 from branchline.loop.persistence import Fault
-from branchline.loop.timeouts import CANCEL_GRACE_S
+from branchline.loop.task import LoopLimits
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
 from branchline.loop.tools.tool_session import filter_media
 from tests.loop.fake_tools import RecordingTool, call, result_contents, run_calls, tool_session
@@ -399,7 +399,7 @@ def test_an_instance_that_arrives_after_the_grace_period_is_released() -> None:
         await tool.wait_for("create")
         move_clock(5)
         await tool.wait_for("cancelled")
-        move_clock(CANCEL_GRACE_S)
+        move_clock(LoopLimits().cancel_grace_s)
         with pytest.raises(ToolError, match="timed out"):
             await entering
         assert tool.events == ["create"]

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import ChatTemplateKwargs, Tools
+from branchline.chat.generic.tool_schemas import completed_tools
 from branchline.core.call import CachedJsonDict
 from branchline.core.errors import CodecError, TemplateError
 
@@ -54,6 +55,8 @@ class ChatTemplate:
         self._jinja = _compile_jinja(source)
         self._verified_shapes: set[Hashable] = set()
         """Shapes that both engines rendered to the same text."""
+        self._completed_tools: dict[tuple[str, ...], Tools] = {}
+        """Tools that the template fails on, by their JSON, with the fields that they lack."""
         self.fallback_reason = ""
         """Why minijinja is not used, if it was tried."""
         self._minijinja: Callable[..., str] | None = None
@@ -79,12 +82,42 @@ class ChatTemplate:
     ) -> str:
         """Returns the conversation as text; `now` is the time that its clock functions return.
 
-        With `verify` both engines render, even if the shape of the conversation was verified before. Raises
-        TemplateError if the template refuses the conversation.
+        With `verify` both engines render, even if the shape of the conversation was verified before. Tools
+        that the template fails on are rendered with the optional fields that they lack. Raises TemplateError
+        if the template refuses the conversation.
         """
+        key = tuple([to_json(tool) for tool in tools]) if tools and self._completed_tools else ()
+        tools = self._completed_tools.get(key, tools)
+
+        def render(tools: Tools | None) -> str:
+            kwargs = chat_template_kwargs or {}
+            return self._render(messages, tools, kwargs, now or datetime.now(), add_generation_prompt, verify)
+
+        try:
+            return render(tools)
+        except TemplateError:
+            for completed in completed_tools(tools or ()):
+                if completed == list(tools or ()):
+                    continue
+                try:
+                    text = render(completed)
+                except TemplateError:
+                    continue
+                self._completed_tools[tuple([to_json(tool) for tool in tools or ()])] = completed
+                return text
+            raise
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools | None,
+        kwargs: ChatTemplateKwargs,
+        now: datetime,
+        add_generation_prompt: bool,
+        verify: bool,
+    ) -> str:
         import jinja2
 
-        kwargs = chat_template_kwargs or {}
         context: dict[str, Any] = {
             **self._special_tokens,
             **kwargs,
@@ -92,7 +125,7 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            "strftime_now": (now or datetime.now()).strftime,
+            "strftime_now": now.strftime,
             "raise_exception": _raise_exception,
         }
         minijinja, fast, problem = self._minijinja, None, ""

@@ -190,6 +190,7 @@ class GenericCodec(TokenizerCodec):
             self.stop_ids,
             output_format,
             joins_text_to_reasoning=traits.joins_text_to_reasoning,
+            framing_ids=self.segment_encoder.find_ids(output_format.framing_tokens),
         )
         prefixes = (traits.generation_prompt, traits.history_reply_prefix)
         return TemplateProfile(
@@ -201,7 +202,9 @@ class GenericCodec(TokenizerCodec):
             SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
-            self._allow_special_tokens,
+            MessageEscapes(
+                self.segment_encoder, self.stop_ids | endings.terminator_ids, self._allow_special_tokens
+            ),
             self._image_expander,
         )
 

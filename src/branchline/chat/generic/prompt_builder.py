@@ -54,8 +54,8 @@ class TemplateProfile:
     """The text after a reply does not depend on the messages before it."""
     keep_empty_think: bool
     """An empty reasoning block of the generation prompt is kept although history does not show it."""
-    allow_special_tokens: bool = False
-    """The text of a control token in a message becomes that token."""
+    escapes: MessageEscapes
+    """Keeps text of messages from becoming control tokens."""
     image_expander: ImageExpander | None = None
     """None if the model reads text only."""
     closed_by_stop: set[Hashable] = field(default_factory=set)
@@ -112,8 +112,7 @@ class PromptBuilder:
         self._messages: list[PromptMessage] = [*path, *new]
         self._now = now
         self._encoder = profile.reader.segment_encoder
-        end_ids = profile.reader.stop_ids | profile.endings.terminator_ids
-        self._escapes = MessageEscapes(self._encoder, end_ids, profile.allow_special_tokens)
+        self._escapes = profile.escapes
         tool_list = tools if isinstance(tools, ToolList) else ToolList(map(dict, tools))
         self._tools = self._escapes.escape_tools(tool_list) or None
         self._finder = profile.span_finder.with_tools(tool_list) if tool_list else profile.span_finder

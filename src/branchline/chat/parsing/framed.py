@@ -61,7 +61,7 @@ class FramedParser(FormatParser):
         self._format = call_format
         self._opener, self._closer = call_format.call_markers
         self._section_opener, self._section_closer = call_format.section_markers or ("", "")
-        self._scan = JsonScanner()
+        self._scan: JsonScanner
         """Follows the body of the open call."""
         self._state = _FramedState.TEXT
         self._outer_state = _FramedState.TEXT

@@ -70,7 +70,8 @@ class _TokenStream:
         if tokens := outputs if error is None else outputs[:-1]:
             ids = np.array([token.token_id for token in tokens], np.int32)
             logprobs = np.array([token.logprob for token in tokens], np.float32)
-            items.append(Chunk(ids, logprobs, version, tokens[-1].finish_reason))
+            last = tokens[-1]
+            items.append(Chunk(ids, logprobs, version, last.finish_reason, last.job.num_preempted))
         return items if error is None else [*items, error]
 
 

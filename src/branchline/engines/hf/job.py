@@ -53,6 +53,7 @@ class Job:
     """Its number in order of arrival."""
     length: int = 0
     num_computed_tokens: int = 0
+    num_preempted: int = 0
     penalty_counts: PenaltyCounts | None = None
     """Created when it first samples with penalties."""
     _ids: Ids = field(init=False, repr=False)

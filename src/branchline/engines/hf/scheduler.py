@@ -234,6 +234,7 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         job.num_computed_tokens = 0
+        job.num_preempted += 1
         self._preemptions += 1
         self._waiting.appendleft(job)
 

@@ -165,6 +165,8 @@ def _choice(parsed: ChatRequest, index: int, answer: Answer, codec: Codec) -> di
     }
     if parsed.return_token_ids:
         choice["token_ids"] = answer.ids.tolist()
+        if answer.num_preempted:
+            choice["num_preempted"] = answer.num_preempted
     return choice
 
 
@@ -234,6 +236,8 @@ class ChatStream:
                 events.append(self._event([{"index": index, "delta": delta, "finish_reason": None}]))
             finish_reason = self.parsed.tool_set.finish_reason(answer.finish_reason)
             last = {"index": index, "delta": self._first_delta(index), "finish_reason": finish_reason}
+            if self.parsed.return_token_ids and answer.num_preempted:
+                last["num_preempted"] = answer.num_preempted
             has_prompt_ids = self.parsed.return_token_ids and index == 0
             prompt_ids = {"prompt_token_ids": result.prompt_ids.tolist()} if has_prompt_ids else {}
             events.append(self._event([last], **prompt_ids))

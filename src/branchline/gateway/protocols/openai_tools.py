@@ -61,7 +61,7 @@ def read_openai_tools(
 ) -> tuple[list[dict[str, Any]], dict[str, ToolAlias]]:
     """Tools as Chat Completions functions, and aliases of those that the client knows otherwise.
 
-    A function that is already in that form stays exactly as written.
+    A function that is already in that form stays exactly as written, apart from a missing `type`.
     """
     if raw is None:
         return [], {}
@@ -82,7 +82,8 @@ def read_openai_tools(
             aliases |= inner_aliases
         elif kind == "function" and isinstance(tool.get(kind), dict) and not namespace:
             _read_name(tool[kind], f"{tool_path}.{kind}")
-            tools.append(tool)
+            # Some templates show only tools that say what they are.
+            tools.append(tool if tool.get("type") == kind else {**tool, "type": kind})
         elif kind in ("function", _CUSTOM):
             # Chat Completions nests the definition in a field named like its kind; Responses does not.
             body = tool[kind] if isinstance(tool.get(kind), dict) else tool

@@ -7,6 +7,7 @@ leave out all of them but `execute`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import xxhash
 from branchline.core.errors import InputError
 from branchline.core.message import Media, MediaKind, Message
 from branchline.loop.persistence import Restorable, encode_hook
+from branchline.loop.task import ToolMethod
 
 _MAGIC_BYTES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89PNG\r\n\x1a\n", "image/png"),
@@ -69,6 +71,10 @@ class Tool(Restorable, Protocol):
     def schema(self) -> Mapping[str, Any]:
         """`{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`"""
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a call that was cancelled while it ran can run again without its effect counting twice."""
+
     async def create(self, trajectory: str, **arguments: Any) -> Any:
         """An instance for one trajectory; the arguments are those of the sample.
 
@@ -76,7 +82,11 @@ class Tool(Restorable, Protocol):
         """
 
     async def execute(self, instance: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs one call, whose arguments fit the schema. The model is shown the text of an exception."""
+        """Runs one call, whose arguments fit the schema. The model is shown the text of an exception.
+
+        A sample may have further arguments for `execute`, `calc_reward` and `release`
+        (`tool_method_arguments`); they are passed by name to a tool that takes them.
+        """
 
     async def calc_reward(self, instance: Any) -> float | None:
         """The instance's final reward, in addition to the rewards of its calls; None for none."""
@@ -98,6 +108,7 @@ class BaseTool:
 
     name: str
     schema: Mapping[str, Any]
+    is_repeatable: bool = False
 
     @property
     def is_stateful(self) -> bool:
@@ -133,6 +144,8 @@ class ToolSelection:
 
     tools: tuple[Tool, ...] = ()
     arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    method_arguments: Mapping[str, Mapping[ToolMethod, Mapping[str, Any]]] = field(default_factory=dict)
+    """Further arguments of `execute`, `calc_reward` and `release`."""
 
     def __post_init__(self) -> None:
         names = [tool.name for tool in self.tools]
@@ -144,6 +157,22 @@ class ToolSelection:
                 raise InputError(f"tool_arguments: got {name!r}, expected one of the sample's tools, {names}")
             if not isinstance(arguments, Mapping):
                 raise InputError(f"tool_arguments[{name!r}]: got {arguments!r}, expected an object")
+        for name, methods in self.method_arguments.items():
+            if name not in names:
+                raise InputError(
+                    f"tool_method_arguments: got {name!r}, expected one of the sample's tools, {names}"
+                )
+            for method, extra in methods.items():
+                _check_accepts(self.tools[names.index(name)], method, extra)
+
+
+def _check_accepts(tool: Tool, method: ToolMethod, arguments: Mapping[str, Any]) -> None:
+    """Raises InputError if a method does not take these arguments: the model must not see that error."""
+    positional = ("instance", "arguments") if method == "execute" else ("instance",)
+    try:
+        inspect.signature(getattr(tool, method)).bind(*positional, **arguments)
+    except TypeError as error:
+        raise InputError(f"tool_method_arguments[{tool.name!r}].{method}: {error}") from error
 
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

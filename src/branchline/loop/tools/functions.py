@@ -41,11 +41,23 @@ _CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length
 
 @overload
 def tool(
-    function: Function, /, *, name: str = "", description: str = "", per_sample: Sequence[str] = ()
+    function: Function,
+    /,
+    *,
+    name: str = "",
+    description: str = "",
+    per_sample: Sequence[str] = (),
+    repeatable: bool = False,
 ) -> FunctionTool: ...
 @overload
 def tool(
-    tool_name: str = "", /, *, name: str = "", description: str = "", per_sample: Sequence[str] = ()
+    tool_name: str = "",
+    /,
+    *,
+    name: str = "",
+    description: str = "",
+    per_sample: Sequence[str] = (),
+    repeatable: bool = False,
 ) -> Callable[[Function], FunctionTool]: ...
 def tool(
     function: Function | str = "",
@@ -54,25 +66,33 @@ def tool(
     name: str = "",
     description: str = "",
     per_sample: Sequence[str] = (),
+    repeatable: bool = False,
 ) -> FunctionTool | Callable[[Function], FunctionTool]:
     """Makes a function a tool: `@tool`, `@tool("name")` or `tool(function, name=…)`.
 
     `per_sample` names parameters that the model does not see: they come from the sample's `tool_arguments`.
+    `repeatable`: a call that was cancelled while it ran can run again without its effect counting twice.
     """
     if not isinstance(function, str):
-        return FunctionTool(function, name, description, per_sample)
+        return FunctionTool(function, name, description, per_sample, repeatable)
     tool_name = name or function
-    return lambda function: FunctionTool(function, tool_name, description, per_sample)
+    return lambda function: FunctionTool(function, tool_name, description, per_sample, repeatable)
 
 
 class FunctionTool(BaseTool):
     """A function and its schema; it can still be called as the function."""
 
     def __init__(
-        self, function: Function, name: str = "", description: str = "", per_sample: Sequence[str] = ()
+        self,
+        function: Function,
+        name: str = "",
+        description: str = "",
+        per_sample: Sequence[str] = (),
+        repeatable: bool = False,
     ) -> None:
         definition = _definition(function)
         self.function = function
+        self.is_repeatable = repeatable
         self.name = name = name or _function_name(definition)
         if inspect.isgeneratorfunction(definition) or inspect.isasyncgenfunction(definition):
             raise InputError(f"tool {name!r}: got a generator, expected a function that returns its result")

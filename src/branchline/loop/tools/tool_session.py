@@ -4,7 +4,8 @@
         results = await asyncio.gather(*[session.run_one(call) for call in message.tool_calls])
         rewards, faults = await session.calc_rewards()
 
-Every call has a result: an exception, a timeout and invalid arguments become a text for the model. Every
+Every call has a result: an exception, a timeout and invalid arguments become a text for the model; only a
+ToolUnavailableError ends the trajectory. Every
 instance that was created is released exactly once, also after a cancellation, and no step takes longer than
 its limit.
 """
@@ -15,21 +16,23 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar
 
 from msgspec import structs
 
-from branchline.core.errors import CodecError, InputError, ToolError
+from branchline.core.errors import CodecError, InputError, ToolError, ToolUnavailableError
 from branchline.core.message import Media, Message, ToolCall
 from branchline.core.reader import replace_surrogates
 from branchline.loop.persistence import Fault, check_finite, copy_containers, save_state, to_plain_data
-from branchline.loop.task import LoopLimits
+from branchline.loop.step_recorder import StepRecorder
+from branchline.loop.task import LoopLimits, ToolMethod
 from branchline.loop.timeouts import describe_error, finish_despite_cancel, with_timeout
 from branchline.loop.tools.arguments import argument_problems, argument_validator, parse_arguments
 from branchline.loop.tools.base import Tool, ToolResult, ToolSelection
 
 log = logging.getLogger("branchline.tools")
+T = TypeVar("T")
 _MESSAGE_INDEX = re.compile(r"^messages\[\d+\]")
 
 
@@ -42,8 +45,10 @@ class ToolSession:
         trajectory: str,
         limits: LoopLimits,
         saved: dict[str, Any] | None = None,
+        steps: StepRecorder | None = None,
     ) -> None:
         """`saved` holds the states to restore instances from, by tool name; `save` writes to it."""
+        self._steps = steps or StepRecorder()
         self.trajectory = trajectory
         self.release_faults: list[Fault] = []
         self._limits = limits
@@ -51,6 +56,7 @@ class ToolSession:
         self._tools = {tool.name: tool for tool in selection.tools}
         self._validators = {tool.name: argument_validator(tool) for tool in selection.tools}
         self._arguments = selection.arguments
+        self._method_arguments = selection.method_arguments
         self._instances: dict[str, Any] = {}
         self._semaphore = asyncio.Semaphore(limits.max_parallel_calls)
         self._state: Literal["new", "open", "closed"] = "new"
@@ -87,7 +93,9 @@ class ToolSession:
 
     async def _create(self, tool: Tool) -> None:
         try:
-            await with_timeout(self._create_instance(tool), self._limits.tool_create_timeout_s)
+            await self._with_timeout(self._create_instance(tool), self._limits.tool_create_timeout_s)
+        except ToolUnavailableError as error:
+            raise ToolUnavailableError(tool.name, "create", error.problem) from error
         except Exception as error:
             raise ToolError(tool.name, "create", describe_error(error)) from error
 
@@ -112,7 +120,8 @@ class ToolSession:
 
     async def _release(self, name: str, instance: Any) -> None:
         try:
-            await with_timeout(self._tools[name].release(instance), self._limits.tool_release_timeout_s)
+            work = self._tools[name].release(instance, **self._further_arguments(name, "release"))
+            await self._with_timeout(work, self._limits.tool_release_timeout_s)
         except Exception as error:
             self.release_faults.append(self._fault(name, "release", error))
 
@@ -121,26 +130,43 @@ class ToolSession:
         log.warning("%s: tool %s", self.trajectory, fault)
         return fault
 
+    def _further_arguments(self, name: str, method: ToolMethod) -> dict[str, Any]:
+        methods = self._method_arguments.get(name)
+        return copy_containers(methods.get(method, {})) if methods else {}
+
+    async def _with_timeout(self, work: Coroutine[Any, Any, T], limit_s: float | None) -> T:
+        return await with_timeout(work, limit_s, self._limits.cancel_grace_s)
+
     def _require_state(self, state: Literal["new", "open"]) -> None:
         if self._state != state:
             raise RuntimeError(f"tool session of {self.trajectory}: is {self._state}, expected {state}")
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    async def run_one(self, call: ToolCall, turn: int = 0) -> ToolResult:
-        """Runs one call and returns its result; at most `max_parallel_calls` run at the same time."""
+    async def run_one(
+        self, call: ToolCall, turn: int = 0, on_start: Callable[[], None] = lambda: None
+    ) -> ToolResult:
+        """Runs one call and returns its result; at most `max_parallel_calls` run at the same time.
+
+        Raises ToolUnavailableError if the tool does: that is no result for the model.
+        `on_start` is called when the tool begins. A call that finishes although it was cancelled returns its
+        result; the cancellation is raised at the caller's next await.
+        """
         self._require_state("open")
         async with self._semaphore:
             started = time.perf_counter()
             try:
-                result = _validated(await self._execute(call))
+                with self._steps.record("tool", call.name, "execute", call.id):
+                    result = _validated(await self._execute(call, on_start))
+            except ToolUnavailableError:
+                raise
             except Exception as error:
                 log.debug("%s: tool %s failed", self.trajectory, call.name, exc_info=error)
                 result = ToolResult(tool_error_text(call.name, error), is_error=True)
             seconds = time.perf_counter() - started
         return structs.replace(result, tool=call.name, turn=turn, tool_call_id=call.id, seconds=seconds)
 
-    async def _execute(self, call: ToolCall) -> object:
+    async def _execute(self, call: ToolCall, on_start: Callable[[], None]) -> object:
         tool = self._tools.get(call.name)
         if tool is None:
             known = list(self._tools)
@@ -152,8 +178,19 @@ class ToolSession:
         problems = argument_problems(self._validators[call.name], arguments)
         if problems:
             raise InputError(problems)
-        work = tool.execute(self._instances[call.name], arguments)
-        return await with_timeout(work, self._limits.tool_timeout_s)
+        on_start()
+        extra = self._further_arguments(call.name, "execute")
+        work = tool.execute(self._instances[call.name], arguments, **extra)
+        return await self._with_timeout(work, self._limits.tool_timeout_s)
+
+    def repeat_fault(self, name: str, turn: int) -> Fault | None:
+        """The fault of a call that runs again after it was cancelled; None if its tool is repeatable."""
+        tool = self._tools.get(name)
+        if tool is None or tool.is_repeatable:
+            return None
+        fault = Fault(name, "repeated", f"a call of turn {turn} was cancelled while it ran, and ran again")
+        log.warning("%s: %s", self.trajectory, fault)
+        return fault
 
     async def calc_rewards(self) -> tuple[dict[str, float], list[Fault]]:
         """The final reward of each instance that has one, and the faults of those that failed."""
@@ -167,8 +204,9 @@ class ToolSession:
 
     async def _calc_reward(self, name: str) -> float | Fault | None:
         try:
-            work = self._tools[name].calc_reward(self._instances[name])
-            return check_finite(await with_timeout(work, self._limits.tool_timeout_s), "reward")
+            extra = self._further_arguments(name, "calc_reward")
+            work = self._tools[name].calc_reward(self._instances[name], **extra)
+            return check_finite(await self._with_timeout(work, self._limits.tool_timeout_s), "reward")
         except Exception as error:
             return self._fault(name, "calc_reward", error)
 

@@ -1,0 +1,268 @@
+"""verl's configuration and classes for the agent loop: multi-turn options, tools and interactions.
+
+    config = read_verl_config({"tool_config_path": "tools.yaml", "max_assistant_turns": 5})
+    context = AgentContext(model, config.tools, config.interactions, config.limits)
+
+The files have verl's form. A class in them is one of ours, built from its `config`, or one with verl's
+methods, which an adapter calls: `VerlTool` and `VerlInteraction`. A field that has no meaning here is refused
+by name. Rows of verl's datasets are read by `Task.read`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from branchline.core.errors import InputError, requires_extra
+from branchline.core.message import Media, Message
+from branchline.core.reader import write_message
+from branchline.loop.interaction import BaseInteraction, InteractionResponse
+from branchline.loop.registry import InteractionRegistry, ToolRegistry
+from branchline.loop.task import KeptPart, LoopLimits
+from branchline.loop.tools.base import BaseTool, ToolResult, media_from_bytes
+
+_KEPT_BY_SIDE: dict[str, KeptPart] = {"left": "head", "right": "tail", "middle": "both"}
+"""verl names the side from which a text is read: `left` keeps its head."""
+_REASONS = {
+    "format": "the codec detects the format of tool calls",
+    "use_inference_chat_template": "sampled ids are never encoded again",
+    "tokenization_sanity_check_mode": "prompts are exact",
+    "num_repeat_rollouts": "open several sessions of one group",
+}
+
+
+@dataclass(frozen=True)
+class VerlConfig:
+    """What verl's `multi_turn` options mean here."""
+
+    limits: LoopLimits
+    tools: ToolRegistry
+    interactions: InteractionRegistry
+
+
+def read_verl_config(multi_turn: Mapping[str, Any]) -> VerlConfig:
+    """The `actor_rollout_ref.rollout.multi_turn` options of verl. Raises InputError for an unknown one.
+
+    verl measures tool responses in characters and takes 0 turns for no limit.
+
+    >>> read_verl_config({"tool_response_truncate_side": "left"}).limits.tool_response_keep
+    'head'
+    """
+    options = dict(multi_turn)
+    if options.pop("enable", True) is not True:
+        raise InputError("multi_turn.enable: got False, expected True, or the agent `single_turn_agent`")
+    limits: dict[str, Any] = {"tool_response_unit": "characters"}
+    for name in ("max_user_turns", "max_assistant_turns"):
+        limits[name] = options.pop(name, None) or None
+    if (parallel := options.pop("max_parallel_calls", None)) is not None:
+        limits["max_parallel_calls"] = parallel
+    limits["tool_response_length"] = options.pop("max_tool_response_length", None)
+    side = options.pop("tool_response_truncate_side", "middle")
+    if side not in _KEPT_BY_SIDE:
+        expected = ", ".join(_KEPT_BY_SIDE)
+        raise InputError(f"multi_turn.tool_response_truncate_side: got {side!r}, expected one of {expected}")
+    limits["tool_response_keep"] = _KEPT_BY_SIDE[side]
+    tools, interactions = options.pop("tool_config_path", None), options.pop("interaction_config_path", None)
+    for name, value in options.items():
+        reason = _REASONS.get(name, "an option of verl that the loop has")
+        raise InputError(f"multi_turn.{name}: got {value!r}, expected no such option: {reason}")
+    return VerlConfig(
+        LoopLimits(**limits),
+        load_verl_tools(tools) if tools else ToolRegistry(),
+        load_verl_interactions(interactions) if interactions else InteractionRegistry(),
+    )
+
+
+def load_verl_tools(source: str | Path | Mapping[str, Any]) -> ToolRegistry:
+    """The tools of a file with verl's `tools` list, or of its content."""
+    registry = ToolRegistry()
+    for where, item in _items(source, "tools", ("class_name", "config", "tool_schema")):
+        config = dict(item.get("config") or {})
+        kind = config.get("type", "native")
+        if kind != "native":
+            raise InputError(f"{where}.config.type: got {kind!r}, expected native; for MCP use McpTools")
+        cls, schema = _load_class(where, item), item.get("tool_schema")
+        if hasattr(cls, "restore"):
+            config.pop("type", None)
+            tool = cls(**config)
+            if schema is not None and msgspec.to_builtins(tool.schema) != schema:
+                raise InputError(f"{where}.tool_schema: got another one than the class has, expected none")
+            registry.add(tool)
+        else:
+            registry.add(VerlTool(cls(config=config, tool_schema=_schema_object(schema))))
+    return registry
+
+
+def load_verl_interactions(source: str | Path | Mapping[str, Any]) -> InteractionRegistry:
+    """The interactions of a file with verl's `interaction` list, or of its content.
+
+    As in verl, an interaction without a name has that of its class in lower case without `Interaction`.
+    """
+    registry = InteractionRegistry()
+    for where, item in _items(source, "interaction", ("name", "class_name", "config")):
+        cls, config = _load_class(where, item), dict(item.get("config") or {})
+        name = item.get("name") or cls.__name__.removesuffix("Interaction").lower()
+        if hasattr(cls, "restore"):
+            interaction = cls(**config)
+            interaction.name = name
+            registry.add(interaction)
+        else:
+            registry.add(VerlInteraction(cls(config={**config, "name": name}), name))
+    return registry
+
+
+# -- classes with verl's methods ---------------------------------------------------------------------
+
+
+class VerlTool(BaseTool):
+    """A tool with verl's methods. verl creates an instance for each call; here it lives as long as the
+    trajectory, so that `calc_reward` sees all calls."""
+
+    def __init__(self, tool: Any) -> None:
+        self.name = tool.name
+        self.schema = _schema_mapping(tool.tool_schema)
+        self._tool = tool
+
+    async def create(self, trajectory: str, **arguments: Any) -> Any:
+        created = await self._tool.create(trajectory, create_kwargs=arguments)
+        return created[0] if isinstance(created, tuple) else created
+
+    async def execute(self, instance: Any, arguments: Mapping[str, Any], **further: Any) -> ToolResult:
+        response, reward, metrics = await self._tool.execute(instance, dict(arguments), **further)
+        if isinstance(response, str):
+            return ToolResult(response, reward=reward, extras=metrics or {})
+        if getattr(response, "video", None):
+            raise TypeError("video: got one, expected text or images, as in verl")
+        images = [_to_media(image) for image in getattr(response, "image", None) or () if image is not None]
+        return ToolResult(response.text or "", tuple(images), reward, metrics or {})
+
+    async def calc_reward(self, instance: Any, **further: Any) -> float | None:
+        """None for a class that leaves verl's default, which is 0.0."""
+        if not _overrides(self._tool, "calc_reward", "verl.tools.base_tool"):
+            return None
+        reward: float | None = await self._tool.calc_reward(instance, **further)
+        return reward
+
+    async def release(self, instance: Any, **further: Any) -> None:
+        await self._tool.release(instance, **further)
+
+
+class VerlInteraction(BaseInteraction):
+    """An interaction with verl's methods; its state is the instance id and the sample's arguments."""
+
+    def __init__(self, interaction: Any, name: str) -> None:
+        self.name = name
+        self._interaction = interaction
+
+    async def start(self, trajectory: str, **arguments: Any) -> tuple[Any, str | None]:
+        arguments = {"name": self.name, **arguments}
+        instance_id = await self._interaction.start_interaction(trajectory, **arguments)
+        return (instance_id or trajectory, arguments), None
+
+    async def respond(self, state: Any, messages: Sequence[Message]) -> InteractionResponse:
+        instance_id, arguments = state
+        shown = [write_message(message) for message in messages]
+        response = await self._interaction.generate_response(instance_id, shown, **arguments)
+        terminate, content, score, extras = response
+        return InteractionResponse(bool(terminate), content or "", score, extras or {})
+
+    async def score(self, state: Any) -> float | None:
+        """None for a class that leaves verl's default, which is 0.0."""
+        if not _overrides(self._interaction, "calculate_score", "verl.interactions.base"):
+            return None
+        score: float | None = await _call_with_id(self._interaction.calculate_score, state[0])
+        return score
+
+    async def finalize(self, state: Any) -> None:
+        await _call_with_id(self._interaction.finalize_interaction, state[0])
+
+
+async def _call_with_id(method: Any, instance_id: Any) -> Any:
+    """verl's base class takes no instance id here, and its own subclasses do."""
+    takes_id = bool(inspect.signature(method).parameters)
+    return await (method(instance_id) if takes_id else method())
+
+
+def _overrides(item: object, method: str, base_module: str) -> bool:
+    owner = next((cls for cls in type(item).__mro__ if method in vars(cls)), None)
+    return owner is not None and owner.__module__ != base_module
+
+
+def _to_media(image: Any) -> Media:
+    """An image as bytes, or a PIL image."""
+    if isinstance(image, bytes):
+        return media_from_bytes(image)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return media_from_bytes(buffer.getvalue(), "image/png")
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def _items(
+    source: str | Path | Mapping[str, Any], field: str, known: Sequence[str]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The entries of a list, each with its place for error messages."""
+    content: Any = source
+    if not isinstance(source, Mapping):
+        with requires_extra("loop"):
+            import yaml  # type: ignore[import-untyped]
+        content = yaml.safe_load(Path(source).read_text())
+    if not isinstance(content, Mapping) or list(content) != [field] or not isinstance(content[field], list):
+        raise InputError(f"{field}: got {content!r}, expected an object with the list {field!r} only")
+    for index, item in enumerate(content[field]):
+        if not isinstance(item, Mapping):
+            raise InputError(f"{field}[{index}]: got {item!r}, expected an object")
+        for name in item:
+            if name not in known:
+                raise InputError(f"{field}[{index}]: got {name!r}, expected any of {', '.join(known)}")
+    return [(f"{field}[{index}]", item) for index, item in enumerate(content[field])]
+
+
+def _load_class(where: str, item: Mapping[str, Any]) -> Any:
+    path = item.get("class_name")
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{where}.class_name: got {path!r}, expected an importable class: {error}"
+        ) from error
+
+
+def _schema_object(schema: Any) -> Any:
+    """A schema with attributes, as verl's classes read it: verl's own class where verl is installed."""
+    if schema is None:
+        return None
+    try:
+        schemas = importlib.import_module("verl.tools.schemas")
+    except ImportError:
+        return _Namespace(schema)
+    return schemas.OpenAIFunctionToolSchema.model_validate(schema)
+
+
+class _Namespace(SimpleNamespace):
+    """A mapping as attributes, with the method of verl's schemas that returns the mapping."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(**{k: _Namespace(v) if isinstance(v, Mapping) else v for k, v in content.items()})
+        self._content = dict(content)
+
+    def model_dump(self, **_options: Any) -> dict[str, Any]:
+        return self._content
+
+
+def _schema_mapping(schema: Any) -> Mapping[str, Any]:
+    if isinstance(schema, Mapping):
+        return schema
+    mapping: Mapping[str, Any] = schema.model_dump(exclude_unset=True, exclude_none=True)
+    return mapping

@@ -1,0 +1,195 @@
+"""Rewards for parts of a session are in the samples that train these parts, and in no other."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline import ExportPolicy, Generation, Message, Request, Session, ToyCodec, export_samples
+from branchline.core.call import Delivery
+from branchline.core.errors import MessageError
+from branchline.core.sample import RewardSpan
+from branchline.export.rewards import check_reward_part, session_reward
+from branchline.testing.plan_runner import PlanRunner
+from branchline.testing.plans import PlanGenerator
+from tests.export.test_samples import CODEC, commit_reply, forked_session
+
+USER = Message("user", "u")
+
+
+def linear_session() -> Session:
+    """Returns a session with the answers A1 and A22, calls call-0 and call-1."""
+    session = Session("s", CODEC)
+    reply = commit_reply(session, [USER], "A1")
+    commit_reply(session, [USER, reply, Message("user", "x")], "A22")
+    return session
+
+
+def spans_by_text(session: Session, *rewards: dict[str, Any]) -> list[list[tuple[float, str]]]:
+    """Returns for each sample the scores and the text that each is for."""
+    samples = export_samples(session.tree, rewards=rewards).samples
+    return [
+        [(span.score, CODEC.decode(sample.response_ids[span.start : span.end])) for span in sample.rewards]
+        for sample in samples
+    ]
+
+
+def test_a_turn_and_a_call_are_rewarded_at_their_tokens() -> None:
+    rewards: tuple[dict[str, Any], ...] = ({"score": 0.5, "turn": 1}, {"score": 0.25, "call": "call-1"})
+    assert spans_by_text(linear_session(), *rewards) == [[(0.5, "A1"), (0.25, "A22")]]
+    (sample,) = export_samples(linear_session().tree, rewards=rewards).samples
+    assert sample.reward is None
+    assert [(span.call, span.turn) for span in sample.rewards] == [("call-0", 1), ("call-1", None)]
+
+
+def test_a_tool_is_rewarded_in_an_answer_or_in_the_whole_session() -> None:
+    rewards: tuple[dict[str, Any], ...] = (
+        {"score": 1, "tool": "search"},
+        {"score": 2, "tool": "search", "call": "call-0"},
+        {"score": 3, "tool": "read", "turn": 2},
+    )
+    (sample,) = export_samples(linear_session().tree, rewards=rewards).samples
+    whole = len(sample.response_ids)
+    assert sample.rewards == (
+        RewardSpan(1, 0, whole, "", None, "search"),
+        RewardSpan(2, 0, 2, "call-0", None, "search"),
+        RewardSpan(3, whole - 3, whole, "call-1", 2, "read"),
+    )
+
+
+def test_a_reward_of_a_timeline_replaces_that_of_the_session_in_its_samples() -> None:
+    session = forked_session()
+    leaves = session.tree.leaves()
+    export = export_samples(
+        session.tree, reward=0.5, rewards=[{"score": 2.0, "timeline": leaves[1].id}, {"score": 0.5}]
+    )
+    assert [sample.reward for sample in export.samples] == [0.5, 2.0, 0.5]
+    assert [len(sample.rewards) for sample in export.samples] == [0, 1, 0]
+
+
+def test_a_timeline_keeps_its_reward_when_the_conversation_continues() -> None:
+    session = Session("s", CODEC)
+    reply = commit_reply(session, [USER], "A1")
+    rewards: list[dict[str, Any]] = [{"score": 2.0, "timeline": session.tree.leaves()[0].id}]
+    commit_reply(session, [USER, reply, Message("user", "x")], "A22")
+    (sample,) = export_samples(session.tree, rewards=rewards).samples
+    assert sample.reward == 2.0
+
+
+def test_a_later_reward_replaces_one_for_the_same_part_unless_their_ids_differ() -> None:
+    rewards: list[dict[str, Any]] = [{"score": 1, "turn": 1}, {"score": 2, "turn": 1}]
+    assert spans_by_text(linear_session(), *rewards) == [[(2.0, "A1")]]
+    rewards = [
+        {"score": 1, "tool": "f", "turn": 1, "id": "a"},
+        {"score": 2, "tool": "f", "turn": 1, "id": "b"},
+    ]
+    assert spans_by_text(linear_session(), *rewards) == [[(1.0, "A1"), (2.0, "A1")]]
+
+
+def test_a_turn_whose_reasoning_the_template_drops_is_rewarded_where_it_was_sampled() -> None:
+    codec = ToyCodec.chatml(strip_thinking=True)
+    session = Session("s", codec)
+    first = Message("assistant", "A1", reasoning_content="hm")
+    for messages, answer in (
+        ((USER,), first),
+        ((USER, first, Message("user", "x")), Message("assistant", "A2")),
+    ):
+        turn = session.prepare(Request(messages))
+        session.commit(turn, Generation(codec.encode_reply(answer), message=answer))
+    policy = ExportPolicy(include_missing_logprobs=True)
+    rewards: list[dict[str, Any]] = [{"score": 1, "turn": 1}, {"score": 2, "turn": 2}]
+    export = export_samples(session.tree, policy, rewards=rewards)
+    assert [[span.score for span in sample.rewards] for sample in export.samples] == [[1.0], [2.0]]
+    assert export.report.unassigned_rewards == 0
+
+
+def test_the_reward_of_a_resumed_call_is_that_of_the_call_that_continued_it() -> None:
+    session = Session("s", CODEC)
+    for resumes, text in (("", "ha"), ("call-0", "half")):
+        turn = session.prepare(Request((USER,), resume_call_id=resumes))
+        ids = CODEC.encode(text)
+        call = session.commit(turn, Generation(ids, np.full(len(ids), -1, np.float32))).call
+        session.record_delivery(call, Delivery.DELIVERED if resumes else Delivery.CANCELLED)
+    rewards = [{"score": 1, "call": "call-0"}]
+    assert spans_by_text(session, *rewards) == [[(1.0, "half")]]
+    assert export_samples(session.tree, rewards=rewards).report.unassigned_rewards == 0
+
+
+def test_rewards_that_no_sample_has_are_counted() -> None:
+    session = Session("s", CODEC)
+    reply = commit_reply(session, [USER], "A1")
+    commit_reply(session, [USER, reply, Message("user", "x")], "half", Delivery.CANCELLED)
+    rewards: list[dict[str, Any]] = [
+        {"score": 1, "turn": 1},
+        {"score": 1, "turn": 7},
+        {"score": 1, "call": "call-1"},
+    ]
+    export = export_samples(session.tree, rewards=rewards)
+    assert export.report.unassigned_rewards == 2
+    assert len(export.samples[0].rewards) == 1
+
+
+def test_a_reward_beyond_the_length_limit_is_counted_as_unassigned() -> None:
+    limit = len("user:u\nassistant:A")
+    export = export_samples(
+        linear_session().tree,
+        ExportPolicy(max_tokens=limit),
+        rewards=[{"score": 1, "turn": 1}, {"score": 1, "turn": 2}],
+    )
+    assert [(span.start, span.end) for span in export.samples[0].rewards] == [(0, 1)]
+    assert export.report.unassigned_rewards == 1
+
+
+def test_the_last_reward_without_a_part_is_that_of_the_session() -> None:
+    assert session_reward([]) is None
+    assert session_reward([{"score": 1}, {"score": 2, "note": "x"}, {"score": 3, "call": "c"}]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"call": "unknown"}, "call: got 'unknown', expected the id of a call"),
+        ({"call": 1}, "call: got 1"),
+        ({"turn": 0}, "turn: got 0, expected the number of an answer"),
+        ({"turn": True}, "turn: got True"),
+        ({"turn": "1"}, "turn: got '1'"),
+        ({"timeline": 99}, "timeline: got 99, expected the id of a timeline"),
+        ({"timeline": 0}, "timeline: got 0"),
+        ({"tool": ""}, "tool: got '', expected the name of a tool"),
+    ],
+)
+def test_a_reward_for_a_part_that_does_not_exist_is_refused(part: dict[str, Any], expected: str) -> None:
+    with pytest.raises(MessageError, match=re.escape(expected)):
+        check_reward_part(linear_session().tree, {"score": 1, **part})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from(["split", "first", "all"]))
+def test_every_reward_of_a_call_is_at_the_tokens_of_its_answers_or_counted(
+    seed: int, steps: int, shares: str
+) -> None:
+    codec = ToyCodec.chatml()
+    runner = PlanRunner(Session("s", codec), codec)
+    runner.run(PlanGenerator(Random(seed)).generate(steps))
+    tree = runner.session.tree
+    rewards: list[dict[str, Any]] = [{"score": float(call.index), "call": call.id} for call in tree.calls]
+    export = export_samples(tree, ExportPolicy(shares=shares), rewards=rewards)  # type: ignore[arg-type]
+    rewarded: set[int] = set()
+    for sample in export.samples:
+        for span in sample.rewards:
+            call = tree.calls[int(span.score)]
+            rewarded.add(call.index)
+            answers = [tree.nodes[node].sampled_ids for node in call.outputs]
+            ids = sample.response_ids[span.start : span.end]
+            assert any(answer is not None and answer.tobytes() == ids.tobytes() for answer in answers)
+            assert sample.response_mask[span.start : span.end].all()
+            assert call.id == span.call
+    outputs = sum(len(call.outputs) for call in tree.calls)
+    assert export.report.unassigned_rewards <= outputs
+    assert len(rewarded) >= len(tree.calls) - export.report.unassigned_rewards
