@@ -41,8 +41,8 @@ only grow, some with everything agents do (retries, edits, compaction, sub-agent
   with a template that writes no stop token, and a necessary fork that begins at an earlier message than it
   must.
 - **tool calls**, **reasoning**: the parsers that the template selects. **replies**: the kinds of replies that
-  the template shows and the parsers read back; only these were played. Templates are rendered with their default arguments, so a
-  template that thinks only with `enable_thinking=true` is played without reasoning.
+  the template shows and the parsers read back; only these were played. Templates are rendered with their
+  default arguments, so one that thinks only with `enable_thinking=true` is played without reasoning.
 - **doctor**: the verdict of `branchline doctor`, and after which messages it expects forks. It is *right* if
   conversations that only grow forked after exactly these, if a template that it calls safe lost nothing (no
   refused call, no reply that no parser reads), and if one that it calls unsafe did, or cannot express every
@@ -137,7 +137,8 @@ def summary(rows: Sequence[tuple[str, ...]]) -> str:
     played = sum(not row[1].startswith("0 of 0") for row in rows)
     right = sum(row[HEAD.index("right")] == "yes" for row in rows)
     return (
-        f"{len(rows)} templates, {played} of them played; {exact} of {calls} calls exact; {corrupted} corrupted prompts; "
+        f"{len(rows)} templates, {played} of them played; {exact} of {calls} calls exact; "
+        f"{corrupted} corrupted prompts; "
         f"{needless} needless forks; the doctor is right on {right} of {len(rows)}."
     )
 
