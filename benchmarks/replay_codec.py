@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from branchline.chat.base import (
     Extension,
@@ -21,6 +22,7 @@ from branchline.chat.base import (
     NewMessage,
     PathMessage,
 )
+from branchline.chat.vision import ImageSpan
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Ids, Origin, as_ids
@@ -48,6 +50,11 @@ class ReplayCodec:
         return Extension(
             len(path), tuple([self._tokens_of(shown) for shown in new]), self.generation_prompt_ids, 0
         )
+
+    def image_spans(
+        self, messages: Sequence[Message], prompt_ids: Ids, is_sampled: NDArray[np.bool_] | None = None
+    ) -> tuple[ImageSpan, ...]:
+        return ()
 
     def _tokens_of(self, shown: NewMessage) -> MessageTokens:
         if shown.sampled_ids is None:

@@ -133,7 +133,7 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
             ):
                 with pytest.raises(InputError, match=rf"^tasks\[1\]\.{message}"):
                     check_tasks([good, bad], tools, interactions)
-            with pytest.raises(InputError, match="'single_turn', 'single_turn_agent', 'tool', 'tool_agent'"):
+            with pytest.raises(InputError, match=r"'single_turn', 'single_turn_agent'.*'tool', 'tool_agent'"):
                 await run_agent(LoopState.begin(Task(PROMPT, agent_name="wizard")), context_for(s))
             with pytest.raises(InputError, match=r"tools\[0\]: got 'act', expected one of \[\]"):
                 check_tasks([good])

@@ -486,7 +486,7 @@ class Headers:
 @asynccontextmanager
 async def serve_http() -> AsyncGenerator[tuple[str, Headers], None]:
     app = Headers(mcp_server.server.streamable_http_app())
-    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="on", ws="none")
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="on", ws="none")
     http_server = uvicorn.Server(config)
     http_server.config.load()
     sockets = [config.bind_socket()]
