@@ -57,11 +57,11 @@ class PackedBatch:
     old_logprobs: Floats
     """As sampled; NaN for tokens that are not trained or came without one."""
     versions: NDArray[np.int32]
-    weights: Floats
+    weights: NDArray[np.float64]
     """The sum of the weights of the rows that train the token; 0: not trained."""
-    positive_advantages: Floats
+    positive_advantages: NDArray[np.float64]
     """The sum of weight × advantage over the rows with a positive advantage."""
-    negative_advantages: Floats
+    negative_advantages: NDArray[np.float64]
     """The same over the rows with a negative advantage. PPO clips either sign differently."""
     paths: tuple[NDArray[np.int32], ...]
     """The indices of the tokens of each row, in order."""
@@ -237,9 +237,9 @@ def _lay_out(
         subtree_ends=subtree_ends,
         old_logprobs=old_logprobs,
         versions=versions,
-        weights=weights.astype(np.float32),
-        positive_advantages=positive.astype(np.float32),
-        negative_advantages=negative.astype(np.float32),
+        weights=weights,
+        positive_advantages=positive,
+        negative_advantages=negative,
         paths=tuple(paths),
         rows=tuple(order),
     )
