@@ -128,7 +128,7 @@ def _attention_masks(model: nn.Module, ends: Tensor, positions: Tensor) -> Any:
             # Eager attention adds its mask to the scores; a boolean one would be wrong without an error.
             dtype = next(model.parameters()).dtype
             blocked = torch.finfo(dtype).min
-                visible = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, blocked)
+            visible = torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, blocked)
         masks[kind] = visible
     # Models without a list of layer types take one mask.
     return masks if getattr(config, "layer_types", None) else next(iter(masks.values()))
