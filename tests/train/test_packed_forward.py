@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from branchline.core.errors import InputError  # noqa: E402
 from branchline.export.packing import TrainingRow, pack_rows  # noqa: E402
 from branchline.train.losses import LossConfig  # noqa: E402
-from branchline.train.packed_forward import forward_packed  # noqa: E402
+from branchline.train.packed_forward import block_pattern, forward_packed  # noqa: E402
 from branchline.train.policy_loss import number_outputs, policy_loss  # noqa: E402
 from tests.export.packed_rows import make_row, random_rows  # noqa: E402
 from tests.train.tiny_models import SHAPES, VOCABULARY, tiny_model  # noqa: E402
@@ -146,6 +146,24 @@ def test_eager_attention_gives_the_same_logprobs() -> None:
         forward_packed(tiny_model("qwen3", attention=kind), batch).logprobs for kind in ("sdpa", "eager")
     )
     assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_of_the_flex_mask_are_full_or_partial_exactly_where_the_mask_is(seed: int) -> None:
+    rows = random_rows(Random(seed), 20, vocabulary=VOCABULARY, max_branch=60)
+    (batch,) = pack_rows(rows)
+    padding = -len(batch) % 128
+    length = len(batch) + padding
+    ends = torch.from_numpy(
+        np.concatenate([batch.subtree_ends, np.arange(len(batch) + 1, length + 1, dtype=np.int32)])
+    )
+    places = torch.arange(length)
+    visible = (places[None, :] <= places[:, None]) & (places[:, None] < ends[None, :])
+    tiles = visible.view(length // 128, 128, length // 128, 128).transpose(1, 2)
+    some, full = block_pattern(ends)
+    assert torch.equal(full, tiles.all(-1).all(-1))
+    # A block may be listed although no pair in it is visible, never the other way round.
+    assert not (tiles.any(-1).any(-1) & ~some & ~full).any()
 
 
 def test_entropy_and_temperature_are_those_of_the_distribution() -> None:

@@ -21,8 +21,8 @@ from branchline.core.errors import InputError
 from branchline.export.packing import PackedBatch
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_PAD_MULTIPLE = 128
-"""FlexAttention compiles per shape; lengths are padded to multiples of this."""
+_BLOCK = 128
+"""Block size of FlexAttention; it compiles per shape, so lengths are padded to whole blocks."""
 _CHUNK_TOKENS = 1024
 
 
@@ -55,7 +55,7 @@ def forward_packed(
     if (batch.parents[trained] < 0).any():
         raise InputError("batch: the first token of a row is trained, expected a prompt before it")
     length = len(batch)
-    padding = -length % _PAD_MULTIPLE if _uses_flex(model) else 0
+    padding = -length % _BLOCK if _uses_flex(model) else 0
     ids = torch.from_numpy(np.pad(batch.ids, (0, padding))).long().to(device)
     positions = torch.from_numpy(np.pad(batch.positions, (0, padding))).long().to(device)
     ends = np.concatenate([batch.subtree_ends, np.arange(length + 1, length + padding + 1, dtype=np.int32)])
@@ -143,15 +143,41 @@ def _dense_mask(ends: Tensor, positions: Tensor, window: int | None) -> Tensor:
 
 
 def _flex_mask(ends: Tensor, positions: Tensor, window: int | None) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Returns the block mask of FlexAttention, computed from `ends`: no matrix of tokens is built."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) & (query < ends[key])
         return seen if window is None else seen & (positions[query] - positions[key] < window)
 
-    # Compiled: the eager builder makes the whole matrix.
-    build: Callable[..., Any] = torch.compile(create_block_mask, dynamic=True)
-    return build(is_visible, 1, None, len(ends), len(ends), device=ends.device)
+    some, full = block_pattern(ends)
+    if window is not None:
+        some, full = some | full, torch.zeros_like(full)
+    lists = [_block_lists(blocks) for blocks in (some, full)]
+    (counts, indices), (full_counts, full_indices) = lists
+    return BlockMask.from_kv_blocks(
+        counts, indices, full_counts, full_indices, BLOCK_SIZE=_BLOCK, mask_mod=is_visible
+    )
+
+
+def block_pattern(ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns for each block of queries and block of keys whether some and whether all pairs are visible.
+
+    A block with all pairs visible is not among those with some.
+    """
+    blocks = ends.view(-1, _BLOCK)
+    starts = torch.arange(len(blocks), device=ends.device) * _BLOCK
+    before = starts[None, :] < starts[:, None]
+    same = starts[None, :] == starts[:, None]
+    full = before & (starts[:, None] + _BLOCK <= blocks.amin(1)[None, :])
+    some = same | (before & (starts[:, None] < blocks.amax(1)[None, :]))
+    return some & ~full, full
+
+
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of blocks in each row, and their indices first in each row."""
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
 
 def _output_layer(model: nn.Module) -> Callable[[Tensor], Tensor]:
