@@ -1,0 +1,245 @@
+"""Packs training rows into batches of tokens: one after the other, or as a tree in which prefixes are shared.
+
+A packed batch is laid out depth-first. Token q attends to token k if `k <= q < subtree_ends[k]`: its own
+ancestors and itself. Without shared prefixes every row is a chain, and the same rule is a document mask. The
+weights of a shared token are summed over the rows through it, so the loss and its gradient are those of the
+single rows. A token is shared only if its id, and where it is trained its logprob and version, are equal in
+both rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.core.errors import ExportError
+from branchline.core.sample import Sample
+from branchline.core.token_arrays import Floats, Ids
+
+NO_PARENT = -1
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """A sample with the loss weight and the advantage of each of its response tokens."""
+
+    sample: Sample
+    weights: Floats
+    """Share × normaliser; 0 where nothing is trained."""
+    advantages: Floats
+
+    def __post_init__(self) -> None:
+        for name, values in (("weights", self.weights), ("advantages", self.advantages)):
+            if len(values) != len(self.sample.response_ids):
+                expected = len(self.sample.response_ids)
+                raise ExportError(
+                    f"{name}: got {len(values)} values, expected one for each of {expected} tokens"
+                )
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Tokens of several rows in depth-first order. All arrays have one entry per token."""
+
+    ids: Ids
+    parents: NDArray[np.int32]
+    """The index of the token before each token on its path; NO_PARENT for the first."""
+    positions: NDArray[np.int32]
+    """The number of tokens before each token on its path."""
+    subtree_ends: NDArray[np.int32]
+    """The index after the last token that attends to each token."""
+    old_logprobs: Floats
+    """As sampled; NaN for tokens that are not trained or came without one."""
+    versions: NDArray[np.int32]
+    weights: NDArray[np.float64]
+    """The sum of the weights of the rows that train the token; 0: not trained."""
+    positive_advantages: NDArray[np.float64]
+    """The sum of weight × advantage over the rows with a positive advantage."""
+    negative_advantages: NDArray[np.float64]
+    """The same over the rows with a negative advantage. PPO clips either sign differently."""
+    paths: tuple[NDArray[np.int32], ...]
+    """The indices of the tokens of each row, in order."""
+    rows: tuple[int, ...]
+    """The place of each path's row in the sequence that was packed."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def path_tokens(self) -> int:
+        """The number of tokens without sharing."""
+        return sum(len(path) for path in self.paths)
+
+
+def pack_rows(
+    rows: Sequence[TrainingRow], max_tokens: int | None = None, *, share_prefixes: bool = True
+) -> list[PackedBatch]:
+    """Packs rows into batches of at most `max_tokens` tokens. Raises ExportError for a row that is longer.
+
+    A tree that is larger than the limit is cut between two rows where the fewest tokens are needed twice.
+    """
+    for index, row in enumerate(rows):
+        if row.sample.media:
+            raise ExportError(f"rows[{index}]: carries images, which packed batches cannot hold")
+        if max_tokens is not None and len(row) > max_tokens:
+            raise ExportError(f"rows[{index}]: has {len(row)} tokens, expected at most {max_tokens}")
+    sequences = [np.concatenate([row.sample.prompt_ids, row.sample.response_ids]) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    shared = [0] * len(rows)
+    if share_prefixes:
+        for place in range(1, len(order)):
+            one, other = order[place - 1], order[place]
+            shared[place] = _shared_prefix(rows[one], rows[other], sequences[one], sequences[other])
+    lengths = [len(sequences[index]) for index in order]
+    pieces = _cut(lengths, shared, max_tokens)
+    batches: list[PackedBatch] = []
+    for group in _fill_bins(pieces, lengths, shared, max_tokens):
+        places = [place for start, end in sorted(group) for place in range(start, end)]
+        firsts = {start for start, _ in group}
+        batches.append(
+            _lay_out(
+                rows,
+                sequences,
+                [order[place] for place in places],
+                [0 if place in firsts else shared[place] for place in places],
+            )
+        )
+    return batches
+
+
+def _shared_prefix(row: TrainingRow, other: TrainingRow, ids: Ids, other_ids: Ids) -> int:
+    """Returns the length of the prefix that two rows can share."""
+    length = min(len(ids), len(other_ids))
+    equal = ids[:length] == other_ids[:length]
+    start = max(len(row.sample.prompt_ids), len(other.sample.prompt_ids))
+    if start < length:
+        ours, theirs = (
+            slice(start - len(r.sample.prompt_ids), length - len(r.sample.prompt_ids)) for r in (row, other)
+        )
+        trained = (row.weights[ours] != 0) & (other.weights[theirs] != 0)
+        same = (
+            row.sample.response_logprobs[ours].view(np.int32)
+            == other.sample.response_logprobs[theirs].view(np.int32)
+        ) & (row.sample.response_versions[ours] == other.sample.response_versions[theirs])
+        equal[start:] &= same | ~trained
+    different = np.flatnonzero(~equal)
+    return int(different[0]) if len(different) else length
+
+
+def _cut(lengths: Sequence[int], shared: Sequence[int], max_tokens: int | None) -> list[tuple[int, int]]:
+    """Splits the rows into pieces of consecutive rows that fit, so that the fewest tokens are repeated.
+
+    A piece starts with a whole row, so a cut costs the prefix that its first row shares with the row before.
+    """
+    pieces: list[tuple[int, int]] = []
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or not shared[end]:
+            pieces += [
+                (start + a, start + b)
+                for a, b in _cut_tree(lengths[start:end], shared[start:end], max_tokens)
+            ]
+            start = end
+    return pieces
+
+
+def _cut_tree(lengths: Sequence[int], shared: Sequence[int], max_tokens: int | None) -> list[tuple[int, int]]:
+    count = len(lengths)
+    if max_tokens is None:
+        return [(0, count)]
+    # best[end]: the fewest tokens and pieces for the rows before `end`, and where the last piece starts.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    for end in range(1, count + 1):
+        candidates: list[tuple[int, int, int]] = []
+        added = 0
+        for start in reversed(range(end)):
+            if added + lengths[start] > max_tokens:
+                break
+            tokens, pieces, _ = best[start]
+            candidates.append((tokens + added + lengths[start], pieces + 1, start))
+            added += lengths[start] - shared[start]
+        best.append(min(candidates))
+    cuts: list[tuple[int, int]] = []
+    end = count
+    while end:
+        start = best[end][2]
+        cuts.append((start, end))
+        end = start
+    return cuts[::-1]
+
+
+def _fill_bins(
+    pieces: Sequence[tuple[int, int]], lengths: Sequence[int], shared: Sequence[int], max_tokens: int | None
+) -> list[list[tuple[int, int]]]:
+    """Puts pieces into batches, the largest first, each into the first batch with room for it."""
+    if max_tokens is None:
+        return [list(pieces)] if pieces else []
+    sizes = {
+        piece: sum(lengths[piece[0] : piece[1]]) - sum(shared[piece[0] + 1 : piece[1]]) for piece in pieces
+    }
+    bins: list[list[tuple[int, int]]] = []
+    room: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -sizes[piece]):
+        place = next((index for index, free in enumerate(room) if free >= sizes[piece]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(max_tokens)
+        bins[place].append(piece)
+        room[place] -= sizes[piece]
+    return bins
+
+
+def _lay_out(
+    rows: Sequence[TrainingRow], sequences: Sequence[Ids], order: Sequence[int], shared: Sequence[int]
+) -> PackedBatch:
+    """Lays out rows depth-first, given the prefix that each shares with the row before."""
+    total = sum(len(sequences[index]) for index in order) - sum(shared)
+    ids, parents = np.empty(total, np.int32), np.empty(total, np.int32)
+    positions, subtree_ends = np.empty(total, np.int32), np.empty(total, np.int32)
+    old_logprobs = np.full(total, np.nan, np.float32)
+    versions = np.full(total, -1, np.int32)
+    weights, positive, negative = np.zeros((3, total), np.float64)
+    paths: list[NDArray[np.int32]] = []
+    path = np.empty(0, np.int32)
+    used = 0
+    for index, prefix in zip(order, shared, strict=True):
+        sequence, row = sequences[index], rows[index]
+        subtree_ends[path[prefix:]] = used
+        added = np.arange(used, used + len(sequence) - prefix, dtype=np.int32)
+        used += len(added)
+        ids[added] = sequence[prefix:]
+        parents[added] = added - 1
+        if len(added):
+            parents[added[0]] = path[prefix - 1] if prefix else NO_PARENT
+        positions[added] = np.arange(prefix, len(sequence), dtype=np.int32)
+        path = np.concatenate([path[:prefix], added])
+        paths.append(path)
+        trained = np.flatnonzero(row.weights)
+        places = path[len(row.sample.prompt_ids) + trained]
+        products = row.weights[trained].astype(np.float64) * row.advantages[trained]
+        old_logprobs[places] = row.sample.response_logprobs[trained]
+        versions[places] = row.sample.response_versions[trained]
+        weights[places] += row.weights[trained]
+        positive[places] += np.maximum(products, 0)
+        negative[places] += np.minimum(products, 0)
+    subtree_ends[path] = used
+    return PackedBatch(
+        ids=ids,
+        parents=parents,
+        positions=positions,
+        subtree_ends=subtree_ends,
+        old_logprobs=old_logprobs,
+        versions=versions,
+        weights=weights,
+        positive_advantages=positive,
+        negative_advantages=negative,
+        paths=tuple(paths),
+        rows=tuple(order),
+    )

@@ -1,0 +1,159 @@
+"""Packed batches: every row keeps its own tokens, ancestors and weights, with and without shared prefixes."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchline.core.errors import ExportError
+from branchline.core.message import Media
+from branchline.export.packing import NO_PARENT, PackedBatch, TrainingRow, pack_rows
+from tests.export.packed_rows import make_row, random_rows
+
+
+def sequence(row: TrainingRow) -> list[int]:
+    return [*row.sample.prompt_ids.tolist(), *row.sample.response_ids.tolist()]
+
+
+def visible(batch: PackedBatch, query: int) -> list[int]:
+    return [key for key in range(query + 1) if query < batch.subtree_ends[key]]
+
+
+def check_batches(rows: list[TrainingRow], batches: list[PackedBatch]) -> None:
+    """Checks everything that a batch promises against the single rows."""
+    assert sorted(index for batch in batches for index in batch.rows) == list(range(len(rows)))
+    for batch in batches:
+        weights, positive, negative = np.zeros((3, len(batch)))
+        for index, path in zip(batch.rows, batch.paths, strict=True):
+            row, places = rows[index], path.tolist()
+            assert batch.ids[path].tolist() == sequence(row)
+            assert batch.positions[path].tolist() == list(range(len(path)))
+            assert batch.parents[path].tolist() == [NO_PARENT, *places[:-1]][: len(places)]
+            for depth, place in enumerate(places):
+                assert visible(batch, place) == places[: depth + 1]
+            start = len(row.sample.prompt_ids)
+            for offset, (weight, advantage) in enumerate(zip(row.weights, row.advantages, strict=True)):
+                place = places[start + offset]
+                weights[place] += weight
+                positive[place] += max(weight * advantage, 0)
+                negative[place] += min(weight * advantage, 0)
+                if weight:
+                    assert batch.old_logprobs[place] == row.sample.response_logprobs[offset]
+                    assert batch.versions[place] == row.sample.response_versions[offset]
+        assert np.allclose(batch.weights, weights, rtol=1e-6)
+        assert np.allclose(batch.positive_advantages, positive, rtol=1e-6)
+        assert np.allclose(batch.negative_advantages, negative, rtol=1e-6)
+        assert np.isnan(batch.old_logprobs[batch.weights == 0]).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.booleans(), st.booleans())
+def test_a_token_attends_to_exactly_the_tokens_before_it_on_its_rows(
+    seed: int, count: int, share: bool, limited: bool
+) -> None:
+    rng = Random(seed)
+    rows = random_rows(rng, count, vocabulary=rng.choice([2, 50]))
+    limit = max(map(len, rows)) + rng.randint(0, 20) if limited else None
+    batches = pack_rows(rows, limit, share_prefixes=share)
+    check_batches(rows, batches)
+    if limit is not None:
+        assert all(len(batch) <= limit for batch in batches)
+    if not share:
+        assert sum(map(len, batches)) == sum(map(len, rows))
+
+
+def test_rows_share_the_longest_common_prefix() -> None:
+    rows = [make_row([1, 2, 3], [4, 5]), make_row([1, 2, 3], [4, 6]), make_row([1, 2, 3], [7])]
+    (batch,) = pack_rows(rows)
+    assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert batch.subtree_ends.tolist() == [7, 7, 7, 6, 5, 6, 7]
+    assert batch.weights.tolist() == [0, 0, 0, 2, 1, 1, 1]
+    assert batch.path_tokens == 14
+
+
+def test_advantages_of_either_sign_are_summed_apart() -> None:
+    rows = [
+        make_row([1], [2], advantages=[2.0]),
+        make_row([1], [2, 3], weights=[0.5, 1], advantages=[-1, -1]),
+    ]
+    (batch,) = pack_rows(rows)
+    assert batch.positive_advantages.tolist() == [0, 2, 0]
+    assert batch.negative_advantages.tolist() == [0, -0.5, -1]
+    assert batch.weights.tolist() == [0, 1.5, 1]
+
+
+@pytest.mark.parametrize("other", [{"logprobs": [-0.25, -0.5]}, {"version": 3}])
+def test_a_token_that_was_sampled_twice_is_not_shared(other: dict[str, object]) -> None:
+    rows = [make_row([1], [2, 3]), make_row([1], [2, 3], **other)]  # type: ignore[arg-type]
+    (batch,) = pack_rows(rows)
+    assert len(batch) == 5
+    check_batches(rows, [batch])
+
+
+def test_a_sampled_token_is_shared_with_a_row_in_which_it_is_context() -> None:
+    rows = [make_row([1], [2, 3]), make_row([1, 2, 3], [4])]
+    (batch,) = pack_rows(rows)
+    assert batch.ids.tolist() == [1, 2, 3, 4]
+    assert batch.weights.tolist() == [0, 1, 1, 1]
+
+
+def repeated_tokens(lengths: list[int], shared: list[int], cuts: tuple[int, ...], limit: int) -> int | None:
+    edges = [0, *cuts, len(lengths)]
+    total = 0
+    for start, end in pairwise(edges):
+        size = sum(lengths[start:end]) - sum(shared[start + 1 : end])
+        if size > limit:
+            return None
+        total += size
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_tree_over_the_limit_is_cut_where_the_fewest_tokens_repeat(seed: int) -> None:
+    rng = Random(seed)
+    rows = [
+        make_row([1], row_ids)
+        for row_ids in ([rng.randrange(2) for _ in range(rng.randint(1, 8))] for _ in range(6))
+    ]
+    limit = max(map(len, rows)) + rng.randint(0, 10)
+    batches = pack_rows(rows, limit)
+    ordered = sorted(map(sequence, rows))
+    lengths = [len(ids) for ids in ordered]
+    shared = [0]
+    for one, other in pairwise(ordered):
+        equal = [a == b for a, b in zip(one, other, strict=False)]
+        shared.append(equal.index(False) if False in equal else len(equal))
+    options = [
+        repeated_tokens(lengths, shared, cuts, limit)
+        for number in range(len(rows))
+        for cuts in combinations(range(1, len(rows)), number)
+    ]
+    assert sum(map(len, batches)) == min(option for option in options if option is not None)
+
+
+def test_a_row_over_the_limit_is_refused() -> None:
+    with pytest.raises(ExportError, match=r"rows\[1\]: has 5 tokens, expected at most 4"):
+        pack_rows([make_row([1], [2]), make_row([1, 2, 3], [4, 5])], 4)
+
+
+def test_a_row_with_images_is_refused() -> None:
+    row = make_row([1], [2])
+    object.__setattr__(row.sample, "media", (Media("image", "digest"),))
+    with pytest.raises(ExportError, match="images"):
+        pack_rows([row])
+
+
+def test_weights_of_another_length_are_refused() -> None:
+    row = make_row([1], [2, 3])
+    with pytest.raises(ExportError, match="weights: got 1 values, expected one for each of 2"):
+        TrainingRow(row.sample, row.weights[:1], row.advantages)
+
+
+def test_no_rows_give_no_batch() -> None:
+    assert pack_rows([]) == []
