@@ -98,7 +98,7 @@ coverage: $(READY) .cache/tokenizers/.ready ## run all tests except the slow one
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
 
 test-hf: $(VENV)/.smollm2 ## test the embedded engine with its model (installs torch)
-	$(BIN)/python -m pytest tests/engines tests/gateway/test_weight_update.py tests/gateway/test_images_embedded.py
+	$(BIN)/python -m pytest tests/engines tests/gateway/test_weight_update.py tests/gateway/test_images_embedded.py tests/train
 
 test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server on the CPU (installs it: 3.4 GB)
 	$(BIN)/python scripts/with_vllm.py .cache/vllm $(BIN)/python -m pytest -m slow tests/vllm
