@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not NAMES, reason="needs the templates: make test-templates"),
 ]
 UNREAD = {
+    "llama_cpp/CohereForAI-c4ai-command-r-plus-tool_use": "calls are a fenced list after `Action:`",
     "llama_cpp/GigaChat3-10B-A1.8B": "a call is a message of its own, after the stop token of the text",
     "llama_cpp/meetkai-functionary-medium-v3.2": "calls follow `>>>` without a token of their own",
     "llama_cpp/muse-glimmer": "each call is a message with a recipient",

@@ -119,7 +119,8 @@ class _EndingFinder:
         self._encoder = encoder
         self._prompt = probe.traits.generation_prompt
         self._tails = [tail for shape in _SHAPES if (tail := self._probe_tail(shape)) is not None]
-        self._inside = frozenset[int]().union(*(tail.inside for tail in self._tails))
+        # A reply continues after the tokens inside it, and after those of the generation prompt.
+        self._inside = frozenset(self._tokens(self._prompt)).union(*(tail.inside for tail in self._tails))
 
     def find(self, declared: frozenset[int]) -> ReplyEndings:
         stops = set(declared)

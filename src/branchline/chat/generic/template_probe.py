@@ -295,10 +295,12 @@ def _probe_content_parts(probe: TemplateProbe) -> bool:
 
 def _probe_reply_prefixes(probe: TemplateProbe) -> tuple[str, str]:
     """Returns the generation prompt, and the text before an earlier reply."""
-    body = probe.render_or_empty([USER], add_generation_prompt=False)
-    prompt = probe.render_or_empty([USER])
+    # A template for prompts with tools may refuse a prompt without.
+    tools = () if probe.render_or_empty([USER]) else TOOLS
+    body = probe.render_or_empty([USER], tools, add_generation_prompt=False)
+    prompt = probe.render_or_empty([USER], tools)
     generation_prompt = prompt[len(body) :] if prompt.startswith(body) else ""
-    text = probe.render_or_empty([USER, ASSISTANT, NEXT_USER])
+    text = probe.render_or_empty([USER, ASSISTANT, NEXT_USER], tools)
     reply = text.find(ASSISTANT.content)
     if generation_prompt and reply >= 0 and text.startswith(body):
         return generation_prompt, text[len(body) : reply]
