@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from branchline.core.errors import ExportError
@@ -51,6 +51,7 @@ def check_batches(rows: list[TrainingRow], batches: list[PackedBatch]) -> None:
         assert np.isnan(batch.old_logprobs[batch.weights == 0]).all()
 
 
+@example(2743, 5, True, False)
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 9), st.booleans(), st.booleans())
 def test_a_token_attends_to_exactly_the_tokens_before_it_on_its_rows(
@@ -100,6 +101,17 @@ def test_a_sampled_token_is_shared_with_a_row_in_which_it_is_context() -> None:
     (batch,) = pack_rows(rows)
     assert batch.ids.tolist() == [1, 2, 3, 4]
     assert batch.weights.tolist() == [0, 1, 1, 1]
+
+
+def test_a_token_that_was_sampled_twice_is_not_shared_through_a_row_in_which_it_is_context() -> None:
+    rows = [
+        make_row([1], [2, 3]),
+        make_row([1, 2, 3], [4]),
+        make_row([1], [2, 3, 5], logprobs=[-0.25, -0.5, -0.5]),
+    ]
+    (batch,) = pack_rows(rows)
+    assert len(batch) == 7
+    check_batches(rows, [batch])
 
 
 def repeated_tokens(lengths: list[int], shared: list[int], cuts: tuple[int, ...], limit: int) -> int | None:

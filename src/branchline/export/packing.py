@@ -91,11 +91,7 @@ def pack_rows(
             raise ExportError(f"rows[{index}]: has {len(row)} tokens, expected at most {max_tokens}")
     sequences = [np.concatenate([row.sample.prompt_ids, row.sample.response_ids]) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: sequences[index].astype(">u4").tobytes())
-    shared = [0] * len(rows)
-    if share_prefixes:
-        for place in range(1, len(order)):
-            one, other = order[place - 1], order[place]
-            shared[place] = _shared_prefix(rows[one], rows[other], sequences[one], sequences[other])
+    shared = _shared_prefixes([rows[index] for index in order]) if share_prefixes else [0] * len(rows)
     lengths = [len(sequences[index]) for index in order]
     pieces = _cut(lengths, shared, max_tokens)
     batches: list[PackedBatch] = []
@@ -113,23 +109,48 @@ def pack_rows(
     return batches
 
 
-def _shared_prefix(row: TrainingRow, other: TrainingRow, ids: Ids, other_ids: Ids) -> int:
-    """Returns the length of the prefix that two rows can share."""
-    length = min(len(ids), len(other_ids))
-    equal = ids[:length] == other_ids[:length]
-    start = max(len(row.sample.prompt_ids), len(other.sample.prompt_ids))
-    if start < length:
-        ours, theirs = (
-            slice(start - len(r.sample.prompt_ids), length - len(r.sample.prompt_ids)) for r in (row, other)
+@dataclass
+class _PathTokens:
+    """The tokens of a path, and how those that are trained were sampled."""
+
+    ids: Ids
+    is_trained: NDArray[np.bool_]
+    logprobs: NDArray[np.int32]
+    """As bits, so that NaN equals NaN."""
+    versions: NDArray[np.int32]
+
+    @classmethod
+    def of_row(cls, row: TrainingRow) -> _PathTokens:
+        sample, prompt = row.sample, np.zeros(len(row.sample.prompt_ids), np.int32)
+        return cls(
+            np.concatenate([sample.prompt_ids, sample.response_ids]),
+            np.concatenate([prompt != 0, row.weights != 0]),
+            np.concatenate([prompt, sample.response_logprobs.astype(np.float32).view(np.int32)]),
+            np.concatenate([prompt, sample.response_versions]),
         )
-        trained = (row.weights[ours] != 0) & (other.weights[theirs] != 0)
-        same = (
-            row.sample.response_logprobs[ours].view(np.int32)
-            == other.sample.response_logprobs[theirs].view(np.int32)
-        ) & (row.sample.response_versions[ours] == other.sample.response_versions[theirs])
-        equal[start:] &= same | ~trained
-    different = np.flatnonzero(~equal)
-    return int(different[0]) if len(different) else length
+
+
+def _shared_prefixes(rows: Sequence[TrainingRow]) -> list[int]:
+    """Returns the length of the prefix that each row shares with the path before it."""
+    shared = [0] * len(rows)
+    path = _PathTokens.of_row(rows[0]) if rows else None
+    for place in range(1, len(rows)):
+        assert path is not None
+        row = _PathTokens.of_row(rows[place])
+        length = min(len(path.ids), len(row.ids))
+        part = slice(length)
+        sampled_alike = (path.logprobs[part] == row.logprobs[part]) & (
+            path.versions[part] == row.versions[part]
+        )
+        both_trained = path.is_trained[part] & row.is_trained[part]
+        differs = np.flatnonzero((path.ids[part] != row.ids[part]) | (both_trained & ~sampled_alike))
+        shared[place] = int(differs[0]) if len(differs) else length
+        # A token that is context in this row may be trained in an earlier one.
+        kept = np.flatnonzero(path.is_trained[: shared[place]])
+        row.is_trained[kept] = True
+        row.logprobs[kept], row.versions[kept] = path.logprobs[kept], path.versions[kept]
+        path = row
+    return shared
 
 
 def _cut(lengths: Sequence[int], shared: Sequence[int], max_tokens: int | None) -> list[tuple[int, int]]:
