@@ -182,8 +182,8 @@ def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _output_layer(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Returns the function from hidden states to logits, as the model itself computes them."""
-    config: Any = model.config
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    decoder: Any = model
+    config, head = decoder.config, decoder.get_output_embeddings()
     cap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
 
