@@ -17,8 +17,13 @@ settings.register_profile(
 )
 settings.load_profile("branchline")
 
-# The embedded engine needs torch.
-_NEEDS_TORCH = ["src/branchline/engines/hf/*", "tests/engines/tiny_model.py", "tests/engines/hf/*"]
+# The embedded engine and training need torch.
+_NEEDS_TORCH = [
+    "src/branchline/engines/hf/*",
+    "src/branchline/train/*",
+    "tests/engines/tiny_model.py",
+    "tests/engines/hf/*",
+]
 collect_ignore_glob = [] if find_spec("torch") else _NEEDS_TORCH
 
 # Tests connect to loopback only. With a folder that has no certificates, each HTTP client skips reading the
