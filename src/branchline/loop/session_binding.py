@@ -1,4 +1,4 @@
-"""A trajectory and its session: where its calls are, and what the session is told at the end.
+"""A trajectory and its session: where its calls are recorded, and which results it sends at the end.
 
 A state that was interrupted resumes only in a session that has all its calls: in any other, the tokens of the
 missing calls would be context that is never trained. At the end the session gets the rewards, so that its
