@@ -17,7 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 TEMPLATES_DIR = Path(__file__).resolve().parent.parent / ".cache" / "templates"
-PACKAGES = {"llama_cpp": "llama-cpp-python==0.3.36", "trl": "trl==1.16.0"}
+PACKAGES = {
+    "llama_cpp": "llama-cpp-python==0.3.36",
+    "trl": "trl==1.16.0",
+    "axolotl": "axolotl==0.19.0",
+}
 """The folder of each collection, and the package that carries it."""
 _FROM_SOURCE = {"llama_cpp"}
 """Collections that only the source distribution carries."""

@@ -48,6 +48,35 @@ def test_an_empty_reasoning_block_is_kept_in_any_spelling(
         codec.prompt_cache.clear()
 
 
+DROPPED_LATER = (
+    "{%- set ns = namespace(last=0) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
+"""Shows the empty block of a reply until the next question, as Qwen3.5 without thinking."""
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("forgets", [False, True], ids=["remembered", "forgotten"])
+def test_an_empty_reasoning_block_that_history_shows_at_first_is_kept_when_it_is_dropped(
+    keep: bool, forgets: bool
+) -> None:
+    codec = load_codec_with_template(DROPPED_LATER, keep_empty_think=keep)
+    driver = SessionDriver(codec)
+    messages, reply = [user("p")], driver.encode("yes<|im_end|>")
+    for number in range(3):
+        node = driver.commit_reply(messages, reply)
+        messages += [node.message, Message("tool", f"r{number}")]
+        assert driver.prepare(*messages).parent is node
+    node = driver.commit_reply(messages, reply)
+    if forgets:
+        codec.prompt_cache.clear()
+    assert (driver.prepare(*messages, node.message, user("q")).parent is node) is keep
+
+
 @pytest.mark.parametrize(
     "prompt_block",
     ["<think>\n", "Here are my reasoning steps:\n", "<|channel|>final<|message|>", "<think>hm</think>"],

@@ -133,7 +133,7 @@ class PromptBuilder:
         escaped |= self._escapes.find(self._messages, covered)
         text = self._render(self._messages, marked, escaped)
         kept_prefix = (
-            self._compare_with_remembered(text, remembered)
+            self._compare_with_remembered(text, remembered, marked)
             if remembered is not None
             else self._compare_with_path_ids(text, marked)
         )
@@ -190,10 +190,15 @@ class PromptBuilder:
         prompt = self._cache.get(id(last_ids))
         return prompt if prompt is not None and prompt.last_ids is last_ids else None
 
-    def _compare_with_remembered(self, text: str, remembered: RenderedPrompt) -> KeptPrefix:
+    def _compare_with_remembered(
+        self, text: str, remembered: RenderedPrompt, marked: set[int]
+    ) -> KeptPrefix:
         """Returns how much of the path the text shows, by comparison with the path's last prompt."""
         ends, body_end = remembered.message_ends, remembered.message_ends[-1]
         if not text.startswith(remembered.text[:body_end]):
+            if self._kept_reasoning_block:
+                # Some templates show an empty block up to the next question and drop it then.
+                return self._compare_with_path_ids(text, marked)
             first = bisect_right(ends, first_difference(text, remembered.text))
             return KeptPrefix(ends[:first], RewriteReason.REWRITTEN)
         if len(ends) == len(self._path):
@@ -238,13 +243,18 @@ class PromptBuilder:
         if text.startswith(recorded, offset):
             return offset + len(recorded)
         traits = self._profile.traits
-        block = traits.empty_reasoning_block if self._profile.keep_empty_think else ""
+        block = self._kept_reasoning_block
         if block and recorded.endswith(block):
             before = recorded.removesuffix(block)
             for shown in (before + traits.history_reasoning_block, before):
                 if text.startswith(shown, offset):
                     return offset + len(shown)
         return None
+
+    @property
+    def _kept_reasoning_block(self) -> str:
+        """The empty reasoning block that is kept although history does not show it, if there is one."""
+        return self._profile.traits.empty_reasoning_block if self._profile.keep_empty_think else ""
 
     # -- both histories ---------------------------------------------------------------------------------
 
