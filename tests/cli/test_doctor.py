@@ -95,6 +95,13 @@ def test_an_unsafe_template_exits_with_1_and_one_sentence_of_advice(doctor: Doct
     assert verdict.count(". ") == 0
 
 
+def test_a_template_is_judged_with_its_default_arguments(doctor: Doctor) -> None:
+    template = "{{ prefix + '\\n' }}" + CHAT_TEMPLATE
+    assert doctor(template)[0] == 1
+    code, output = doctor(template, "--default-chat-template-kwargs", '{"prefix": "# Chat"}')
+    assert code == 0, output
+
+
 def test_json_output_is_one_object(doctor: Doctor) -> None:
     code, text = doctor(CHAT_TEMPLATE, "--json")
     output = json.loads(text)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from branchline.chat.base import NewMessage
+from branchline.chat.generic.codec import GenericCodec
 from branchline.cli import serve
 from branchline.cli.engines import build_router
 from branchline.cli.main import build_parser, main
@@ -80,6 +81,22 @@ def test_stop_ids_are_set_and_removed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert names == {"<|return|>", "<|endoftext|>", "<|end|>"}
     assert main([*arguments, "--stop-id", "<|eot|>"]) == 2
     assert "stop_ids: got '<|eot|>', expected an id from 0 to " in capsys.readouterr().err
+
+
+def test_default_template_arguments_are_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    option = "--default-chat-template-kwargs"
+    arguments = ["serve", "--engine", "vllm", "--engine-url", "http://h:1", "--tokenizer"]
+    arguments.append(str(save_harmony(tmp_path)))
+    options = build_parser().parse_args([*arguments, option, '{"reasoning_effort": "high"}'])
+    codec, _ = build_router(options)
+    assert isinstance(codec, GenericCodec)
+    assert codec.default_chat_template_kwargs == {"reasoning_effort": "high"}
+    assert main([*arguments, "--codec", "renderers", "--family", "qwen3", option, '{"a": 1}']) == 2
+    assert f"{option}: got {{'a': 1}}, expected none with --codec renderers" in capsys.readouterr().err
+    for text in ("{", "[1]", "high"):
+        with pytest.raises(SystemExit):
+            main([*arguments, option, text])
+        assert f"{option}: got {text!r}, expected a JSON object" in capsys.readouterr().err
 
 
 def test_help_shows_examples_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from branchline.chat.base import HistoryPolicy
 from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.call_log import no_calls_error, skipped_lines, skipped_to_json
-from branchline.cli.engines import add_stop_id_options
+from branchline.cli.engines import add_template_options
 from branchline.cli.render import format_count, pluralize, sanitize, to_text
 from branchline.core.errors import LogError
 from branchline.doctor.findings import Finding, Severity
@@ -75,7 +75,7 @@ def add_doctor(commands: Any) -> None:
         required=True,
         help="a folder with tokenizer.json and the chat template, or a Hugging Face name",
     )
-    add_stop_id_options(parser)
+    add_template_options(parser)
     parser.add_argument(
         "--history",
         choices=get_args(HistoryPolicy),
@@ -91,7 +91,12 @@ def add_doctor(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Returns what the command prints, and its exit code."""
-    codec = GenericCodec.open(options.tokenizer, stop_ids=options.stop_id, no_stop_ids=options.no_stop_id)
+    codec = GenericCodec.open(
+        options.tokenizer,
+        stop_ids=options.stop_id,
+        no_stop_ids=options.no_stop_id,
+        default_chat_template_kwargs=options.default_chat_template_kwargs,
+    )
     reader = LogReader(
         options.calls or Path(), skip_bad=options.skip_bad, check_ids=codec.tokenizer.invalid_id_error
     )

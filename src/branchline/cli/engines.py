@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from branchline.chat.base import Codec
 from branchline.core.errors import InputError
@@ -32,8 +33,8 @@ UPSTREAM_KEY_ENV_PREFIX = "BRANCHLINE_UPSTREAM_KEY_"
 OPENAI_KEY_ENV = "OPENAI_API_KEY"
 
 
-def add_stop_id_options(parser: argparse._ActionsContainer) -> None:
-    """Adds --stop-id and --no-stop-id, which change the stop ids of a codec."""
+def add_template_options(parser: argparse._ActionsContainer) -> None:
+    """Adds the options that change the stop ids and the template arguments of a codec."""
     parser.add_argument(
         "--stop-id",
         action="append",
@@ -48,6 +49,24 @@ def add_stop_id_options(parser: argparse._ActionsContainer) -> None:
         metavar="ID_OR_TOKEN",
         help="an id that does not end an output, although the model's files or template name it; repeatable",
     )
+    parser.add_argument(
+        "--default-chat-template-kwargs",
+        type=_parse_json_object,
+        default={},
+        metavar="JSON",
+        help="arguments of the chat template for every prompt, which a request's chat_template_kwargs "
+        'override: \'{"enable_thinking": true}\'',
+    )
+
+
+def _parse_json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
+    return value
 
 
 def build_router(options: argparse.Namespace) -> tuple[Codec, Router]:
@@ -130,10 +149,20 @@ def _load_codec(options: argparse.Namespace, tokenizer: str | Path) -> Codec:
     if options.codec == "renderers":
         if value := [*options.stop_id, *options.no_stop_id]:
             raise InputError(f"--stop-id, --no-stop-id: got {value}, expected none with --codec renderers")
+        if value := options.default_chat_template_kwargs:
+            raise InputError(
+                f"--default-chat-template-kwargs: got {value}, expected none with --codec renderers"
+            )
         return _load_renderers_codec(options, tokenizer, parsers)
     if options.family:
         raise InputError(f"--family: got {options.family!r}, expected it with --codec renderers only")
-    return GenericCodec.open(tokenizer, allow_special_tokens=options.allow_special_tokens, **parsers, **stops)
+    return GenericCodec.open(
+        tokenizer,
+        allow_special_tokens=options.allow_special_tokens,
+        default_chat_template_kwargs=options.default_chat_template_kwargs,
+        **parsers,
+        **stops,
+    )
 
 
 def _load_renderers_codec(

@@ -17,7 +17,7 @@ from branchline.cli.engines import (
     ENGINE_NAMES,
     OPENAI_KEY_ENV,
     UPSTREAM_KEY_ENV_PREFIX,
-    add_stop_id_options,
+    add_template_options,
     build_router,
 )
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
@@ -113,7 +113,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--family", metavar="NAME", help="the model family of --codec renderers")
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
-    add_stop_id_options(group)
+    add_template_options(group)
     group.add_argument(
         "--allow-special-tokens",
         action="store_true",

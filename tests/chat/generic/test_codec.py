@@ -147,6 +147,22 @@ def test_keep_empty_think_keeps_the_empty_block_of_the_generation_prompt(keep: b
         history += [node.message, user(f"and {count}?")]
 
 
+def test_default_template_arguments_apply_to_every_prompt_and_requests_override_them() -> None:
+    plain = SessionDriver(GenericCodec(load_tokenizer("qwen3")))
+    codec = GenericCodec(load_tokenizer("qwen3"), default_chat_template_kwargs={"enable_thinking": False})
+    driver = SessionDriver(codec)
+    on, off = ({"enable_thinking": value} for value in (True, False))
+    for one, other in (({}, off), (off, off), (on, on)):
+        prompts = [
+            each.prepare(user("p"), chat_template_kwargs=kwargs).prompt_ids.tolist()
+            for each, kwargs in ((driver, one), (plain, other))
+        ]
+        assert prompts[0] == prompts[1]
+    assert codec.encode_prompt([user("p")]).tolist() == driver.prepare(user("p")).prompt_ids.tolist()
+    assert codec.profile().traits.empty_reasoning_block
+    assert not plain.codec.profile().traits.empty_reasoning_block
+
+
 def test_consecutive_tool_results_are_folded_by_the_template(qwen: SessionDriver) -> None:
     text = "\n".join(
         f'<tool_call>\n{{"name": "look", "arguments": {{"at": {n}}}}}\n</tool_call>' for n in (1, 2)

@@ -72,7 +72,8 @@ class GenericCodec(TokenizerCodec):
     are found in the tokenizer's files and in the template (`reply_endings`); each is an id or the text of a
     token. With `allow_special_tokens` the text of a control token (`<|im_end|>`) in a message becomes that
     token; by default it stays text. `vision` and `image_token` replace the settings of the image processor
-    and the placeholder token that the tokenizer directory names.
+    and the placeholder token that the tokenizer directory names. Template arguments of a request override
+    `default_chat_template_kwargs`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class GenericCodec(TokenizerCodec):
         no_stop_ids: Iterable[int | str] = (),
         vision: VisionConfig | None = None,
         image_token: str = "",
+        default_chat_template_kwargs: ChatTemplateKwargs | None = None,
         now: datetime | None = None,
     ) -> None:
         super().__init__(tokenizer)
@@ -103,20 +105,24 @@ class GenericCodec(TokenizerCodec):
         self._keep_empty_think = keep_empty_think
         self._allow_special_tokens = allow_special_tokens
         self._open_image_processor(vision, image_token)
+        self.default_chat_template_kwargs = dict(default_chat_template_kwargs or {})
         sources = {tools: chat_template or tokenizer.template_source(tools=tools) for tools in (False, True)}
         compiled = {source: self._compile(source) for source in sources.values()}
         self._templates = {tools: compiled[source] for tools, source in sources.items()}
         self._traits = {
-            template: probe_template_traits(template, now=self.now) for template in compiled.values()
+            template: probe_template_traits(template, self.default_chat_template_kwargs, self.now)
+            for template in compiled.values()
         }
-        for template, traits in self._traits.items():
-            self.segment_encoder.verify(TemplateProbe(template, traits, now=self.now).render_examples())
+        probes = {
+            template: TemplateProbe(template, traits, self.default_chat_template_kwargs, self.now)
+            for template, traits in self._traits.items()
+        }
+        for probe in probes.values():
+            self.segment_encoder.verify(probe.render_examples())
         declared = tokenizer.stop_ids.union(tokenizer.find_id(value, "stop_ids") for value in stop_ids)
         self._endings = {
-            template: probe_reply_endings(
-                TemplateProbe(template, traits, now=self.now), self.segment_encoder, declared
-            )
-            for template, traits in self._traits.items()
+            template: probe_reply_endings(probe, self.segment_encoder, declared)
+            for template, probe in probes.items()
         }
         found = declared.union(*(endings.stop_ids for endings in self._endings.values()))
         self.stop_ids = found - self._find_removed_stops(no_stop_ids, found)
@@ -159,8 +165,9 @@ class GenericCodec(TokenizerCodec):
         self, *, tools: bool = False, chat_template_kwargs: ChatTemplateKwargs | None = None
     ) -> TemplateProfile:
         """Returns what is known about the template for prompts with or without tools."""
-        template, kwargs = self._templates[tools], chat_template_kwargs or {}
-        key = (template, canonical_json(dict(kwargs)) if kwargs else b"")
+        template = self._templates[tools]
+        kwargs = {**self.default_chat_template_kwargs, **(chat_template_kwargs or {})}
+        key = (template, canonical_json(kwargs) if kwargs else b"")
         if key not in self._profiles:
             self._profiles[key] = self._build_profile(template, kwargs)
         return self._profiles[key]
@@ -180,7 +187,7 @@ class GenericCodec(TokenizerCodec):
 
     def _build_profile(self, template: ChatTemplate, kwargs: ChatTemplateKwargs) -> TemplateProfile:
         traits = self._traits[template]
-        if kwargs:
+        if kwargs != self.default_chat_template_kwargs:
             traits = probe_template_traits(template, kwargs, self.now)
         traits = self._with_generation_prompt(template, traits, kwargs)
         output_format = self._detect_output_format(template, traits, kwargs)
