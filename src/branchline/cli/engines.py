@@ -55,7 +55,7 @@ def add_template_options(parser: argparse._ActionsContainer) -> None:
         default={},
         metavar="JSON",
         help="arguments of the chat template for every prompt, which a request's chat_template_kwargs "
-        'override: \'{"enable_thinking": true}\'',
+        "override: '{\"enable_thinking\": true}'",
     )
 
 

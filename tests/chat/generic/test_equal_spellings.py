@@ -50,9 +50,10 @@ def test_an_empty_reasoning_block_is_kept_in_any_spelling(
 
 DROPPED_LATER = (
     "{%- set ns = namespace(last=0) %}"
-    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages if m.role == 'user' %}{%- set ns.last = messages.index(m) %}{%- endfor %}"
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
-    "{%- if m.role == 'assistant' and loop.index0 > ns.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
 )

@@ -236,6 +236,37 @@ def minicpm5(text: str, calls: Sequence[ToolCall]) -> str:
     return "\n".join([text, *blocks] if text else blocks)
 
 
+def gigachat3(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + "".join(
+        f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call}" for call in _json_calls(calls)
+    )
+
+
+def functionary_v32(text: str, calls: Sequence[ToolCall]) -> str:
+    parts = [f"all\n{text}"] if text or not calls else []
+    return ">>>".join([*parts, *(f"{call.name}\n{call.arguments}" for call in calls)])
+
+
+def command_r(text: str, calls: Sequence[ToolCall]) -> str:
+    items = [f'    {{\n"tool_name": "{call.name}",\n"parameters": {call.arguments}\n}}' for call in calls]
+    listed = ",\n".join(items)
+    return text + (f"\nAction:\n```json\n[\n{listed}\n]```\n" if calls else "")
+
+
+def functools(text: str, calls: Sequence[ToolCall]) -> str:
+    return text + (f"functools[{', '.join(_json_calls(calls))}]" if calls else "")
+
+
+def muse_glimmer(text: str, calls: Sequence[ToolCall]) -> str:
+    messages = [f" to=user<|message|>{text}"] if text else []
+    for call in calls:
+        pairs = [f'<atem:parameter name="{k}">{v}</atem:parameter>\n' for k, v in bare_arguments(call)]
+        invoke = f'<atem:invoke name="{call.name}">\n{"".join(pairs)}</atem:invoke>'
+        block = f"<atem:function_calls>\n{invoke}\n</atem:function_calls>"
+        messages.append(f" to={call.name}<|message|>{block}")
+    return "<|eom|><|start|>assistant".join(messages)
+
+
 def plain(text: str, calls: Sequence[ToolCall]) -> str:
     return text
 
@@ -326,18 +357,23 @@ WRITERS: list[tuple[str, Writer]] = [
     ("deepseek_v4", deepseek_v4),
     ("kimi_k3", kimi_k3),
     ("minicpm5", minicpm5),
+    ("gigachat3", gigachat3),
+    ("functionary_v32", functionary_v32),
+    ("command_r", command_r),
+    ("functools", functools),
+    ("muse_glimmer", muse_glimmer),
 ]
 WRITER_IDS: dict[str, Any] = {"ids": [writer.__name__ for _, writer in WRITERS]}
 FORMATS = list(dict.fromkeys(name for name, _ in WRITERS))
 """Every format once."""
 WITH_CALLS = [pair for pair in WRITERS if pair[0] != "plain"]
-BARE = {"qwen3_coder", "glm", "minimax", "seed", "hunyuan", "minimax_m3", "minicpm5"}
+BARE = {"qwen3_coder", "glm", "minimax", "seed", "hunyuan", "minimax_m3", "minicpm5", "muse_glimmer"}
 """Formats that write values as bare text, so that a string may look like another value."""
 CONVERTED = {*BARE, "deepseek_v32", "deepseek_v4", "kimi_k3", "llama4", "lfm2", "gemma4"}
 """Formats whose arguments are not JSON and are converted to it."""
 UNFRAMED = {"llama3", "llama4"}
 """Formats in which the complete output is the calls."""
-FRAMED_TEXT = {"harmony", "cohere", "solar", "kimi_k3"}
+FRAMED_TEXT = {"harmony", "cohere", "solar", "kimi_k3", "gigachat3", "functionary_v32", "muse_glimmer"}
 """Formats with markers around text."""
 
 TOOLS = [

@@ -56,6 +56,13 @@ MARKERS = {
     "deepseek_v4": ['"f">', '<｜DSML｜parameter name="k" string="false">', "</｜DSML｜parameter>"],
     "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>", '"f"', '<|open|>argument key="k" type="string"<|sep|>'],
     "minicpm5": ['"f">', '<param name="k">', "<![CDATA[", "]]>", "</param>"],
+    "gigachat3": ['{"name": "f", "arguments": {'],
+    "functionary_v32": [">>>", "all\n", "f\n", ">>>f\n{"],
+    "command_r": ["Action:", "```json", "```", '[{"tool_name": "f", "parameters": {'],
+    "functools": ["functools", '[{"name": "f", "arguments": {'],
+    "muse_glimmer": ["<|start|>assistant", " to=self", " to=user", " to=f", "<|message|>", "<|eom|>",
+                     "<|eot|>", '<atem:invoke name="f">', '<atem:parameter name="k">', "</atem:parameter>",
+                     "</atem:invoke>", "<atem:function_calls>", "</atem:function_calls>"],
 }  # fmt: skip
 FRAGMENTS = [
     "{",

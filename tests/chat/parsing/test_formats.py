@@ -45,6 +45,11 @@ OPENERS = {
     "deepseek_v4": "<｜DSML｜tool_calls>",
     "kimi_k3": "<|open|>tools<|sep|>",
     "minicpm5": "<function name=",
+    "gigachat3": "function call<|role_sep|>",
+    "functionary_v32": "f\n{",
+    "command_r": "Action:\n```json\n[",
+    "functools": "functools[",
+    "muse_glimmer": " to=f",
 }
 """The text with which a call starts."""
 CLOSERS = {
@@ -56,6 +61,9 @@ CLOSERS = {
     "deepseek_v32": "</｜DSML｜invoke>",
     "deepseek_v4": "</｜DSML｜invoke>",
     "kimi_k3": "<|close|>call<|sep|>",
+    "functionary_v32": "}}",
+    "command_r": "]",
+    "functools": "]",
 }
 """The text that completes a call, if more may follow."""
 
@@ -109,7 +117,8 @@ def test_a_call_cut_anywhere_is_text_and_never_a_call(name: str, write: Writer) 
     for end in range(1, output.index(closes) + len(closes)):
         parsed = parse_text(name, output[:end], "length")
         assert parsed.message.tool_calls == ()
-        kept = output[:end].replace("<|tool_calls|>", "") if name == "solar" else output[:end]
+        framing = {"solar": "<|tool_calls|>", "gigachat3": "<|message_sep|>"}.get(name)
+        kept = output[:end].replace(framing, "") if framing else output[:end]
         assert parsed.message.content == kept, "every character of the call is still there"
         if begins in output[:end]:
             assert parsed.problems == CUT

@@ -190,9 +190,7 @@ class PromptBuilder:
         prompt = self._cache.get(id(last_ids))
         return prompt if prompt is not None and prompt.last_ids is last_ids else None
 
-    def _compare_with_remembered(
-        self, text: str, remembered: RenderedPrompt, marked: set[int]
-    ) -> KeptPrefix:
+    def _compare_with_remembered(self, text: str, remembered: RenderedPrompt, marked: set[int]) -> KeptPrefix:
         """Returns how much of the path the text shows, by comparison with the path's last prompt."""
         ends, body_end = remembered.message_ends, remembered.message_ends[-1]
         if not text.startswith(remembered.text[:body_end]):

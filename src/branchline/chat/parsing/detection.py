@@ -11,11 +11,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from branchline.chat.parsing.base import Tools
-from branchline.chat.parsing.output_parser import REASONING_MARKERS, OutputFormat
+from branchline.chat.parsing.output_parser import CHANNEL_FORMATS, REASONING_MARKERS, OutputFormat
 from branchline.core.message import ToolCall
 
 _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>",)),
+    ("muse_glimmer", ("<atem:invoke",)),
     ("kimi", ("<|tool_calls_section_begin|>",)),
     ("kimi_k3", ("<|open|>", "<|sep|>", "call tool=")),
     ("deepseek", ("<｜tool▁calls▁begin｜>",)),
@@ -26,12 +27,15 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hunyuan", ("<tool_calls:opensource>",)),
     ("seed", ("<seed:tool_call>",)),
     ("cohere", ("<|START_ACTION|>",)),
+    ("cohere", ("<|START_RESPONSE|>",)),
+    ("command_r", ("Action:", "```json")),
     ("apertus", ("<|tools_prefix|>",)),
     ("gemma4", ("<|tool_call>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
     ("solar", ("<|tool_call:begin|>",)),
     ("gigachat", ("<|function_call|>",)),
+    ("gigachat3", ("function call", "<|role_sep|>")),
     ("nemotron_v2", ("<TOOLCALL>",)),
     ("minicpm5", ("<function name=", "<param name=")),
     ("glm", ("<arg_key>",)),
@@ -40,6 +44,8 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tool_calls", ("<tool_calls>",)),
     ("granite", ("<|tool_call|>",)),
     ("functionary", ("<function=",)),
+    ("functionary_v32", (">>>all",)),
+    ("functools", ("functools[",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama4", ("<|header_start|>", "tool_calls")),
     ("llama4", ("<|python_start|>",)),
@@ -98,8 +104,7 @@ def detect_output_format(
     readable = [name for name in possible if rendered_call is None or rendered_call.is_read_by(name)]
     tool_format = readable[0] if readable else "plain"
     unread_call = "" if readable else shown
-    if tool_format == "harmony":
-        # Its parser reads reasoning from the channels.
+    if tool_format in CHANNEL_FORMATS:
         return DetectedFormat(OutputFormat(tool_format))
     for name, (opener, closer) in REASONING_MARKERS.items():
         opened = generation_prompt.rfind(opener)

@@ -37,7 +37,7 @@ def _parse_object(body: str, _: Tools) -> list[ToolCall]:
     return [call] if call is not None else []
 
 
-def _parse_objects(name_key: str, argument_key: str, id_key: str = "") -> BodyParser:
+def parse_objects(name_key: str, argument_key: str, id_key: str = "") -> BodyParser:
     """Returns a parser of an array of objects, or of several objects one after the other.
 
     Calls that cannot be separated are one call: the first name, with all that follows as arguments.
@@ -142,7 +142,7 @@ JSON_FORMATS: dict[str, CallFormat] = {
     # Command R7B, Command A: <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {…}}]
     "cohere": CallFormat(
         ("<|START_ACTION|>", "<|END_ACTION|>"),
-        _parse_objects("tool_name", "parameters", "tool_call_id"),
+        parse_objects("tool_name", "parameters", "tool_call_id"),
         is_json=True,
         text_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
@@ -155,20 +155,28 @@ JSON_FORMATS: dict[str, CallFormat] = {
     ),
     # MiniMax-M1 writes an object per line, Apriel, Jamba and Hunyuan-A13B a list.
     "tool_calls": CallFormat(
-        ("<tool_calls>", "</tool_calls>"), _parse_objects("name", "arguments"), is_json_sequence=True
+        ("<tool_calls>", "</tool_calls>"), parse_objects("name", "arguments"), is_json_sequence=True
     ),
     "nemotron_v2": CallFormat(
-        ("<TOOLCALL>", "</TOOLCALL>"), _parse_objects("name", "arguments"), is_json=True
+        ("<TOOLCALL>", "</TOOLCALL>"), parse_objects("name", "arguments"), is_json=True
     ),
     # Granite 3 writes no closer, Phi-4-mini does.
     "granite": CallFormat(
         ("<|tool_call|>", "<|/tool_call|>"),
-        _parse_objects("name", "arguments"),
+        parse_objects("name", "arguments"),
         is_json=True,
         closer_is_optional=True,
     ),
     "gigachat": CallFormat(
         ("<|function_call|>", "<|message_sep|>"), _parse_object, is_json=True, closer_is_optional=True
+    ),
+    # GigaChat 3 opens a message of its own for a call; 3.1 writes a token.
+    "gigachat3": CallFormat(
+        ("function call<|role_sep|>", "<|message_sep|>"),
+        _parse_object,
+        is_json=True,
+        closer_is_optional=True,
+        text_markers=("<|message_sep|>",),
     ),
     "solar": CallFormat(
         ("<|tool_call:begin|>", "<|tool_call:end|>"),

@@ -21,12 +21,13 @@ from branchline.chat.parsing.base import (
     TextParser,
     Tools,
 )
-from branchline.chat.parsing.harmony import HarmonyParser
+from branchline.chat.parsing.channel_formats import HarmonyParser, MuseGlimmerParser
 from branchline.chat.parsing.json_formats import JSON_FORMATS
 from branchline.chat.parsing.literal_formats import LITERAL_FORMATS, Llama4Parser
 from branchline.chat.parsing.llama3 import Llama3Parser
 from branchline.chat.parsing.mistral import MistralParser
 from branchline.chat.parsing.tagged_formats import TAGGED_FORMATS
+from branchline.chat.parsing.unclosed_formats import JSON_LIST_FORMATS, FunctionaryV32Parser
 from branchline.core.errors import CodecError
 from branchline.core.message import Message
 
@@ -52,12 +53,20 @@ TOOL_FORMATS: dict[str, Callable[[Tools], TextParser]] = {
     **JSON_FORMATS,
     **TAGGED_FORMATS,
     **LITERAL_FORMATS,
+    **JSON_LIST_FORMATS,
+    "functionary_v32": FunctionaryV32Parser,
     "harmony": HarmonyParser,
+    "muse_glimmer": MuseGlimmerParser,
     "llama3": Llama3Parser,
     "llama4": Llama4Parser,
     "mistral": MistralParser,
 }
-_FRAMING_TOKENS = {"harmony": HarmonyParser.splitter.markers}
+_FRAMING_TOKENS = {
+    "harmony": HarmonyParser.splitter.markers,
+    "muse_glimmer": MuseGlimmerParser.splitter.markers,
+}
+CHANNEL_FORMATS = frozenset(_FRAMING_TOKENS)
+"""Formats whose parsers read reasoning from the headers of messages."""
 
 
 @dataclass(frozen=True, slots=True)
