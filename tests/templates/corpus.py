@@ -51,6 +51,44 @@ _PLAIN_TOKEN = re.compile(
 )
 """Tokens that tokenizers add without marking them as special."""
 BOS, EOS = "<|zq_bos|>", "<|zq_eos|>"
+REQUIRED_ARGUMENTS: dict[str, dict[str, Any]] = {
+    # It shows these texts in place of the tools and the time.
+    "llama_cpp/fireworks-ai-llama-3-firefunction-v2": {
+        "functions": '[{"name": "work", "parameters": {"type": "object"}}]',
+        "datetime": "1 May 2025",
+    },
+}
+"""The arguments without which a template refuses every conversation."""
+_THINKING_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "llama_cpp/MiniMax-M3": {"thinking_mode": "enabled"},
+    "llama_cpp/Qwen-QwQ-32B": {"enable_thinking": True},
+    "llama_cpp/deepseek-ai-DeepSeek-V3.1": {"thinking": True},
+    "llama_cpp/deepseek-ai-DeepSeek-V3.2": {"thinking": True},
+    "llama_cpp/deepseek-ai-DeepSeek-V4": {"thinking": True},
+    "llama_cpp/deepseek-ai-DeepSeek-V4-Flash-0731": {"thinking": True},
+    "llama_cpp/google-gemma-4-31B-it": {"enable_thinking": True},
+    "llama_cpp/google-gemma-4-31B-it-interleaved": {"enable_thinking": True},
+    "llama_cpp/poolside-Laguna-XS.2": {"enable_thinking": True},
+    "llama_cpp/poolside-Laguna-XS-2.1": {"enable_thinking": True},
+    "llama_cpp/tencent-Hy3": {"reasoning_effort": "high"},
+    "trl/qwen3_5_nothink": {"enable_thinking": True},
+}
+"""The arguments with which templates think that do not think without."""
+
+
+def thinking_name(name: str) -> str:
+    """Returns the name under which a template is played with thinking."""
+    arguments = _THINKING_ARGUMENTS[name].items()
+    return f"{name} ({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments)})"
+
+
+_THINKING_NAMES = {thinking_name(name): name for name in _THINKING_ARGUMENTS}
+
+
+def played_names() -> list[str]:
+    """Returns the templates that were fetched; those that think only with arguments twice."""
+    fetched = template_names()
+    return sorted([*fetched, *(played for played, name in _THINKING_NAMES.items() if name in fetched)])
 
 
 def template_names() -> list[str]:
@@ -74,8 +112,10 @@ def tokens_of(source: str) -> tuple[list[str], list[str]]:
 
 @cache
 def load_template_codec(name: str, **options: Any) -> GenericCodec:
-    """Returns the codec of a template of the corpus."""
-    return GenericCodec(load_template_tokenizer(name), **options)
+    """Returns the codec of a template of the corpus, with its arguments."""
+    source = _THINKING_NAMES.get(name, name)
+    kwargs = _THINKING_ARGUMENTS[source] if source != name else REQUIRED_ARGUMENTS.get(name)
+    return GenericCodec(load_template_tokenizer(source), default_chat_template_kwargs=kwargs, **options)
 
 
 @cache

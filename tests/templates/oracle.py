@@ -61,6 +61,7 @@ class PlainRenderer:
         raw = self._codec.profile(tools=bool(tools)).traits.to_template_messages(messages)
         return self._templates[bool(tools)].render(
             **self._codec.tokenizer.special_tokens,
+            **self._codec.default_chat_template_kwargs,
             messages=raw,
             tools=[dict(tool) for tool in tools] or None,
             documents=None,

@@ -16,6 +16,7 @@ _STOP_TOKENS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Apriel", ("<|end|>",)),
     ("Seed-OSS", ("<seed:eos>",)),
     ("cohere", ("<|END_OF_TURN_TOKEN|>",)),
+    ("GigaChat3-", ("</s>",)),
     ("GLM", ("<|endoftext|>", "<|user|>", "<|observation|>")),
     ("Kimi-K3", ("<|end_of_msg|>",)),
     ("MiniMax-M1", ("<end_of_sentence>",)),

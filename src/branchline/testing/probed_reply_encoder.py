@@ -93,18 +93,23 @@ class ProbedReplyEncoder(TemplateReplyEncoder):
             reasoning = f"{opening}{message.reasoning_content}\n{_CLOSE_REASONING}\n\n"
             if has_calls:
                 for text, end in self._shown_texts(plain, terminator):
-                    yield reasoning + text, end
+                    # Some templates show the end of reasoning before every call.
+                    yield reasoning + text.removeprefix(_CLOSE_REASONING), end
             else:
                 yield reasoning + message.content, terminator
         if not (is_shown or message.reasoning_content or has_calls):
             yield message.content, terminator
 
     def _shown_texts(self, message: Message, terminator: int | None) -> Iterator[ReplyText]:
-        """Yields the text of the reply up to each stop token, and the whole text."""
+        """Yields the text of the reply up to each stop token, up to the token that ends it in a prompt if the
+        model does not stop there, and the whole text."""
+        endings = self._codec.profile(tools=bool(message.tool_calls)).endings
         for text in self._last_reply_texts(message):
-            for start, _, token in self._codec.segment_encoder.find_added_tokens(text):
+            for start, end, token in self._codec.segment_encoder.find_added_tokens(text):
                 if token in self._codec.stop_ids:
                     yield text[:start], token
+                elif token in endings.terminator_ids and not text[end:].strip():
+                    yield text[:start], terminator
             yield text, terminator
 
     def _last_reply_texts(self, message: Message) -> Iterator[str]:

@@ -315,3 +315,89 @@ def test_well_formed_outputs_parse_back(name: str, write: Writer, data: st.DataO
         assert write(text, message.tool_calls) == write(text, made)
     else:
         assert message.tool_calls == tuple(made)
+
+
+@pytest.mark.parametrize("text", ["", "Looking.", "Two\nlines"])
+def test_llama_4_shows_the_text_next_to_calls_between_markers(text: str) -> None:
+    made = (call("f", '{"a": 1}'), call("g", "{}"))
+    written = "".join(f'{{"name": "{one.name}", "parameters": {one.arguments}}}' for one in made)
+    parsed = parse_text("llama4", f"<|python_start|>{text}<|python_end|>{written}")
+    assert (parsed.message.content, parsed.message.tool_calls, parsed.problems) == (text, made, ())
+    assert parse_text("llama4", f"<|python_start|>{text}<|python_end|>").problems == MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("output", "content", "reasoning", "names"),
+    [
+        (" to=user<|message|>Hi.\n", "Hi.\n", "", []),
+        (" to=self<|message|>Hm.\n<|eom|><|start|>assistant to=user<|message|>Hi.", "Hi.", "Hm.\n", []),
+        ("<|message|>Hi.", "Hi.", "", []),
+        (
+            ' to=self<|message|>a <atem:invoke name="f"></atem:invoke><|eom|><|start|>assistant to=t.f'
+            '<|message|><atem:function_calls>\n<atem:invoke name="t.f">\n</atem:invoke>\n'
+            '<atem:invoke name="t.g">\n</atem:invoke>\n</atem:function_calls>',
+            "",
+            'a <atem:invoke name="f"></atem:invoke>',
+            ["t.f", "t.g"],
+        ),
+    ],
+)
+def test_muse_glimmer_reads_messages_by_their_recipients(
+    output: str, content: str, reasoning: str, names: list[str]
+) -> None:
+    parsed = parse_text("muse_glimmer", output)
+    assert (parsed.message.content, parsed.message.reasoning_content) == (content, reasoning)
+    assert [made.name for made in parsed.message.tool_calls] == names
+    assert parsed.problems == ()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "words",
+        '<atem:invoke name="f">',
+        '<atem:invoke name=""></atem:invoke>',
+        'x <atem:invoke name="f"></atem:invoke>',
+        '<atem:invoke name="f"></atem:invoke> x',
+    ],
+)
+def test_a_message_to_a_tool_without_readable_calls_is_text(body: str) -> None:
+    output = f" to=f<|message|>{body}"
+    parsed = parse_text("muse_glimmer", output)
+    assert (parsed.message.content, parsed.message.tool_calls, parsed.problems) == (output, (), MALFORMED)
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("command_r", "Action: I look [there] for it."),
+        ("command_r", "Action:\n```python\n[1]\n```"),
+        ("functools", "Use functools.partial([1])."),
+        ("functools", "functools {}"),
+        ("functionary_v32", "all good"),
+        ("functionary_v32", "unknown\nwords"),
+        ("gigachat3", "A function call is {}."),
+    ],
+)
+def test_ordinary_text_like_an_opener_is_text(name: str, output: str) -> None:
+    parsed = parse_text(name, output)
+    assert (parsed.message.content, parsed.message.tool_calls, parsed.problems) == (output, (), ())
+
+
+def test_functionary_reads_a_prompt_in_text_as_text() -> None:
+    parsed = parse_text("functionary_v32", 'all\nType >>> x and >>>y.>>>f\nprint(">>> 1")')
+    assert parsed.message.content == 'Type >>> x and >>>y.>>> 1")'
+    assert parsed.message.tool_calls == (call("f", 'print("'),)
+    parsed = parse_text("functionary_v32", 'f\n{"code": ">>> 1"}')
+    assert parsed.message.tool_calls == (call("f", '{"code": ">>> 1"}'),)
+
+
+@pytest.mark.parametrize("between", ["\n", " ", ""])
+@pytest.mark.parametrize("end", ["```", "\n```\n", ""])
+def test_command_r_fences_its_calls(between: str, end: str) -> None:
+    fence = "```json\n" if end else ""
+    parsed = parse_text(
+        "command_r", f'Action:{between}{fence}[{{"tool_name": "f", "parameters": {{}}}}]{end}'
+    )
+    assert (parsed.message.content, parsed.message.tool_calls) == ("", (call("f"),))
+    assert parsed.problems == ()

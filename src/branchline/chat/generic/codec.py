@@ -39,7 +39,7 @@ from branchline.chat.generic.template_probe import (
 from branchline.chat.generic.verbatim_builder import VerbatimBuilder
 from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.parsing.detection import RenderedCall, detect_output_format
-from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
+from branchline.chat.parsing.output_parser import NO_REASONING, REASONING_MARKERS, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
@@ -259,6 +259,7 @@ class GenericCodec(TokenizerCodec):
         if (
             traits.shows_reasoning
             or output_format.starts_in_reasoning
+            or _shows_closed_reasoning(traits.history_reply_prefix, output_format.reasoning_format)
             or probe.strips_reasoning(output_format.reasoning_format)
         ):
             return output_format
@@ -355,3 +356,10 @@ class GenericCodec(TokenizerCodec):
         if ends:
             return text[: ends[-1][0]], ends[-1][1]
         return text, min(endings.call_terminator_ids if tools else endings.text_terminator_ids, default=None)
+
+
+def _shows_closed_reasoning(text: str, reasoning_format: str) -> bool:
+    """Whether a text has an empty block of reasoning: the replies of its template have reasoning, and history
+    does not show it."""
+    opener, closer = REASONING_MARKERS.get(reasoning_format, ("", ""))
+    return bool(opener) and opener in text and closer in text

@@ -121,8 +121,8 @@ _START = re.compile(r"""\[\s*[^\W\d][\w.-]*\s*\( | \{\s*"name\" """, re.VERBOSE)
 class Llama4Parser(FormatParser):
     """Llama 4: the complete output is `[f(a=1), g()]`, or `{"name": "f", "parameters": {…}}` once or more.
 
-    `<|python_start|>` and `<|python_end|>` may stand around it. Only the end of the output ends the calls, so
-    an output that starts like calls is held until then; any other output is text.
+    `<|python_start|>` and `<|python_end|>` may stand around it, or around text before it. Only the end of the
+    output ends the calls, so an output that starts like calls is held until then; any other output is text.
     """
 
     def __init__(self, tools: Tools = ()) -> None:
@@ -143,15 +143,11 @@ class Llama4Parser(FormatParser):
         held = "".join(self._block)
         self._block = [held]
         body = held.lstrip()
-        for marker in (PYTHON_START, PYTHON_END):
-            if marker.startswith(body):
-                return
-            body = body.removeprefix(marker).lstrip()
-        self._starts_call = _START.match(body) is not None
-        if body and not self._starts_call and not _POSSIBLE_START.match(body):
+        if body != PYTHON_START and PYTHON_START.startswith(body):
+            return
+        self._starts_call = body.startswith(PYTHON_START) or _START.match(body) is not None
+        if not self._starts_call and not _POSSIBLE_START.match(body):
             self._may_be_calls = False
-            if held.lstrip().startswith(PYTHON_START):
-                self.problems.append(ParseProblem.MALFORMED_CALL)
             self._emit(held)
             self._block.clear()
 
@@ -159,8 +155,9 @@ class Llama4Parser(FormatParser):
         if not self._block:
             return
         text = "".join(self._block)
-        calls = _parse_llama4_calls(text) if self._starts_call else []
+        content, calls = _parse_llama4_reply(text) if self._starts_call else ("", [])
         if calls:
+            self._emit(content)
             self._add_calls(*calls)
             return
         if self._starts_call:
@@ -169,9 +166,20 @@ class Llama4Parser(FormatParser):
         self._emit(text)
 
 
-def _parse_llama4_calls(text: str) -> list[ToolCall]:
-    body = text.strip().removeprefix(PYTHON_START).lstrip().removeprefix(PYTHON_END).strip()
-    body = body.removesuffix(PYTHON_END).rstrip()
+def _parse_llama4_reply(text: str) -> tuple[str, list[ToolCall]]:
+    """Returns the text and the calls of a reply."""
+    body = text.strip()
+    if not body.startswith(PYTHON_START):
+        return "", _parse_llama4_calls(body)
+    body = body.removeprefix(PYTHON_START)
+    calls = _parse_llama4_calls(body.removesuffix(PYTHON_END).strip())
+    if calls:
+        return "", calls
+    content, _, body = body.partition(PYTHON_END)
+    return content, _parse_llama4_calls(body.strip())
+
+
+def _parse_llama4_calls(body: str) -> list[ToolCall]:
     if body.startswith("["):
         try:
             return parse_python_calls(body)
