@@ -9,6 +9,7 @@ import pytest
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.doctor.findings import USE_VERBATIM, Severity
+from branchline.doctor.replay_report import assess_safety
 from branchline.doctor.template_audit import TemplateAudit, audit_template
 from tests.chat.families import load_codec
 from tests.chat.harness import save_byte_level
@@ -86,6 +87,11 @@ MOVED = (
 REPEATED = "{% if m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
 TOOLS_LAST = "{% if tools and loop.last %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
 NO_TOOLS_FIRST = CLEAN[CLEAN.index(LOOP) :]
+WITHOUT_TOOLS = (
+    f"{LOOP}<|start|>{{{{ m.role }}}}\n{CONTENT}<|end|>\n{{% endfor %}}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+THINKS_WITH_TOOLS = THINKS.replace("messages[-1].role != 'user'", "(tools or messages[-1].role != 'user')")
 
 
 def refusing_template(test: str, words: str) -> str:
@@ -168,6 +174,32 @@ def refusing_template(test: str, words: str) -> str:
         ),
         (NO_TOOLS_FIRST, "tools", "note", "not the tools"),
         (
+            WITHOUT_TOOLS,
+            "tools",
+            "note",
+            "support tools: the model sees results, but neither tools nor calls",
+        ),
+        (
+            WITHOUT_TOOLS.replace(LOOP, LOOP + "{% if m.role == 'tool' %}{% continue %}{% endif %}"),
+            "tools",
+            "note",
+            "does not support tools: it leaves out the results without an error",
+        ),
+        (
+            WITHOUT_TOOLS.replace(
+                LOOP, LOOP + "{% if m.role == 'tool' %}{{ raise_exception('No!') }}{% endif %}"
+            ),
+            "tools",
+            "note",
+            "does not support tools: it refuses calls and their results",
+        ),
+        (
+            CLEAN.replace(CONTENT, THINKS_WITH_TOOLS + CONTENT),
+            "thinking",
+            "note",
+            "once a user message follows, but not with tools",
+        ),
+        (
             CLEAN.replace(CONTENT, "{{ '' if m.tool_calls else m.content }}"),
             "text_beside_call",
             "unsafe",
@@ -222,6 +254,21 @@ def test_evidence_shows_both_texts_at_their_first_difference(tmp_path: Path) -> 
     assert "<think>\nzqthought" in evidence["before"]
     assert "zqthought" not in evidence["after"]
     assert "zqsaid" in evidence["after"]
+
+
+def test_a_template_without_tools_is_safe_and_the_verdict_says_what_is_lost_with_them(tmp_path: Path) -> None:
+    drops = WITHOUT_TOOLS.replace(LOOP, LOOP + "{% if m.role == 'tool' %}{% continue %}{% endif %}")
+    for template, end in (
+        (drops, "; with tools it leaves out the results without an error."),
+        (
+            drops.replace(CONTENT, THINKS + CONTENT),
+            "; with tools it leaves out the results without an error.",
+        ),
+        (CLEAN, "prompts only grow."),
+    ):
+        verdict = assess_safety(audit_source(tmp_path, template), "template")
+        assert verdict.safe
+        assert verdict.advice.endswith(end), verdict.advice
 
 
 def test_a_refusal_quotes_the_template(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ _SPECIAL_TOKEN = re.compile(
     r"|<｜[^<>｜\n'{}]{1,40}｜>"  # <｜User｜>
     r"|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_(?:turn|image|utterance)>|<seed:[a-z:_]+>"
     r"|\[/?(?:[A-Z]+_)*[A-Z]{3,}\]|\[gMASK\]|<sop>"  # [INST], [TOOL_CALLS]
+    r"|\[\|[a-z]+\|\]"  # EXAONE
     r"|\]~!?b\d?[\[\]]|\[e~\[|<(?:beginning|end)_of_sentence>"  # MiniMax
     r"|<SPECIAL_\d+>|<sep>|</?(?:assistant|user|system)>"  # Nemotron, Reka, Laguna
 )

@@ -25,6 +25,7 @@ from branchline.chat.base import (
     Tools,
 )
 from branchline.chat.generic.codec import GenericCodec
+from branchline.core.errors import TemplateError
 from branchline.core.message import Message, ToolCall
 from branchline.testing.plan_runner import ExecutedCall, PlanRunner, causal_order
 from branchline.testing.plans import PlanGenerator
@@ -62,6 +63,8 @@ class Measurement:
     """The replies that were sampled."""
     unread_shapes: tuple[str, ...] = ()
     """The replies that the template shows and no parser reads back."""
+    refused_shapes: dict[str, str] = field(default_factory=dict)
+    """The replies that the template refuses, with its messages."""
     calls: int = 0
     continuing_calls: int = 0
     exact_calls: int = 0
@@ -125,6 +128,7 @@ def measure_template(name: str) -> Measurement:
     oracle = PlainRenderer(codec)
     for seed in _GROWING_SEEDS:
         _play(codec, oracle, measured, seed, _GROWING_STEPS, is_growing=True)
+    _play(codec, oracle, measured, 0, _GROWING_STEPS, is_growing=True, with_tools=False)
     for seed in _AGENT_SEEDS:
         _play(codec, oracle, measured, seed, _AGENT_STEPS, is_growing=False)
     for seed in _GROWING_SEEDS:
@@ -159,7 +163,21 @@ def _measure_shapes(codec: GenericCodec, measured: Measurement) -> None:
         ):
             # A template whose generation prompt opens reasoning has no reply without it.
             unread.append(shape)
+        refusal = _refusal(codec, message)
+        if refusal and not reasoning:
+            measured.refused_shapes[shape] = refusal
     measured.shapes, measured.unread_shapes = tuple(shapes), tuple(unread)
+
+
+def _refusal(codec: GenericCodec, message: Message) -> str:
+    """Returns the template's message if it refuses a reply with its results, or an empty text."""
+    results = [Message("tool", "zqseen", tool_call_id=call.id, name=call.name) for call in message.tool_calls]
+    tools = PLAN_TOOLS if message.tool_calls else ()
+    try:
+        codec.probe(tools=bool(tools)).render([_USER, message, *results], [dict(tool) for tool in tools])
+    except TemplateError as error:
+        return str(error)
+    return ""
 
 
 def _play(
@@ -170,6 +188,7 @@ def _play(
     steps: int,
     *,
     is_growing: bool,
+    with_tools: bool = True,
     history: HistoryPolicy = "template",
 ) -> None:
     rng = Random(seed)
@@ -177,9 +196,9 @@ def _play(
     generator = PlanGenerator(
         Random(seed),
         reasoning=True,
-        can_express=encoder.can_express,
+        can_express=lambda reply: (with_tools or not reply.tool_calls) and encoder.can_express(reply),
         with_system=oracle.accepts([_SYSTEM, _USER]),
-        with_tools=oracle.accepts([_USER], PLAN_TOOLS),
+        with_tools=with_tools and oracle.accepts([_USER], PLAN_TOOLS),
     )
     plan = generator.generate(steps, only=[] if is_growing else None)
     session = Session("s", codec, history=history, started_at=codec.now)
@@ -248,6 +267,9 @@ def _shows_context(
     empty block of reasoning in the generation prompt may be missing."""
     cursor = 0
     prompts = {codec.profile(tools=tools).traits.generation_prompt for tools in (False, True)}
+    # The generation prompt of the next reply is not what precedes an earlier one.
+    for prompt in prompts:
+        text = text.removesuffix(prompt)
     for node in path:
         sampled = node.sampled_ids if node.ends_sampled else None
         context = codec.decode(node.ids[: len(node.ids) - (len(sampled) if sampled is not None else 0)])

@@ -15,7 +15,7 @@ _STOP_TOKENS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Apertus", ("<|assistant_end|>", "<|tools_suffix|>")),
     ("Apriel", ("<|end|>",)),
     ("Seed-OSS", ("<seed:eos>",)),
-    ("cohere", ("<|END_OF_TURN_TOKEN|>",)),
+    ("cohere|command_a|aya", ("<|END_OF_TURN_TOKEN|>",)),
     ("GigaChat3-", ("</s>",)),
     ("GLM", ("<|endoftext|>", "<|user|>", "<|observation|>")),
     ("Kimi-K3", ("<|end_of_msg|>",)),

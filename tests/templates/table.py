@@ -95,6 +95,10 @@ def reasons(measured: Measurement, audit: TemplateAudit) -> list[str]:
         found.append(f"corrupted: {measured.corrupted[0]}")
     if measured.refusals:
         found.append(f"refuses {measured.refused_calls} calls: {measured.refusals.most_common(1)[0][0]}")
+    # What is refused with one call is refused with several.
+    refused = next((shape for shape in ("call", "calls") if shape in measured.refused_shapes), "")
+    if refused:
+        found.append(f"refuses a reply with {refused}: {measured.refused_shapes[refused]}")
     if not measured.shapes:
         found.append("not played")
     if measured.unread_shapes:

@@ -52,6 +52,9 @@ class Finding:
     remedy: str = ""
     forks_after: frozenset[str] = frozenset()
     """The roles of the messages after which prompts fork because of this."""
+    with_tools: str = ""
+    """What is lost if requests have tools, as the rest of a sentence "With tools …"; a template without tool
+    support is safe for conversations without them."""
 
     @property
     def ok(self) -> bool:

@@ -31,16 +31,18 @@ def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
     if not reads_reply and not reads_call:
         reply = Message("assistant", f"<think>\n{p.REASONING_WORD}\n</think>\n\n{p.ASSISTANT.content}")
     after_user = [*cycle, p.NEXT_USER] if reads_call and not reads_reply else [p.USER, reply, p.NEXT_USER]
-    without_tools = probe.player.play_or_none(after_user, tools=False)
-    played = {
-        "user": without_tools or probe.player.play_or_none(after_user, tools=True),
-        "tool": probe.player.play_or_none(cycle, tools=True) if reads_call else None,
-    }
-    stripped = {
-        role: prompt
-        for role, prompt in played.items()
-        if prompt is not None and prompt.forks and p.REASONING_WORD not in prompt.text
-    }
+    # Some templates leave thinking out only in conversations without tools.
+    played = [
+        ("user", "without tools", probe.player.play_or_none(after_user, tools=False)),
+        ("user", "with tools", probe.player.play_or_none(after_user, tools=True)),
+        ("tool", "with tools", probe.player.play_or_none(cycle, tools=True) if reads_call else None),
+    ]
+    strips = [
+        (role, where, prompt, prompt.forks and p.REASONING_WORD not in prompt.text)
+        for role, where, prompt in played
+        if prompt is not None
+    ]
+    stripped = {role: prompt for role, _, prompt, is_stripped in strips if is_stripped}
     has_field = reads_reply or reads_call
     if not stripped:
         how = "also later" if has_field else "as part of the text: it has no field for it"
@@ -53,6 +55,9 @@ def check_thinking(probe: AuditProbe) -> Iterator[Finding]:
         when = "even between tool steps"
     else:
         when = "once a user message follows"
+        kept = [where for role, where, _, is_stripped in strips if role == "user" and not is_stripped]
+        if kept:
+            when += ", but not " + kept[0]
     prompt = next(iter(stripped.values()))
     evidence = diff_excerpt(prompt.sampled_text, prompt.text)
     behaviour = "leaves earlier thinking out"

@@ -232,16 +232,18 @@ def assess_safety(
         )
     if replay is not None and replay.exceeds_max_fork_rate:
         return SafetyVerdict(False, _fork_rate_advice(audit, replay, replays))
+    lost = next((finding.with_tools for finding in audit.findings if finding.with_tools), "")
+    with_tools = f"; with tools {lost}" if lost else ""
     if costly and history == "template":
         at_user_turns = costly[0].name in _USER_TURN_FINDINGS
         when = "each new user message forks" if at_user_turns else "prompts fork there"
         return SafetyVerdict(
             True,
             f"This template {_describe_findings(costly)}, so {when}: keep history=template for fidelity "
-            f"(tree-packed training makes it cheap) or {USE_VERBATIM} to keep one timeline.",
+            f"(tree-packed training makes it cheap) or {USE_VERBATIM} to keep one timeline{with_tools}.",
         )
     effect = "it keeps what the template would drop or move" if history == "verbatim" else "prompts only grow"
-    return SafetyVerdict(True, f"Nothing to do: serve {name} with history={history}, {effect}.")
+    return SafetyVerdict(True, f"Nothing to do: serve {name} with history={history}, {effect}{with_tools}.")
 
 
 def _describe_findings(findings: Sequence[Finding]) -> str:

@@ -16,6 +16,7 @@ from branchline.doctor.findings import (
     USE_VERBATIM,
     AuditProbe,
     Finding,
+    Severity,
     diff_excerpt,
     excerpt,
     excerpt_around,
@@ -55,7 +56,14 @@ def _check_tools(probe: AuditProbe) -> Iterator[Finding]:
             )
             yield unsafe("tools", behaviour, evidence, USE_RENDERERS)
         else:
-            yield note("tools", "It does not support tools.", evidence)
+            if refusal:
+                lost = "it refuses calls and their results"
+            elif p.TOOL_RESULT.content in probe.render_raw(raw, tools=True):
+                lost = "the model sees results, but neither tools nor calls"
+            else:
+                lost = "it leaves out the results without an error"
+            sentence = f"It does not support tools: {lost}."
+            yield Finding("tools", Severity.NOTE, sentence, evidence, with_tools=lost)
 
 
 def _check_call_end(probe: AuditProbe) -> Iterator[Finding]:

@@ -241,11 +241,12 @@ class GenericCodec(TokenizerCodec):
         self, template: ChatTemplate, traits: TemplateTraits, kwargs: ChatTemplateKwargs
     ) -> OutputFormat:
         probe = TemplateProbe(template, traits, kwargs, self.now)
+        rendered_call = self._render_call(probe)
         detected = detect_output_format(
             template.source,
             traits.generation_prompt,
             self.tokenizer.added_tokens,
-            self._render_call(probe),
+            rendered_call,
             probe.render_or_empty([USER, ASSISTANT_WITH_REASONING]) if traits.shows_reasoning else "",
         )
         output_format = detected.output_format
@@ -256,10 +257,11 @@ class GenericCodec(TokenizerCodec):
             log.warning(UNREAD_CALL, self.tokenizer.path, detected.unread_call)
         if self._reasoning_parser is not None:
             return replace(output_format, reasoning_format=self._reasoning_parser)
+        shown = traits.history_reply_prefix + (rendered_call.text if rendered_call is not None else "")
         if (
             traits.shows_reasoning
             or output_format.starts_in_reasoning
-            or _shows_closed_reasoning(traits.history_reply_prefix, output_format.reasoning_format)
+            or _shows_closed_reasoning(shown, output_format.reasoning_format)
             or probe.strips_reasoning(output_format.reasoning_format)
         ):
             return output_format
