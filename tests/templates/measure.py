@@ -65,6 +65,8 @@ class Measurement:
     """The replies that the template shows and no parser reads back."""
     refused_shapes: dict[str, str] = field(default_factory=dict)
     """The replies that the template refuses, with its messages."""
+    drops_results: bool = False
+    """The template leaves out the result of a tool and does not refuse it."""
     calls: int = 0
     continuing_calls: int = 0
     exact_calls: int = 0
@@ -126,6 +128,7 @@ def measure_template(name: str) -> Measurement:
     if not measured.shapes:
         return measured
     oracle = PlainRenderer(codec)
+    measured.drops_results = _drops_results(oracle)
     for seed in _GROWING_SEEDS:
         _play(codec, oracle, measured, seed, _GROWING_STEPS, is_growing=True)
     _play(codec, oracle, measured, 0, _GROWING_STEPS, is_growing=True, with_tools=False)
@@ -167,6 +170,12 @@ def _measure_shapes(codec: GenericCodec, measured: Measurement) -> None:
         if refusal and not reasoning:
             measured.refused_shapes[shape] = refusal
     measured.shapes, measured.unread_shapes = tuple(shapes), tuple(unread)
+
+
+def _drops_results(oracle: PlainRenderer) -> bool:
+    messages = [_USER, reply_of_shape(False, False, 1), Message("tool", "zqseen", tool_call_id="zqcall00")]
+    is_accepted = oracle.accepts(messages, PLAN_TOOLS)
+    return is_accepted and "zqseen" not in oracle.render(messages, PLAN_TOOLS)
 
 
 def _refusal(codec: GenericCodec, message: Message) -> str:

@@ -27,10 +27,10 @@ HEAD = (
 _INTRODUCTION = """\
 # Chat templates
 
-`make test-templates` writes this page. It fetches the chat templates that llama.cpp and TRL collect, gives
-each a small tokenizer with the control tokens of its source, and plays random conversations on it: some that
-only grow, some with everything agents do (retries, edits, compaction, sub-agents), some with
-`history=verbatim`.
+`make test-templates` writes this page. It fetches the chat templates that llama.cpp, TRL and axolotl collect,
+gives each a small tokenizer with the control tokens of its source, and plays random conversations on it: some
+that only grow, with and without tools, some with everything agents do (retries, edits, compaction,
+sub-agents), some with `history=verbatim`.
 
 - **exact calls**: the output follows exactly the ids that the engine received.
 - **corrupted prompts**: the prompt's text is not what jinja2 alone renders for the conversation, apart from
@@ -42,11 +42,13 @@ only grow, some with everything agents do (retries, edits, compaction, sub-agent
   must.
 - **tool calls**, **reasoning**: the parsers that the template selects. **replies**: the kinds of replies that
   the template shows and the parsers read back; only these were played. Templates are rendered with their
-  default arguments, so one that thinks only with `enable_thinking=true` is played without reasoning.
+  default arguments; those that think only with `enable_thinking=true` or a similar argument are played with
+  it too, in a row of their own.
 - **doctor**: the verdict of `branchline doctor`, and after which messages it expects forks. It is *right* if
   conversations that only grow forked after exactly these, if a template that it calls safe lost nothing (no
-  refused call, no reply that no parser reads), and if one that it calls unsafe did, or cannot express every
-  kind of reply. The doctor plays short conversations with the same codec; the table compares them with long
+  refused call, no reply that no parser reads), if its verdict on a safe template says so where results of
+  tools are left out of prompts, and if one that it calls unsafe lost something, or cannot express every kind
+  of reply. The doctor plays short conversations with the same codec; the table compares them with long
   random ones.
 """
 
@@ -66,7 +68,10 @@ def doctor_problem(measured: Measurement, audit: TemplateAudit) -> str:
     expected, found = fork_roles(audit), measured_fork_roles(measured)
     if expected != found:
         return f"the doctor expects forks after {_roles(expected)}, measured after {_roles(found)}"
-    safe = assess_safety(audit, "template").safe
+    verdict = assess_safety(audit, "template")
+    safe = verdict.safe
+    if safe and measured.drops_results and "results" not in verdict.advice:
+        return "the doctor does not say that results of tools are left out"
     lost = bool(measured.corrupted or measured.unread_shapes or measured.refused_calls)
     if safe and lost:
         return "the doctor calls it safe"
@@ -103,12 +108,14 @@ def reasons(measured: Measurement, audit: TemplateAudit) -> list[str]:
         found.append("not played")
     if measured.unread_shapes:
         found.append(f"no parser reads {', '.join(measured.unread_shapes)}")
+    if measured.drops_results:
+        found.append("leaves out the results of tools")
     problem = doctor_problem(measured, audit)
     return [*found, problem] if problem else found
 
 
-def row_cells(measured: Measurement, audit: TemplateAudit, known: str = "") -> tuple[str, ...]:
-    """Returns a row of the table; `known` explains what is known not to hold."""
+def row_cells(measured: Measurement, audit: TemplateAudit) -> tuple[str, ...]:
+    """Returns a row of the table."""
     causes = ", ".join(f"{count} {cause}" for cause, count in sorted(measured.forks_by_reason.items()))
     verdict = "safe" if assess_safety(audit, "template").safe else "unsafe"
     expected = fork_roles(audit)
@@ -123,7 +130,7 @@ def row_cells(measured: Measurement, audit: TemplateAudit, known: str = "") -> t
         ", ".join(measured.shapes) or "none",
         f"{verdict}, forks after {_roles(expected)}" if expected else verdict,
         "no" if doctor_problem(measured, audit) else "yes",
-        "; ".join(filter(None, (known, *reasons(measured, audit)))),
+        "; ".join(reasons(measured, audit)),
     )
 
 
@@ -141,7 +148,7 @@ def summary(rows: Sequence[tuple[str, ...]]) -> str:
     played = sum(not row[1].startswith("0 of 0") for row in rows)
     right = sum(row[HEAD.index("right")] == "yes" for row in rows)
     return (
-        f"{len(rows)} templates, {played} of them played; {exact} of {calls} calls exact; "
+        f"{len(rows)} rows, {played} of them played; {exact} of {calls} calls exact; "
         f"{corrupted} corrupted prompts; "
         f"{needless} needless forks; the doctor is right on {right} of {len(rows)}."
     )

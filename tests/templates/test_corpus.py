@@ -10,15 +10,12 @@ from functools import cache
 import pytest
 
 from branchline.doctor.template_audit import TemplateAudit, audit_template
-from tests.templates.corpus import load_template_codec, template_names
+from tests.templates.corpus import load_template_codec, played_names, template_names
 from tests.templates.measure import measure_once
 from tests.templates.table import PAGE, doctor_problem, reasons, render_page, row_cells
 
 MIN_TEMPLATES = 60
-KNOWN_NEEDLESS_FORKS = {
-    "trl/qwen3_5_nothink": "an empty block of reasoning that history shows is dropped after the next question"
-}
-NAMES = template_names()
+NAMES = played_names()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not NAMES, reason="needs the templates: make test-templates"),
@@ -44,12 +41,17 @@ def test_no_prompt_is_corrupted(name: str) -> None:
 
 @templates
 def test_no_fork_is_needless(name: str) -> None:
-    assert bool(measure_once(name).needless_forks) == (name in KNOWN_NEEDLESS_FORKS)
+    assert measure_once(name).needless_forks == []
 
 
 @templates
 def test_the_doctor_expects_the_measured_forks(name: str) -> None:
     assert doctor_problem(measure_once(name), audit_once(name)) == ""
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(template_names())))
+def test_a_template_with_arguments_for_thinking_is_played_with_reasoning(name: str) -> None:
+    assert any("reasoning" in shape for shape in measure_once(name).shapes)
 
 
 @templates
@@ -58,8 +60,6 @@ def test_a_template_without_calls_has_a_reason(name: str) -> None:
 
 
 def test_the_page_has_a_row_for_every_template() -> None:
-    rows = [
-        row_cells(measure_once(name), audit_once(name), KNOWN_NEEDLESS_FORKS.get(name, "")) for name in NAMES
-    ]
+    rows = [row_cells(measure_once(name), audit_once(name)) for name in NAMES]
     PAGE.write_text(render_page(rows))
     assert len(rows) >= MIN_TEMPLATES

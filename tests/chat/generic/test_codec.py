@@ -14,7 +14,7 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import CodecError, TemplateError
 from branchline.core.message import Media
 from branchline.core.token_arrays import as_ids
-from tests.chat.families import FAMILIES, load_codec, load_tokenizer
+from tests.chat.families import FAMILIES, load_codec, load_codec_with_template, load_tokenizer
 from tests.chat.harness import TOOLS, SessionDriver, assistant, save_byte_level, user
 
 
@@ -161,6 +161,21 @@ def test_default_template_arguments_apply_to_every_prompt_and_requests_override_
     assert codec.encode_prompt([user("p")]).tolist() == driver.prepare(user("p")).prompt_ids.tolist()
     assert codec.profile().traits.empty_reasoning_block
     assert not plain.codec.profile().traits.empty_reasoning_block
+
+
+def test_tools_that_the_template_does_not_show_are_warned_about_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    for template, warnings in ((plain, 1), ("{{ tools | tojson }}" + plain, 0)):
+        caplog.clear()
+        driver = SessionDriver(load_codec_with_template(template))
+        driver.prepare(user("p"))
+        assert not caplog.records
+        for text in ("p", "q"):
+            driver.prepare(user(text), tools=TOOLS)
+        assert len(caplog.records) == warnings
+        assert all("does not show tools" in record.message for record in caplog.records)
 
 
 def test_consecutive_tool_results_are_folded_by_the_template(qwen: SessionDriver) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.timelines.causes import classify_forks
+from tests.chat.families import load_codec_with_template
 from tests.chat.harness import SessionDriver, save_byte_level, user
 
 START = "{%- for m in messages %}<|start|>{{ m.role }}\n"
@@ -74,3 +75,27 @@ def test_a_template_whose_calls_no_parser_reads_is_logged_once(
     assert "no parser reads" in record.getMessage()
     assert "--tool-parser" in record.getMessage()
     assert len(codec.unread_calls) == 1
+
+
+CLOSED_BLOCK = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_writes_an_empty_block_before_replies_has_a_format_with_reasoning() -> None:
+    """Kimi-K2-Thinking shows `<think></think>` before every earlier reply, whatever was sampled there."""
+    session = SessionDriver(load_codec_with_template(CLOSED_BLOCK))
+    node = session.commit_reply([user("p")], session.encode("<think>hm</think>yes<|im_end|>"))
+    assert (node.message.content, node.message.reasoning_content) == ("yes", "hm")
+    prompt = session.render(user("p"), node.message, user("q"))
+    assert "assistant\n<think></think>yes<|im_end|>" in prompt
+    node = session.commit_reply([user("r")], session.encode("<think></think>yes<|im_end|>"))
+    assert session.prepare(user("r"), node.message, user("q")).parent is node
+
+
+def test_text_that_history_shows_after_no_block_keeps_its_tags() -> None:
+    session = SessionDriver(load_codec_with_template(CLOSED_BLOCK.replace("<think></think>", "")))
+    node = session.commit_reply([user("p")], session.encode("<think>hm</think>yes<|im_end|>"))
+    assert node.message.content == "<think>hm</think>yes"

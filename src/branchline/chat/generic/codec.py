@@ -38,8 +38,8 @@ from branchline.chat.generic.template_probe import (
 )
 from branchline.chat.generic.verbatim_builder import VerbatimBuilder
 from branchline.chat.message_escapes import MessageEscapes
-from branchline.chat.parsing.detection import RenderedCall, detect_output_format
-from branchline.chat.parsing.output_parser import NO_REASONING, REASONING_MARKERS, OutputFormat, OutputParser
+from branchline.chat.parsing.detection import RenderedCall, closes_reasoning, detect_output_format
+from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
 from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.chat.tokenizer_codec import ReplyReader, TokenizerCodec
@@ -60,6 +60,10 @@ log = logging.getLogger("branchline.chat")
 UNREAD_CALL = (
     "%s: the chat template shows tool calls in a form that no parser reads: %r. Calls in outputs stay text; "
     "--tool-parser NAME selects a parser"
+)
+TOOLS_NOT_SHOWN = (
+    "%s: the chat template does not show tools, so the model does not see those that a request has; "
+    "`branchline doctor` says what becomes of calls and results"
 )
 
 
@@ -101,6 +105,7 @@ class GenericCodec(TokenizerCodec):
         self._tool_parser = tool_parser
         self.unread_calls: list[str] = []
         """Calls as the templates show them, if no parser reads them."""
+        self._warned_about_tools = False
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
         self._allow_special_tokens = allow_special_tokens
@@ -261,7 +266,7 @@ class GenericCodec(TokenizerCodec):
         if (
             traits.shows_reasoning
             or output_format.starts_in_reasoning
-            or _shows_closed_reasoning(shown, output_format.reasoning_format)
+            or closes_reasoning(shown, output_format.reasoning_format)
             or probe.strips_reasoning(output_format.reasoning_format)
         ):
             return output_format
@@ -303,6 +308,9 @@ class GenericCodec(TokenizerCodec):
                 reject_media(messages, self.name, len(path), self._no_images_reason)
             check_media(messages, self.name, len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
+        if tools and not profile.traits.shows_tools and not self._warned_about_tools:
+            self._warned_about_tools = True
+            log.warning(TOOLS_NOT_SHOWN, self.tokenizer.path)
         builder = VerbatimBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:
             return builder.build_verbatim()
@@ -358,10 +366,3 @@ class GenericCodec(TokenizerCodec):
         if ends:
             return text[: ends[-1][0]], ends[-1][1]
         return text, min(endings.call_terminator_ids if tools else endings.text_terminator_ids, default=None)
-
-
-def _shows_closed_reasoning(text: str, reasoning_format: str) -> bool:
-    """Whether a text has an empty block of reasoning: the replies of its template have reasoning, and history
-    does not show it."""
-    opener, closer = REASONING_MARKERS.get(reasoning_format, ("", ""))
-    return bool(opener) and opener in text and closer in text

@@ -112,3 +112,11 @@ def detect_output_format(
             starts_inside = opened > generation_prompt.rfind(closer)
             return DetectedFormat(OutputFormat(tool_format, name, starts_inside), unread_call)
     return DetectedFormat(OutputFormat(tool_format), unread_call)
+
+
+def closes_reasoning(text: str, reasoning_format: str) -> bool:
+    """Whether a text has an empty block of reasoning. A template that writes it before replies has a format
+    with reasoning, even if history never shows any."""
+    opener, closer = REASONING_MARKERS.get(reasoning_format, ("", ""))
+    _, found, rest = text.partition(opener) if opener else ("", "", "")
+    return bool(found) and rest.lstrip().startswith(closer)
