@@ -29,31 +29,48 @@ from tests.gateway.protocols.protocol_clients import (
     over_chat,
     over_responses,
 )
-from tests.templates.corpus import load_template_codec, template_names
+from tests.templates.corpus import load_template_codec, template_names, thinking_name
 
-FAMILIES = (
+THINKING = (
     "llama_cpp/openai-gpt-oss-120b",
-    "llama_cpp/Qwen3-Coder",
     "llama_cpp/Qwen-Qwen3-0.6B",
+    thinking_name("llama_cpp/Qwen-QwQ-32B"),
     "llama_cpp/GLM-4.6",
     "llama_cpp/GLM-4.7-Flash",
-    "llama_cpp/moonshotai-Kimi-K2",
     "llama_cpp/MiniMax-M2",
+    "llama_cpp/Kimi-K3",
+    thinking_name("llama_cpp/deepseek-ai-DeepSeek-V3.1"),
+    thinking_name("llama_cpp/deepseek-ai-DeepSeek-V3.2"),
+    "llama_cpp/mistralai-Ministral-3-14B-Reasoning-2512",
+    thinking_name("llama_cpp/google-gemma-4-31B-it"),
+    thinking_name("llama_cpp/google-gemma-4-31B-it-interleaved"),
+    "trl/gemma4",
+    "llama_cpp/muse-glimmer",
+)
+"""Templates that show reasoning next to calls."""
+WITHOUT_REASONING = (
+    "llama_cpp/Qwen3-Coder",
+    "llama_cpp/moonshotai-Kimi-K2",
     "llama_cpp/deepseek-ai-DeepSeek-V3.1",
     "llama_cpp/meta-llama-Llama-3.1-8B-Instruct",
     "llama_cpp/meta-llama-Llama-3.2-3B-Instruct",
     "llama_cpp/meta-llama-Llama-3.3-70B-Instruct",
+    "axolotl/llama4",
     "llama_cpp/mistralai-Mistral-Nemo-Instruct-2407",
     "llama_cpp/Mistral-Small-3.2-24B-Instruct-2506",
-    "llama_cpp/mistralai-Ministral-3-14B-Reasoning-2512",
-    "trl/gemma3",
     "llama_cpp/google-gemma-4-31B-it",
-    "trl/gemma4",
+    "llama_cpp/meetkai-functionary-medium-v3.2",
+    "llama_cpp/GigaChat3-10B-A1.8B",
+)
+"""Templates that show calls; their models do not think."""
+WITHOUT_CALLS = (
+    "trl/gemma3",
     "llama_cpp/microsoft-Phi-3.5-mini-instruct",
     "trl/phi3",
+    "axolotl/phi_4",
+    "llama_cpp/Kimi-K2-Thinking",
 )
-WITHOUT_CALLS = {"trl/gemma3", "llama_cpp/microsoft-Phi-3.5-mini-instruct", "trl/phi3"}
-"""Their templates show no calls; they answer with text."""
+"""Templates that show or accept no calls; their models answer with text."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -146,11 +163,14 @@ async def converse(protocol: str, codec: GenericCodec, *, stream: bool) -> tuple
     return [ids.tolist() for ids in engine.received_prompts], sampled
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*THINKING, *WITHOUT_REASONING, *WITHOUT_CALLS])
 def test_a_conversation_has_the_same_prompts_over_every_protocol(name: str) -> None:
     codec = load_template_codec(name)
     expected = TemplateEngine(codec).script
-    assert bool(expected[0].tool_calls) == (name not in WITHOUT_CALLS)
+    assert len(expected) == (2 if name in WITHOUT_CALLS else 4)
+    assert bool(expected[0].tool_calls and expected[1].tool_calls) == (name not in WITHOUT_CALLS)
+    assert name not in THINKING or all(message.reasoning_content for message in expected[:2])
+    assert name not in WITHOUT_REASONING or not any(message.reasoning_content for message in expected)
 
     async def test() -> None:
         recorded = {}

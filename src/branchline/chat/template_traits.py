@@ -122,6 +122,8 @@ class TemplateTraits:
     shows_tools: bool = True
     reasoning_field: str = "reasoning_content"
     """The message field from which the template reads reasoning."""
+    reasoning_is_part: bool = False
+    """The template reads reasoning from a part of the content: `{"type": "thinking", "thinking": …}`."""
     joins_text_to_reasoning: bool = False
     """The template shows the text next to calls as reasoning; it may refuse a message with both."""
     role_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -202,7 +204,10 @@ class TemplateTraits:
                 # An empty field is marked only if no other field can show where the message is.
                 content = mark(0, content)
             raw["content"] = [{"type": "text", "text": content}] if self.requires_content_parts else content
-        if reasoning:
+        if reasoning and self.reasoning_is_part:
+            part = {"type": "thinking", "thinking": mark(1, reasoning) if mark else reasoning}
+            raw["content"] = [part, *_content_parts(raw["content"] or "")]
+        elif reasoning:
             raw[self.reasoning_field] = mark(1, reasoning) if mark else reasoning
             if self.joins_text_to_reasoning and message.tool_calls and isinstance(raw["content"], str):
                 raw[self.reasoning_field] += f"{_SEPARATOR}{raw['content']}" if raw["content"] else ""

@@ -99,3 +99,41 @@ def test_text_that_history_shows_after_no_block_keeps_its_tags() -> None:
     session = SessionDriver(load_codec_with_template(CLOSED_BLOCK.replace("<think></think>", "")))
     node = session.commit_reply([user("p")], session.encode("<think>hm</think>yes<|im_end|>"))
     assert node.message.content == "<think>hm</think>yes"
+
+
+THINKING_PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'thinking' %}{{ '<think>' + part.thinking + '</think>' }}{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "content"),
+    [
+        ("<think>hm</think>yes", "yes"),
+        ('<think>hm</think>yes<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "yes"),
+        ('<think>hm</think><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', ""),
+    ],
+)
+def test_reasoning_that_a_template_reads_from_a_part_of_the_content_is_kept(
+    output: str, content: str
+) -> None:
+    session = SessionDriver(load_codec_with_template(THINKING_PARTS))
+    node = session.commit_reply([user("p")], session.encode(f"{output}<|im_end|>"))
+    assert (node.message.content, node.message.reasoning_content) == (content, "hm")
+    turn = session.prepare(user("p"), node.message, user("q"))
+    assert turn.parent is node
+    edited = session.render(user("other"), node.message, user("q"))
+    assert f"assistant\n{output}<|im_end|>" in edited
+
+
+def test_content_that_a_template_prints_as_it_is_shows_no_part_of_reasoning() -> None:
+    template = CLOSED_BLOCK.replace("<think></think>", "")
+    traits = load_codec_with_template(template.replace("{{ m.content }}", "{{ m.content | string }}"))
+    assert not traits.profile().traits.reasoning_is_part

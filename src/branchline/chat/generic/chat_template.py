@@ -187,7 +187,8 @@ def _shape(
         content_kind: Hashable = bool(content)
         if not isinstance(content, str):
             content_kind = None if content is None else tuple(part["type"] for part in content)
-            texts += [part["text"] for part in content or () if isinstance(part.get("text"), str)]
+            parts = [part.get("text", part.get("thinking")) for part in content or ()]
+            texts += [text for text in parts if isinstance(text, str)]
         kinds.append((message["role"], content_kind, tuple(message), min(len(calls), 2)))
         texts += [value for value in message.values() if isinstance(value, str)]
         values += [(0, call["function"]["arguments"]) for call in calls]

@@ -371,7 +371,15 @@ def _probe_reasoning(probe: TemplateProbe) -> TemplateProbe:
         if any(REASONING_WORD in candidate.render_or_empty(messages) for messages in conversations):
             joins = _shows_text_as_reasoning(candidate)
             return candidate.with_traits(shows_reasoning=True, joins_text_to_reasoning=joins)
+    candidate = probe.with_traits(reasoning_is_part=True)
+    if any(_is_shown_as_text(candidate.render_or_empty(messages)) for messages in conversations):
+        return candidate.with_traits(shows_reasoning=True)
     return probe
+
+
+def _is_shown_as_text(text: str) -> bool:
+    """Whether a text shows reasoning, and not the part of a message that contains it."""
+    return REASONING_WORD in text and "'thinking'" not in text and '"thinking"' not in text
 
 
 def _shows_text_as_reasoning(probe: TemplateProbe) -> bool:
