@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from branchline.chat.generic.codec import GenericCodec
+from tests.chat.families import load_tokenizer
 from tests.gateway.harmony_episode import PROTOCOL_CLIENTS, ProtocolClient, verify_episode
-from tests.templates.corpus import EOS, load_template_codec, load_template_tokenizer, template_names
-from tests.templates.stop_tokens import declared_stop_tokens
+from tests.templates.corpus import (
+    EOS,
+    load_template_codec,
+    load_template_tokenizer,
+    template_names,
+    template_source,
+)
+from tests.templates.stop_tokens import StopTokenSource, declared_stop_tokens, find_stop_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +33,31 @@ def test_stop_ids_are_those_of_the_real_model(name: str) -> None:
         pytest.skip(f"{name}: the stop tokens of the model are not known")
     assert stop_tokens(load_template_codec(name)) == declared
     assert stop_tokens(GenericCodec(load_template_tokenizer(name, declares_stops=False))) <= declared | {EOS}
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_stop_tokens_from_the_template_are_in_its_source(name: str) -> None:
+    found = find_stop_tokens(name)
+    if found is None or found[1] is not StopTokenSource.TEMPLATE:
+        pytest.skip("its stop tokens come from elsewhere")
+    assert all(token in template_source(name) for token in found[0])
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        ("deepseek_v3", "trl/deepseekv3"),
+        ("gemma3", "trl/gemma3"),
+        ("llama3", "trl/llama3"),
+        ("llama3_2", "trl/llama3_2"),
+        ("mistral_nemo", "llama_cpp/mistralai-Mistral-Nemo-Instruct-2407"),
+        ("qwen2_5", "trl/qwen2_5"),
+        ("qwen3", "trl/qwen3"),
+    ],
+)
+def test_the_eos_token_of_a_real_tokenizer_is_listed(tokenizer: str, name: str) -> None:
+    eos = load_tokenizer(tokenizer).special_tokens["eos_token"]
+    assert eos in declared_stop_tokens(name)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,15 @@ def test_the_stop_is_the_last_token_of_a_reply_and_not_the_closer_of_its_text(
     assert stop_tokens(open_codec(tmp_path, COHERE + prompt)) == {"<eos>", "</turn>"}
 
 
+def test_a_template_that_writes_a_part_of_its_prompt_unrequested_shows_the_end_of_a_turn(
+    tmp_path: Path,
+) -> None:
+    """Command A writes the role of the next reply always, and the opener of its text on request."""
+    template = COHERE.replace("{%- if m.tool_calls %}\n", "{%- if false %}\n") + COHERE_ALWAYS_PROMPT
+    template += "{% if add_generation_prompt %}{{- '<response>' }}{% endif %}"
+    assert stop_tokens(open_codec(tmp_path, template)) == {"<eos>", "</turn>"}
+
+
 def test_a_token_after_which_replies_continue_is_no_stop(tmp_path: Path) -> None:
     assert stop_tokens(open_codec(tmp_path, KIMI3)) == {"<eos>", "<end_of_msg>"}
 

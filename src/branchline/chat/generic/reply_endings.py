@@ -155,7 +155,10 @@ class _EndingFinder:
         if tail.at_end is None:
             # The end of the reply is not visible, so the token must follow replies of every shape.
             shared = frozenset.intersection(*(frozenset(self._tokens(t.before_next)) for t in self._tails))
-            candidates += [token for token in self._tokens(tail.before_next) if token in shared]
+            following = [token for token in self._tokens(tail.before_next) if token in shared]
+            # A token that ends user messages too ends the whole reply, and not a part of it.
+            ends = self._tokens(self._text_after_user(tail.shape))
+            candidates += sorted(following, key=lambda token: token not in ends)
         else:
             candidates.append(self._last_token(tail.at_end))
             if opens_next_message or not tail.has_calls:
@@ -182,12 +185,13 @@ class _EndingFinder:
         next_start = followed[1].find(shape.following[0].content)
         at_end = ended[1] if ended is not None else ""
         before_prompt = prompted[1] if prompted is not None else ""
+        before_next = followed[1][:next_start] if next_start >= 0 else ""
         return _ReplyTail(
             shape,
             frozenset(token for body in bodies for token in self._tokens(body)),
-            None if self._ends_with_prompt(at_end, shape) else at_end,
+            None if self._ends_with_prompt(at_end, before_next, shape) else at_end,
             before_prompt.removesuffix(self._prompt),
-            followed[1][:next_start] if next_start >= 0 else "",
+            before_next,
         )
 
     def _split(self, text: str, shape: _ReplyShape) -> tuple[str, str] | None:
@@ -204,13 +208,18 @@ class _EndingFinder:
         end = shown[-1] + len(_WORDS[places.index(shown[-1])])
         return text[body_start:end], text[end:]
 
-    def _ends_with_prompt(self, at_end: str, shape: _ReplyShape) -> bool:
-        """Whether the template writes a generation prompt that was not requested."""
-        text = self._probe.render_or_empty([USER], shape.tools, add_generation_prompt=False)
-        after_user = text[text.rfind(USER.content) + len(USER.content) :]
+    def _ends_with_prompt(self, at_end: str, before_next: str, shape: _ReplyShape) -> bool:
+        """Whether the template writes a generation prompt, or a part of it, that was not requested."""
+        if self._prompt and before_next.startswith(at_end):
+            return False
+        after_user = self._text_after_user(shape)
         pairs = zip(reversed(at_end), reversed(after_user), strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return not self._prompt and bool(self._tokens(at_end[len(at_end) - common :]))
+        return bool(self._tokens(at_end[len(at_end) - common :]))
+
+    def _text_after_user(self, shape: _ReplyShape) -> str:
+        text = self._probe.render_or_empty([USER], shape.tools, add_generation_prompt=False)
+        return text[text.rfind(USER.content) + len(USER.content) :]
 
     # -- tokens --------------------------------------------------------------------------------------
 
