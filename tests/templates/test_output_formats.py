@@ -22,15 +22,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not NAMES, reason="needs the templates: make test-templates"),
 ]
-UNREAD = {
-    "llama_cpp/CohereForAI-c4ai-command-r-plus-tool_use": "calls are a fenced list after `Action:`",
-    "llama_cpp/GigaChat3-10B-A1.8B": "a call is a message of its own, after the stop token of the text",
-    "llama_cpp/meetkai-functionary-medium-v3.2": "calls follow `>>>` without a token of their own",
-    "llama_cpp/muse-glimmer": "each call is a message with a recipient",
-    "trl/muse_glimmer": "each call is a message with a recipient",
-    "trl/muse_glimmer_training": "each call is a message with a recipient",
-}
-"""Templates that show calls in a form that no parser reads, with the reason."""
 DIFFERENT = {
     ("llama_cpp/openai-gpt-oss-120b", "text and call"): "shows text next to a call as analysis",
     ("llama_cpp/openai-gpt-oss-120b", "reasoning and call"): "shows text next to a call as analysis",
@@ -60,6 +51,8 @@ ENDS = (
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>",
 )
 """What follows a reply and is not an added token of the corpus, or always follows a conversation."""
+INSTRUCTION = "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Write 'Action:'"
+"""What Command R+'s template writes at the end of every conversation."""
 
 USER = Message("user", "zqask")
 ARGUMENTS = {"s": 'a "q"\n{x}, [y]', "i": -3, "f": 1.5, "b": True, "z": None, "o": {"k": [1, "v"]}}
@@ -110,7 +103,7 @@ def _framing(output_format: OutputFormat) -> set[str]:
         *(splitter.markers if splitter else ()),
         *REASONING_MARKERS.get(output_format.reasoning_format, ()),
     }
-    return markers | {"[TOOL_CALLS]", "<|python_tag|>", "<|channel|>", "<|call|>"}
+    return markers | {"[TOOL_CALLS]", "<|python_tag|>", "<|python_start|>", "<|channel|>", "<|call|>"}
 
 
 def _rendered_reply(codec: GenericCodec, message: Message) -> str:
@@ -119,7 +112,7 @@ def _rendered_reply(codec: GenericCodec, message: Message) -> str:
     probe = codec.probe(tools=True)
     text = probe.render_or_empty([USER, message], TOOLS, add_generation_prompt=False)
     plain = probe.render_or_empty([USER, REPLIES["text"]], TOOLS, add_generation_prompt=False)
-    text = text[text.rfind(USER.content) + len(USER.content) :]
+    text = text[text.rfind(USER.content) + len(USER.content) :].partition(INSTRUCTION)[0]
     text = text.removesuffix(plain.rpartition("You.")[2] if "You." in plain else "")
     for suffix in ENDS:
         text = text.rstrip().removesuffix(suffix)
@@ -159,9 +152,7 @@ def _shown_part(message: Message, text: str) -> Message:
 def test_a_shown_reply_is_parsed_back(name: str) -> None:
     codec = load_template_codec(name)
     output_format = codec.profile(tools=True).reader.output_format
-    assert bool(codec.unread_calls) == (name in UNREAD)
-    if name in UNREAD:
-        return
+    assert codec.unread_calls == []
     wrong = []
     for kind, message in REPLIES.items():
         text = _rendered_reply(codec, message)
