@@ -36,7 +36,7 @@ class ParseProblem(StrEnum):
     CUT_CALL = "cut_call"
     """The output ended inside a tool call; the call stays in the text."""
     BROKEN_HEADER = "broken_header"
-    """An unknown harmony message header; it stays in the text."""
+    """An unknown header of a message; it stays in the text."""
     UNCLOSED_REASONING = "unclosed_reasoning"
     INVALID_UTF8 = "invalid_utf8"
     """Invalid bytes, decoded as U+FFFD exactly as when the whole output is decoded at once."""
