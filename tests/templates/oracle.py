@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from branchline.chat.base import Tools
 from branchline.chat.generic.codec import GenericCodec
-from branchline.core.message import Message
+from branchline.core.message import Message, ToolCall
 
 _LITERAL = re.compile(r">(true|false|none|null)<", re.IGNORECASE)
 _CALL_ID = re.compile(r',?"(?:tool_call_)?id":(?:"[^"]*"|\d+)')
@@ -82,34 +82,44 @@ class PlainRenderer:
         text = "".join(self._codec.segment_encoder.normalize(text).split())
         text = _LITERAL.sub(lambda found: f">{_JSON_LITERALS.get(found[1].lower(), found[1].lower())}<", text)
         text = _CALL_ID.sub("", text)
-        prompt, shown = self._reply_prefixes
-        return text.replace(prompt, shown) if prompt != shown else text
+        for prompt, shown in self._reply_prefixes:
+            text = text.replace(prompt, shown)
+        return text
 
     @property
     def prompt_has_empty_reasoning(self) -> bool:
-        """Whether the generation prompt has an empty block of reasoning that history does not show."""
-        return self._reply_prefixes != ("", "")
+        """Whether a generation prompt has an empty block of reasoning that history does not show."""
+        return bool(self._reply_prefixes)
 
     @cached_property
-    def _reply_prefixes(self) -> tuple[str, str]:
-        """Returns the generation prompt and what history shows in its place, if the generation prompt has a
-        closed block of reasoning more."""
-        user, reply = Message("user", "zqask"), Message("assistant", "zqsaid")
+    def _reply_prefixes(self) -> list[tuple[str, str]]:
+        """Returns generation prompts with a closed block of reasoning more than history shows in their place,
+        and what it shows: after a user message, and after the result of a tool."""
+        user, result = Message("user", "zqask"), Message("tool", "zqseen", tool_call_id="zqcall000")
+        call = Message("assistant", tool_calls=(ToolCall("zqlook", "{}", "zqcall000"),))
+        found = [self._find_reply_prefix([user]), self._find_reply_prefix([user, call, result])]
+        return [pair for pair in dict.fromkeys(found) if pair is not None]
+
+    def _find_reply_prefix(self, before: Sequence[Message]) -> tuple[str, str] | None:
+        user, reply = Message("user", "zqmore"), Message("assistant", "zqsaid")
         try:
-            body = self.render([user], add_generation_prompt=False)
-            prompt = self.render([user]).removeprefix(body)
+            body = self.render(before, add_generation_prompt=False)
+            prompt = self.render(before).removeprefix(body)
             # Some templates write it whether requested or not.
             prompt = prompt or self._codec.profile().traits.generation_prompt
-            text = self.render([user, reply, user]).removeprefix(body.removesuffix(prompt))
+            body = body.removesuffix(prompt)
+            text = self.render([*before, reply, user])
         except _REFUSALS:
-            return "", ""
-        prompt = "".join(prompt.split())
-        shown = "".join(text.partition(reply.content)[0].split())
+            return None
+        # The tag before it shows where it stands, if it has no tag of its own before the block.
+        body = body[: body.rfind("<")] if before[-1].role == "tool" and "<" in body else body
+        prompt = "".join(self.render(before).removeprefix(body).split())
+        shown = "".join(text.removeprefix(body).partition(reply.content)[0].split())
         common = len(commonprefix([prompt, shown]))  # noqa: RUF071
         while common and shown[:common].count("<") > shown[:common].count(">"):
             common -= 1
         if len(_TAG.findall(prompt[common:])) < 2:
-            return "", ""
+            return None
         # What else history shows before a reply, the model writes.
         return prompt, shown if shown[common:] in prompt else shown[:common]
 

@@ -169,11 +169,11 @@ def test_tools_that_the_template_does_not_show_are_warned_about_once(
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     for template, warnings in ((plain, 1), ("{{ tools | tojson }}" + plain, 0)):
         caplog.clear()
-        driver = SessionDriver(load_codec_with_template(template))
-        driver.prepare(user("p"))
+        codec = load_codec_with_template(template)
+        SessionDriver(codec).prepare(user("p"))
         assert not caplog.records
         for text in ("p", "q"):
-            driver.prepare(user(text), tools=TOOLS)
+            SessionDriver(codec).prepare(user(text), tools=TOOLS)
         assert len(caplog.records) == warnings
         assert all("does not show tools" in record.message for record in caplog.records)
 
