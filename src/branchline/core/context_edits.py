@@ -20,6 +20,7 @@ from branchline.core.message import Message
 DELETED_CONTENT = "Content has been deleted to save space."
 """The text of a stub."""
 SUMMARY_HEADING = "Summary of the earlier conversation, which has been removed to save space:"
+_SUMMARY_PREFIX = SUMMARY_HEADING + "\n"
 MESSAGE_ID, INVOKING_ID = "msg_id", "msg_id(invoking_assistant)"
 """Fields of a tool result: its own id, and the id of the assistant message that called the tool."""
 _STUB_ARGUMENTS = msgspec.json.encode({"message": DELETED_CONTENT}).decode()
@@ -68,7 +69,7 @@ def build_view(history: Sequence[Message], edits: Sequence[ContextEdit]) -> Cont
             if any(summary is one for one in shown):
                 continue
             shown.append(summary)
-            message = Message("user", f"{SUMMARY_HEADING}\n{summary.summary}")
+            message = Message("user", _SUMMARY_PREFIX + summary.summary)
         elif index in deleted:
             message = stub_message(message)
         messages.append(message)
@@ -111,6 +112,12 @@ def expand_summaries(message_ids: Iterable[int], edits: Sequence[ContextEdit]) -
         if edit.summary and not expanded.isdisjoint(edit.message_ids):
             expanded.update(edit.message_ids)
     return tuple(sorted(expanded))
+
+
+def read_summary(message: Message) -> str:
+    """The summary in a message that replaces others; empty for any other message."""
+    is_summary = message.role == "user" and message.content.startswith(_SUMMARY_PREFIX)
+    return message.content.removeprefix(_SUMMARY_PREFIX) if is_summary else ""
 
 
 def is_deletion_stub(message: Message) -> bool:

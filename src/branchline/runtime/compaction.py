@@ -91,7 +91,7 @@ class DropOldest:
     """The latest messages, which are never replaced."""
 
     def plan(self, messages: Sequence[Message], tokens: Sequence[int], excess: int) -> Compaction | None:
-        return _drop_until(_droppable(messages, self.keep_last), tokens, excess)
+        return _drop_until(messages, _droppable(messages, self.keep_last), tokens, excess)
 
 
 def score_by_overlap(messages: Sequence[Message], position: int) -> float:
@@ -113,7 +113,7 @@ class DropLeastImportant:
     def plan(self, messages: Sequence[Message], tokens: Sequence[int], excess: int) -> Compaction | None:
         positions = _droppable(messages, self.keep_last)
         ordered = sorted(positions, key=lambda position: (self.score(messages, position), position))
-        return _drop_until(ordered, tokens, excess)
+        return _drop_until(messages, ordered, tokens, excess)
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,18 @@ def _droppable(messages: Sequence[Message], keep_last: int) -> list[int]:
     ]
 
 
-def _drop_until(positions: Sequence[int], tokens: Sequence[int], excess: int) -> Compaction | None:
+def _drop_until(
+    messages: Sequence[Message], positions: Sequence[int], tokens: Sequence[int], excess: int
+) -> Compaction | None:
     """Drops in this order until the prompt is short enough, or everything that can be dropped is."""
     dropped: list[int] = []
-    saved = 0
+    saved = 0.0
     for position in positions:
         if saved >= excess:
             break
         dropped.append(position)
-        saved += tokens[position]
+        message = messages[position]
+        saved += tokens[position] * (1 - _text_length(stub_message(message)) / _text_length(message))
     return Compaction(tuple(sorted(dropped))) if dropped else None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from branchline.core.call import Call, Delivery
+from branchline.core.context_edits import read_summary
 from branchline.core.message import Message
 from branchline.core.sample import DropReason
 from branchline.timelines.fork_signals import (
@@ -152,6 +153,11 @@ class _Classifier:
             return Cause.THINK_STRIP if call.rewrite_reason == Cause.THINK_STRIP else Cause.TEMPLATE_REWRITE
         if is_deletion(branch.message, sibling.message):
             return Cause.CONTEXT_DELETE
+        if summary := read_summary(branch.message):
+            source = signals.summary_output(branch, summary)
+            if source is not None:
+                self._edges.append(Edge(Cause.COMPACTION, source, branch))
+            return Cause.COMPACTION
         spawn = signals.spawning_node(branch, strict=is_same_message)
         self._add_spawn_edge(spawn, branch)
         is_other_agent = call.agent != other.agent and call.agent != self._tree.calls[0].agent

@@ -179,6 +179,15 @@ class ForkSignals:
                 return node
         return None
 
+    def summary_output(self, branch: Node, summary: str) -> Node | None:
+        """Returns the latest earlier output of the same agent whose text is this summary."""
+        call = self.first_call(branch)
+        for node in reversed(self._tree.nodes):
+            is_earlier = node.is_sampled and node.agent == call.agent and not self._is_later(node, call)
+            if is_earlier and node.message.content.strip() == summary:
+                return node
+        return None
+
     def is_side_call(self, branch: Node) -> bool:
         """Whether a branch is not continued and either lacks the main call's tools or quotes its task."""
         call = self.first_call(branch)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -89,7 +89,7 @@ class ContextHarness:
     options: ContextOptions | None
     tools: tuple[str, ...] | None
     cancel_count: int = 0
-    cancelled_states: list[bytes] = field(default_factory=list)
+    on_cancel: Callable[[], None] = lambda: None
 
     @property
     def tree(self) -> Tree:
@@ -121,6 +121,7 @@ class ContextHarness:
             if not state.is_cancelled:
                 return state
             self.cancel_count += 1
+            self.on_cancel()
             self.engine.at_cancel_point.clear()
             state = LoopState.decode(state.encode())
 
