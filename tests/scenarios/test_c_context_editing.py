@@ -312,14 +312,14 @@ def test_c6_a_context_may_be_too_long_right_after_a_deletion(setup: str) -> None
 
 
 @setups
-def test_c6_the_room_for_an_answer_counts(setup: str) -> None:
+@pytest.mark.parametrize("options", [ContextOptions(response_room=100), None])
+def test_c6_the_room_for_an_answer_counts(setup: str, options: ContextOptions | None) -> None:
     async def test() -> None:
         async with context_harness([*READ, FINISH], setup) as probe:
             await probe.run()
             needed = max(len(reply.prompt_ids) for reply in probe.model.replies) + 100
         for length, reason in ((needed, StopReason.FINISH), (needed - 1, StopReason.MODEL_LENGTH)):
-            options = ContextOptions(response_room=100)
-            limits = LoopLimits(model_length=length)
+            limits = LoopLimits(model_length=length, max_new_tokens=None if options else 100)
             async with context_harness([*READ, FINISH], setup, limits=limits, options=options) as s:
                 state = await s.run()
                 assert state.stop_reason is reason

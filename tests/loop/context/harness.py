@@ -26,7 +26,7 @@ from branchline.loop.state import LoopState
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.timeouts import CancelToken
 from branchline.loop.tools.base import BaseTool, ToolResult, function_schema
-from branchline.runtime.managed_session import ManagedSession, SessionOptions
+from branchline.runtime.managed_session import ManagedSession, SessionLimits, SessionOptions
 from branchline.runtime.session_store import SessionStore
 from branchline.testing.reply_encoder import TemplateReplyEncoder
 from branchline.tree.tree import Tree
@@ -143,6 +143,7 @@ async def context_harness(
     options: ContextOptions | None = None,
     tools: tuple[str, ...] | None = (*CONTEXT_TOOLS, "echo"),
     cancel_points: Sequence[Sequence[int]] = (),
+    calls_limit: int | None = None,
     **session_options: Any,
 ) -> AsyncIterator[ContextHarness]:
     codec = codec or codec_for(setup)
@@ -157,6 +158,7 @@ async def context_harness(
                 HttpModel(session.base_url, session.api_key, session.control_key, codec=codec)
             )
         else:
-            managed, _, _ = SessionStore(codec).open(SessionOptions(**session_options))
+            options_of_session = SessionOptions(limits=SessionLimits(calls=calls_limit), **session_options)
+            managed, _, _ = SessionStore(codec).open(options_of_session)
             model = SessionModel(managed, engine)
         yield ContextHarness(codec, managed, engine, ReplyRecorder(model, managed.id), limits, options, tools)

@@ -259,7 +259,7 @@ async def compare(
     assert not [fault for fault in state.faults if fault.operation == "repeated"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     scripts,
     st.sampled_from(toy_codecs),
@@ -279,7 +279,7 @@ def test_edits_compactions_and_cancellations_keep_the_contract(
     run(lambda: compare(script, codec, room, policy, points, history=history))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     filling_scripts,
     st.sampled_from(toy_codecs),
@@ -293,7 +293,7 @@ def test_compactions_keep_the_contract(
     run(lambda: compare(script, codec, room, policy, points))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(plain_scripts, st.sampled_from(toy_codecs), cancel_points)
 def test_without_undo_and_compaction_samples_are_those_of_statelm(
     script: list[Message], codec: Codec, points: list[list[int]]
@@ -301,7 +301,7 @@ def test_without_undo_and_compaction_samples_are_those_of_statelm(
     run(lambda: compare(script, codec, None, None, points))
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(scripts, st.none() | st.integers(60, 500), policies, cancel_points, histories)
 def test_a_real_tokenizer_keeps_the_contract(
     script: list[Message],
@@ -339,7 +339,7 @@ INTERRUPTED = [
 ]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(st.integers(0, 70), max_size=8))
 def test_a_cancellation_may_come_at_any_time(moments: list[int]) -> None:
     async def interrupted(moments: list[int]) -> Any:
@@ -368,7 +368,7 @@ def test_a_cancellation_may_come_at_any_time(moments: list[int]) -> None:
     run(test)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.lists(scripts, min_size=2, max_size=3))
 def test_c5_agents_of_one_session_give_the_same_timelines_in_any_order(many: list[list[Message]]) -> None:
     async def run_all(*, at_once: bool) -> list[tuple[bytes, bytes]]:

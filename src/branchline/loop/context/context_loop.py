@@ -56,15 +56,16 @@ class ContextOptions:
 
     context_length_penalty: float | None = DEFAULT_PENALTY
     """The reward of a trajectory that ends because its prompt leaves no room; None keeps its own reward."""
-    response_room: int = 1
-    """Tokens that the model's length (`LoopLimits.model_length`) must leave after the prompt."""
+    response_room: int | None = None
+    """Tokens that the model's length (`LoopLimits.model_length`) must leave for an answer; None is
+    `LoopLimits.max_new_tokens`, or 1 if that has no limit."""
     compaction: CompactionPolicy | None = None
     """Shortens the context before the trajectory would end; None leaves that to the model."""
     compaction_target: float = 0.6
     """The part of the model's length to which a compaction reduces the prompt."""
 
     def __post_init__(self) -> None:
-        if self.response_room < 1:
+        if self.response_room is not None and self.response_room < 1:
             raise InputError(f"response_room: got {self.response_room}, expected 1 or more")
         if not 0 < self.compaction_target <= 1:
             raise InputError(
@@ -119,11 +120,11 @@ class ContextLoop(AgentLoop):
         except SessionError as error:
             return self._stop_at_session_limit(error)
         if self._excess_tokens > 0:
-            length, room = self.limits.model_length, self._context_options.response_room
-            phase = self._stop(
-                StopReason.MODEL_LENGTH,
-                f"a prompt of {self.state.tokens} tokens and {room} for an answer exceed {length}",
+            detail = (
+                f"a prompt of {self.state.tokens} tokens and {self._response_room} for an answer exceed "
+                f"{self.limits.model_length}"
             )
+            phase = self._stop(StopReason.MODEL_LENGTH, detail)
         else:
             phase = await super()._generate()
         state = self.state
@@ -133,10 +134,15 @@ class ContextLoop(AgentLoop):
         return phase
 
     @property
+    def _response_room(self) -> int:
+        room = self._context_options.response_room
+        return room if room is not None else self.limits.max_new_tokens or 1
+
+    @property
     def _excess_tokens(self) -> int:
         """By how much the next prompt with the room for an answer exceeds the model's length."""
         length = self.limits.model_length
-        return 0 if length is None else self.state.tokens + self._context_options.response_room - length
+        return 0 if length is None else self.state.tokens + self._response_room - length
 
     async def _compact(self) -> None:
         """Applies the compaction policy until the prompt fits, or until it replaces nothing more."""
