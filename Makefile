@@ -7,7 +7,8 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format coverage walk bench bench-codec bench-gateway bench-loop \
+.PHONY: help demo example-long-document test check format coverage walk \
+	bench bench-codec bench-gateway bench-loop bench-context \
 	test-hf test-vllm test-kill test-mlflow test-clients \
 	test-templates clean
 
@@ -75,6 +76,9 @@ demo: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its tree and
 	@echo "Next: $(BIN)/branchline serve"
 	@echo "serves SmolLM2-135M-Instruct to any OpenAI client, records every call and prints a command to try."
 
+example-long-document: $(READY) .cache/tokenizers/.ready ## answer a question about a long document in a small context, with and without deletion
+	$(BIN)/python examples/long_document.py --png .cache/long_document.png
+
 walk: $(READY) .cache/tokenizers/.ready ## print the functions that one streamed turn passes through
 	$(BIN)/python scripts/walk.py
 
@@ -128,6 +132,9 @@ bench-gateway: .cache/rllm/.ready $(VENV)/.hf .cache/tokenizers/.ready ## measur
 
 bench-loop: $(READY) ## measure a thousand concurrent agent loops on one core
 	$(BIN)/python -m benchmarks.loop
+
+bench-context: $(READY) .cache/tokenizers/.ready ## measure a deletion in a context of 100 messages, beside rendering everything again
+	$(BIN)/python -m benchmarks.context
 
 clean:           ## remove the environments and caches
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
