@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING:
     from branchline.export.samples import Export, ExportPolicy, export_samples
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
+    from branchline.loop.context.context_loop import ContextOptions
     from branchline.loop.http_model import HttpModel
     from branchline.loop.model import SessionModel
     from branchline.loop.output import LoopOutput
@@ -39,6 +40,7 @@ if typing.TYPE_CHECKING:
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
+    from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
     from branchline.timelines.causes import classify_forks
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
@@ -74,10 +76,15 @@ _MODULE_OF = {
     # agent loop
     "BaseTool": "loop.tools.base",
     "CancelToken": "loop.timeouts",
+    "Compaction": "runtime.compaction",
+    "ContextOptions": "loop.context.context_loop",
+    "DropLeastImportant": "runtime.compaction",
+    "DropOldest": "runtime.compaction",
     "HttpModel": "loop.http_model",
     "LoopLimits": "loop.task",
     "LoopOutput": "loop.output",
     "SessionModel": "loop.model",
+    "Summarize": "runtime.compaction",
     "Task": "loop.task",
     "ToolResult": "loop.tools.base",
     "agent": "loop.agents",
@@ -103,6 +110,10 @@ __all__ = [
     "BaseTool",
     "BranchlineError",
     "CancelToken",
+    "Compaction",
+    "ContextOptions",
+    "DropLeastImportant",
+    "DropOldest",
     "Export",
     "ExportPolicy",
     "Gateway",
@@ -123,6 +134,7 @@ __all__ = [
     "Session",
     "SessionModel",
     "SglangEngine",
+    "Summarize",
     "Task",
     "Timeline",
     "ToolCall",
