@@ -142,7 +142,7 @@ def note_station(chunk: str, station: str, results: Sequence[dict[str, Any]], de
 
 
 def last_station(notes: dict[str, Any]) -> str:
-    return list(notes["notes"])[-1]
+    return str(list(notes["notes"])[-1])
 
 
 # -- the runs ----------------------------------------------------------------------------------------

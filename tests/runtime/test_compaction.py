@@ -120,11 +120,12 @@ def test_a_plan_that_cannot_be_applied_is_refused(compaction: Compaction, proble
 def test_plans_are_valid_and_keep_the_task_and_the_latest_messages(
     turns: int, keep_last: int, excess: int, kind: str
 ) -> None:
-    policy: CompactionPolicy = {
+    policies: dict[str, CompactionPolicy] = {
         "drop": DropOldest(keep_last),
         "score": DropLeastImportant(keep_last=keep_last),
         "sum": Summarize(keep_last=keep_last),
-    }[kind]
+    }
+    policy = policies[kind]
     messages = conversation(turns)
     view = build_view(messages, [])
     plan = plan_edit(policy, view, None, excess)

@@ -4,7 +4,6 @@ masks of all samples follow the rule of StateLM."""
 from __future__ import annotations
 
 import asyncio
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,8 @@ from tests.loop.context.harness import (
 from tests.loop.harness import ResumableScriptedEngine, run, tree_values
 from tests.test_contract import timeline_set
 
-TOOLS = ("buildIndex", "readChunk", "searchEngine", "note", "readNote", "checkBudget")
-TOOLS += ("deleteContext", "undoDelete", "redoDelete", "finish", "echo")
+LEFT_OUT = ("analyzeText", "loadDocument", "updateNote")
+TOOLS = (*[name for name in CONTEXT_TOOLS if name not in LEFT_OUT], "echo")
 FINISH = answer(call("finish", answer="x"), text="done")
 words = st.text("abc é", max_size=8).map(str.strip)
 ids = st.integers(0, 14)
@@ -92,7 +91,6 @@ toy_codecs = [ToyCodec.chatml(), ToyCodec.chatml(strip_thinking=True)]
 histories = st.sampled_from(["template", "verbatim"])
 
 
-@cache
 def first_prompt_tokens(codec: Codec) -> int:
     workspace: Any = None
     own = build_context_tools(workspace, [name for name in CONTEXT_TOOLS if name in TOOLS])
