@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from branchline.chat.toy import ToyCodec
 from branchline.core.call import Request
 from branchline.core.context_edits import DELETED_CONTENT, ContextEdit, build_view, is_deletion_stub
-from branchline.core.errors import InputError
+from branchline.core.errors import ContextLengthError, InputError
 from branchline.core.message import Message, ToolCall
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedEngine, ScriptedRequest
@@ -319,5 +319,34 @@ def test_after_a_restart_the_compacted_conversation_continues(policy: str, tmp_p
             assert (await prepare_call(again, request)).prompt_ids.tolist() == before
             view, _ = again.compactions.view(history, "")
             assert any(is_deletion_stub(m) for m in view.messages) == (policy == "drop_oldest")
+
+    asyncio.run(test())
+
+
+def test_the_limit_of_a_prompt_applies_after_the_compaction() -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(ToyCodec.chatml(), reply)
+        request = CallRequest(Request(tuple(conversation(8))), SamplingParams(max_tokens=1000))
+        options = {"trigger_tokens": 1500, "policy": "summarize", "keep_last": 2}
+        _, result = await complete_call(
+            open_session(compaction=options), engine, request, max_prompt_tokens=1500
+        )
+        assert len(result.prompt_ids) <= 1500
+        managed = open_session(compaction={"trigger_tokens": 1500, "keep_last": 18})
+        with pytest.raises(ContextLengthError):
+            await complete_call(managed, engine, request, max_prompt_tokens=1500)
+
+    asyncio.run(test())
+
+
+def test_raw_prompts_are_not_compacted() -> None:
+    async def test() -> None:
+        engine = ScriptedEngine(ToyCodec.chatml(), lambda request: "ok")
+        managed = open_session(compaction={"trigger_tokens": 10})
+        request = CallRequest(Request((), is_raw_prompt=True), SamplingParams(), raw_prompt="x" * 50)
+        _, result = await complete_call(managed, engine, request)
+        assert len(result.prompt_ids) == 50
+        with pytest.raises(ContextLengthError):
+            await complete_call(managed, engine, request, max_prompt_tokens=20)
 
     asyncio.run(test())

@@ -67,7 +67,11 @@ async def run_call(
     sampling = _sampling_record(engine, call_request.params)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):
-        turn = await _prepare_compacted(managed, engine, call_request, max_prompt_tokens)
+        is_conversation = call_request.raw_prompt is None and not call_request.is_compacted
+        compacts = managed.options.compaction is not None and is_conversation
+        turn = await prepare_call(managed, call_request, None if compacts else max_prompt_tokens)
+        if compacts:
+            turn = await _compact_prompt(managed, engine, call_request, turn, max_prompt_tokens)
         record.end_phase("prepare")
         if turn.images and not engine.supports_images:
             raise EngineInputError(
@@ -134,15 +138,17 @@ async def prepare_call(
     return turn
 
 
-async def _prepare_compacted(
-    managed: ManagedSession, engine: Engine, call_request: CallRequest, max_prompt_tokens: int | None
+async def _compact_prompt(
+    managed: ManagedSession,
+    engine: Engine,
+    call_request: CallRequest,
+    turn: Turn,
+    max_prompt_tokens: int | None,
 ) -> Turn:
-    """Prepares a call. If its prompt is too long for the session's `compaction`, the conversation is
-    compacted first, for this call and for all later ones that continue it."""
+    """Returns the turn, or, if its prompt is too long for the session's `compaction`, one of the compacted
+    conversation: for this call and for all later ones that continue it."""
     options = managed.options.compaction
-    if options is None or call_request.is_compacted or call_request.raw_prompt is not None:
-        return await prepare_call(managed, call_request, max_prompt_tokens)
-    turn = await prepare_call(managed, call_request)
+    assert options is not None
     if len(turn.prompt_ids) > options.trigger_tokens:
         async with managed.compactions.lock:
             # Another call may have compacted the conversation in the meantime.
