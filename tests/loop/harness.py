@@ -23,8 +23,9 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.toy import ToyCodec
 from branchline.chat.vision import ImageSpan
 from branchline.core.message import Message, ToolCall
+from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Ids, as_ids
-from branchline.engines.base import Chunk, SamplingParams
+from branchline.engines.base import Chunk, SamplingParams, measure_logprobs
 from branchline.gateway.server import Gateway
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.http_model import HttpModel
@@ -149,6 +150,9 @@ class ResumableScriptedEngine:
     failure: Exception | None = None
     gate: asyncio.Event | None = None
     """If set, every answer waits for it after its first id."""
+
+    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
+        return measure_logprobs(self.logprob_kind, params)
 
     def __post_init__(self) -> None:
         self._cancel_points = [list(points) for points in self.cancel_points]

@@ -11,18 +11,27 @@ resumed together with the others.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from msgspec.structs import replace
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
+from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams, remaining_request
+from branchline.engines.base import (
+    Chunk,
+    Engine,
+    LogprobKind,
+    SamplingParams,
+    measure_logprobs,
+    remaining_request,
+)
 
 # The least recently used session beyond this number gets a new replica on its next call, at a prefill's cost.
 MAX_STICKY_SESSIONS = 100_000
@@ -136,6 +145,17 @@ class Replicas:
     @property
     def logprob_kind(self) -> LogprobKind:
         return next((replica.engine.logprob_kind for replica in self._replicas.values()), "raw")
+
+    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
+        """What differs between replicas is None: a call may be moved from one to another."""
+        found = [replica.engine.logprob_measurement(params) for replica in self._replicas.values()]
+        if not found:
+            return measure_logprobs(self.logprob_kind, params)
+        names = [entry.name for entry in fields(LogprobMeasurement)]
+        differing: dict[str, Any] = {
+            name: None for name in names if len({getattr(one, name) for one in found}) > 1
+        }
+        return dataclasses.replace(found[0], **differing)
 
     @property
     def max_context(self) -> int | None:

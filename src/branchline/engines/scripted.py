@@ -20,8 +20,9 @@ from branchline.chat.toy import ToyCodec
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.message import Message
+from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Floats, Ids, as_ids
-from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams, measure_logprobs
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self._resumed.set()
+
+    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
+        return measure_logprobs(self.logprob_kind, params)
 
     async def generate(
         self,

@@ -8,7 +8,7 @@ is its share times a normaliser.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,6 +24,7 @@ Normaliser = Literal["token", "trajectory", "episode"]
 """`token`: every trained token weighs alike. `trajectory`: the tokens of a trajectory weigh 1 together, ART's
 rule. `episode`: the tokens of each of a trajectory's k samples weigh 1/k together."""
 CreditName = Literal["broadcast", "discounted", "per_branch"]
+NO_ANSWER = -1
 _EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
@@ -63,10 +64,13 @@ class GroupStatistics:
         return self.scale(normalise_std=normalise_std) * (reward - self.mean)
 
     def scale(self, *, normalise_std: bool = True) -> float:
-        """Returns the factor from rewards to advantages; 0 in a group of one."""
+        """Returns the factor from rewards to advantages; 0 in a group of one.
+
+        Episodes with equal rewards are not scaled: the rewards of their parts may still differ.
+        """
         if self.episodes < 2:
             return 0.0
-        return 1 / (self.std + _EPSILON) if normalise_std else 1.0
+        return 1 / (self.std + _EPSILON) if normalise_std and self.std > _EPSILON else 1.0
 
 
 def group_statistics(group: TrajectoryGroup) -> GroupStatistics:
@@ -133,31 +137,45 @@ def _discounted_returns(
     scale = statistics.scale(normalise_std=normalise_std)
     ends: dict[int, list[tuple[float, float]]] = {}
     own: dict[int, float] = {}
-    for sample in trajectory.samples:
+    for index, sample in enumerate(trajectory.samples):
+        if sum(answer.end - answer.start for answer in sample.answers) != sample.trained_tokens:
+            raise ExportError(
+                f"samples[{index}]: {sample.trained_tokens} trained tokens, of which not all belong to its "
+                "answers, expected the samples of a session for discounted credit"
+            )
         reward = trajectory.episode_reward if sample.reward is None else sample.reward
         assert reward is not None
         for answer in sample.answers:
-            share = float(sample.shares[answer.start])
-            ends.setdefault(answer.node, []).append((share, reward))
+            ends.setdefault(answer.node, []).append((float(sample.shares[answer.start]), reward))
             own[answer.node] = sum(
                 span.score for span in sample.rewards if span.call and span.start == answer.start
             )
+    children: dict[int, list[int]] = {}
+    for node in ends:
+        children.setdefault(_trained_parent(node, trajectory.parent_answers, ends), []).append(node)
+    # Parents first; the credit of an answer is computed after that of the answers that continue it.
+    order = list(children.get(NO_ANSWER, ()))
+    for node in order:
+        order += children.get(node, ())
     totals: dict[int, tuple[float, int]] = {}
-    for node in sorted(ends, reverse=True):
-        total, count = totals.get(node, (0.0, 0))
+    for node in reversed(order):
+        below = [totals[child] for child in children.get(node, ())]
+        count = sum(leaves for _, leaves in below)
+        total = discount * sum(credit for credit, _ in below)
         if not count:
             weight = sum(share for share, _ in ends[node])
             mean = sum(share * reward for share, reward in ends[node]) / weight
             total, count = scale * (mean - statistics.mean), 1
-        total += scale * own[node] * count
-        totals[node] = total, count
-        parent = trajectory.parent_answers.get(node, -1)
-        while parent not in ends and parent in trajectory.parent_answers:
-            parent = trajectory.parent_answers[parent]  # a dropped answer passes its credit on
-        if parent in ends:
-            before, leaves = totals.get(parent, (0.0, 0))
-            totals[parent] = before + discount * total, leaves + count
+        totals[node] = total + scale * own[node] * count, count
     return {node: total / count for node, (total, count) in totals.items()}
+
+
+def _trained_parent(node: int, parents: Mapping[int, int], trained: Collection[int]) -> int:
+    """Returns the closest trained answer that an answer continues, or NO_ANSWER."""
+    parent = parents.get(node, NO_ANSWER)
+    while parent != NO_ANSWER and parent not in trained:
+        parent = parents.get(parent, NO_ANSWER)
+    return parent
 
 
 def token_weights(trajectory: Trajectory, normaliser: Normaliser) -> list[NDArray[np.float64]]:

@@ -19,7 +19,6 @@ from branchline.core.sample import (
     DroppedTokens,
     DropReason,
     ExportReport,
-    LogprobMeasurement,
     RewardSpan,
     Sample,
 )
@@ -318,12 +317,10 @@ def _answer_spans(
     timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
 ) -> Iterator[AnswerSpan]:
     """Yields the trained answers of a sample."""
-    for node in timeline.sampled_nodes:
-        if node.id in node_shares and node.sampled_start < min(node.end, length):
-            call = timeline.tree.call_of(node)
-            measurement = LogprobMeasurement.from_sampling(call.sampling)
-            end = min(node.end, length) - start
-            yield AnswerSpan(node.sampled_start - start, end, call.id, node.id, measurement)
+    for answer in timeline.answers:
+        end = min(answer.end, length)
+        if answer.node in node_shares and answer.start < end:
+            yield replace(answer, start=answer.start - start, end=end - start)
 
 
 def _reward_spans(

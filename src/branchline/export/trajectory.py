@@ -10,27 +10,18 @@ Every trained token of the trajectory is in `samples`, whose shares count it onc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from branchline.core.message import Message
+from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.sample import ExportReport, Sample
+from branchline.export.histories import History, build_tree
 from branchline.export.rewards import session_reward
 from branchline.export.samples import ExportPolicy, export_samples
 from branchline.timelines.causes import ForkReport, classify_forks
 from branchline.timelines.timeline import timelines_of
 from branchline.tree.session import Session
 from branchline.tree.tree import NO_NODE, Node, Tree
-
-
-@dataclass(frozen=True)
-class History:
-    """A conversation: its messages, and which of them the model sampled here."""
-
-    messages: tuple[Message, ...]
-    sampled: tuple[int, ...] = ()
-    """The positions of the sampled messages."""
-    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class Trajectory:
         for timeline in timelines_of(tree):
             nodes = timeline.nodes
             sampled = tuple(index for index, node in enumerate(nodes) if node.is_sampled)
-            history = History(tuple(timeline.messages), sampled)
+            history = History(tuple(timeline.messages), sampled, agent=timeline.agent)
             if timeline.leaf is fork_report.main_leaf:
                 main = history
             else:
@@ -125,6 +116,44 @@ class Trajectory:
             report=export.report,
             parent_answers=_parent_answers(tree, fork_report),
         )
+
+    @classmethod
+    def from_messages(
+        cls,
+        messages_and_choices: Sequence[object],
+        *,
+        codec: Codec | None = None,
+        tools: object = None,
+        additional_histories: Sequence[History] = (),
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        session: str = "",
+        policy: ExportPolicy | None = None,
+        history_policy: HistoryPolicy = "template",
+        train_messages: bool = False,
+        finished: bool | None = None,
+        failed: bool = False,
+    ) -> Trajectory:
+        """Returns a trajectory that was built by hand from messages and choices (`export/histories.py`).
+
+        Choices with the ids of their prompts and of their tokens give the samples of the session that they
+        come from. Otherwise `codec` renders what is missing; such answers are inexact, and the policy decides
+        whether they are trained (`include_inexact`, `include_missing_logprobs`).
+        """
+        main = History.read(messages_and_choices, tools, train_messages=train_messages)
+        histories = [main, *additional_histories]
+        if finished is None and main.calls:
+            finished = main.calls[-1].outputs[0].finish_reason != "length"
+        trajectory = cls.from_tree(
+            build_tree(histories, codec, history=history_policy),
+            session=session,
+            reward=reward,
+            metrics=metrics,
+            policy=policy,
+            finished=finished,
+            failed=failed,
+        )
+        return replace(trajectory, history=main, additional_histories=tuple(additional_histories))
 
     @property
     def episode_reward(self) -> float | None:
@@ -158,12 +187,15 @@ def _parent_answers(tree: Tree, fork_report: ForkReport) -> dict[int, int]:
     """Returns the answer that each answer continues; the first answers of a tree continue none."""
     edge_sources = {edge.target.id: edge.source.id for edge in fork_report.edges}
     parents: dict[int, int] = {}
+    is_ordered = True
     for node in tree.nodes:
         if node.is_sampled:
-            parent = _parent_answer(node, edge_sources)
-            # An answer continues an earlier one; edges of merged logs may contradict that.
-            if parent < node.id:
-                parents[node.id] = parent
+            parent = above = _parent_answer(node, edge_sources)
+            is_ordered = is_ordered and parent < node.id
+            # In a tree without chronological order edges may form a cycle; its last edge is left out.
+            while not is_ordered and above not in (node.id, NO_NODE):
+                above = parents.get(above, NO_NODE)
+            parents[node.id] = NO_NODE if above == node.id else parent
     return parents
 
 

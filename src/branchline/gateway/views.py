@@ -5,6 +5,7 @@ Views of a tree run in threads: each reads a snapshot, and calls continue meanwh
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -86,6 +87,7 @@ def _timeline_view(timeline: Timeline) -> dict[str, Any]:
         "agent": timeline.agent or None,
         "calls": [call.id for call in timeline.calls],
         "exact": timeline.exact,
+        "answers": [asdict(answer) for answer in timeline.answers],
         "messages": [_message_view(message) for message in timeline.messages],
         "authors": timeline.authors,
         "spans": [(node.start, node.end) for node in timeline.nodes],

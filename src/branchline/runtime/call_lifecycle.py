@@ -198,17 +198,9 @@ def _commit_cancelled(
 def _sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
     """How a call was sampled, for the record: its logprobs cannot be interpreted without it."""
     return {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
+        **engine.logprob_measurement(params).to_sampling(),
         "seed": params.seed,
         "max_tokens": None if params.max_tokens == NO_LIMIT else params.max_tokens,
-        # A grammar masks tokens before logprobs are measured, even in an engine whose logprobs are raw.
-        "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
         "engine": engine.name,
     }
 
