@@ -192,7 +192,7 @@ def test_finalize_returns_the_trajectory_on_request() -> None:
                 "z",
                 "DDDD",
             ]
-            assert len(trajectory["further_histories"]) == 2
+            assert len(trajectory["additional_histories"]) == 2
             assert (trajectory["reward"], len(trajectory["rewards"])) == (0.5, 1)
             assert trajectory["metrics"] == {"calls": 4, "sampled_tokens": 11, "timelines": 3, "forks": 2}
 
