@@ -181,6 +181,15 @@ def test_openai_objects_are_read_with_their_extra_fields() -> None:
         [user("What is 2+2?"), validated[0], user("What is 3+3?"), validated[1]]
     )
     assert_same_samples(trajectory, session)
+    choices = [one.choices[0] for one in validated]
+    kept_messages = Trajectory.from_messages(
+        [user("What is 2+2?"), choices[0].message, user("What is 3+3?"), choices[1]],
+        codec=STRIPPING,
+        policy=ExportPolicy(include_inexact="context"),
+    )
+    assert [STRIPPING.decode(sample.response_ids) for sample in kept_messages.samples] == [
+        "<think>add three and three</think>6<end>"
+    ]
 
 
 def _complete(raw: dict[str, Any]) -> dict[str, Any]:

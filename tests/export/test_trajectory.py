@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from random import Random
 
 import numpy as np
@@ -93,13 +94,18 @@ def test_every_timeline_is_a_history_and_every_parent_precedes_its_answer(
     assert all(parent < node for node, parent in trajectory.parent_answers.items())
 
 
+def to_record(measurement: LogprobMeasurement) -> dict[str, object]:
+    """Returns the `sampling` of a call that is measured so."""
+    return {**asdict(measurement), "logprobs": measurement.kind}
+
+
 def test_every_answer_says_how_its_logprobs_were_measured() -> None:
     session = Session("s", CODEC)
     question = Message("user", "u")
     raw = LogprobMeasurement("raw", 1.0, False, temperature=0.5, top_p=1.0, top_k=0, min_p=0.0)
     processed = LogprobMeasurement("processed", 0.7, True, temperature=0.7, top_p=0.9)
     messages = [question]
-    for text, sampling in (("A1", raw.to_sampling()), ("A22", processed.to_sampling()), ("A333", {})):
+    for text, sampling in (("A1", to_record(raw)), ("A22", to_record(processed)), ("A333", {})):
         turn = session.prepare(Request(tuple(messages), sampling=sampling))
         answer = Message("assistant", text)
         ids = CODEC.encode_reply(answer)

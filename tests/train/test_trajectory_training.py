@@ -92,7 +92,7 @@ def test_the_trajectories_of_these_tests_have_mixed_advantages_and_shared_tokens
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=CONFIG_NAMES)
-@pytest.mark.parametrize("shape", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("shape", ["qwen3", "llama", "gemma3"])
 def test_packed_and_tree_packed_rows_give_the_loss_and_gradients_of_single_rows(
     shape: str, config: LossConfig
 ) -> None:
@@ -108,6 +108,17 @@ def test_packed_and_tree_packed_rows_give_the_loss_and_gradients_of_single_rows(
             loss = packed_loss(model, rows, config, **options)
             assert abs((loss - expected).item()) <= 1e-12 * max(1.0, abs(expected.item()))
             assert relative(gradients(model, loss), expected_gradients) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "llama", "gemma3"])
+def test_gradients_in_single_precision_stay_within_the_gate(shape: str) -> None:
+    model = tiny_model(shape, torch.float32, vocabulary=VOCABULARY)
+    rows = training_rows([random_group(11)], credit=CreditPolicy("per_branch"))
+    expected = row_loss(model, rows, LossConfig())
+    expected_gradients = gradients(model, expected)
+    loss = packed_loss(model, rows, LossConfig(), max_tokens=max(map(len, rows)) + 10)
+    assert abs((loss - expected).item()) <= 1e-5 * max(1.0, abs(expected.item()))
+    assert relative(gradients(model, loss), expected_gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("shares", ["split", "first", "all"])

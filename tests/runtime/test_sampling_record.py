@@ -1,4 +1,4 @@
-"""How each engine measures logprobs, which a trainer must know to use them."""
+"""The record of a call says how its logprobs were measured, which a trainer must know to use them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from branchline import Replicas, ScriptedEngine, SglangEngine, VllmEngine
 from branchline.core.sample import LogprobMeasurement
-from branchline.engines.base import SamplingParams, measure_logprobs
+from branchline.engines.base import SamplingParams
+from branchline.runtime.call_lifecycle import sampling_record
 
 URL = "http://127.0.0.1:1"
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, presence_penalty=0.5)
@@ -17,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def measured(engine: Any, params: SamplingParams) -> tuple[str, float | None, bool | None]:
-    measurement = engine.logprob_measurement(params)
+    measurement = LogprobMeasurement.from_sampling(sampling_record(engine, params))
     return measurement.kind, measurement.measured_temperature, measurement.is_truncated
 
 
@@ -32,7 +33,7 @@ def measured(engine: Any, params: SamplingParams) -> tuple[str, float | None, bo
     ],
     ids=["vllm", "vllm-processed", "sglang", "sglang-raw", "scripted"],
 )
-def test_an_engine_says_at_which_temperature_and_truncation_it_measures(
+def test_the_record_says_at_which_temperature_and_truncation_an_engine_measures(
     engine: Any, truncated: tuple[str, float, bool], greedy: tuple[str, float, bool]
 ) -> None:
     assert measured(engine, TRUNCATED) == truncated
@@ -40,7 +41,8 @@ def test_an_engine_says_at_which_temperature_and_truncation_it_measures(
 
 
 def test_a_measurement_has_the_parameters_of_sampling() -> None:
-    assert VllmEngine(URL).logprob_measurement(TRUNCATED) == LogprobMeasurement(
+    record = sampling_record(VllmEngine(URL), TRUNCATED)
+    assert LogprobMeasurement.from_sampling(record) == LogprobMeasurement(
         kind="raw",
         measured_temperature=1.0,
         is_truncated=False,
@@ -52,18 +54,12 @@ def test_a_measurement_has_the_parameters_of_sampling() -> None:
         frequency_penalty=0.0,
         repetition_penalty=1.0,
     )
+    assert LogprobMeasurement.from_sampling({}) == LogprobMeasurement("unknown")
 
 
 def test_logprobs_under_a_grammar_are_processed() -> None:
     params = SamplingParams(temperature=0.5, grammar={"type": "json_object"})
-    measurement = measure_logprobs("raw", params)
-    assert (measurement.kind, measurement.measured_temperature) == ("processed", 1.0)
-
-
-def test_a_measurement_survives_the_record_of_its_call() -> None:
-    measurement = SglangEngine(URL).logprob_measurement(TRUNCATED)
-    assert LogprobMeasurement.from_sampling(measurement.to_sampling()) == measurement
-    assert LogprobMeasurement.from_sampling({}) == LogprobMeasurement("unknown")
+    assert measured(VllmEngine(URL), params) == ("processed", 1.0, False)
 
 
 def test_what_differs_between_replicas_is_not_known() -> None:
@@ -71,7 +67,7 @@ def test_what_differs_between_replicas_is_not_known() -> None:
         vllm, sglang = VllmEngine(URL, logprob_kind="processed"), SglangEngine("http://127.0.0.1:2")
         replicas = Replicas([vllm, sglang])
         assert measured(replicas, TRUNCATED) == ("processed", 0.7, None)
+        assert measured(replicas, GREEDY) == ("processed", 1.0, None)
         await replicas.close()
-        assert measured(Replicas(), TRUNCATED) == ("raw", 1.0, False)
 
     asyncio.run(test())
