@@ -225,14 +225,21 @@ def test_a_choice_in_several_histories_is_one_answer() -> None:
         response(session, [Message("user", "u"), reply, Message("user", text)], Message("assistant", text))
         for text in ("x", "y")
     ]
-    for codec in (None, CODEC):
-        trajectory = Trajectory.from_messages(
+
+    def build(codec: ToyCodec | None = None) -> Trajectory:
+        return Trajectory.from_messages(
             [user("u"), first, user("x"), ends[0]],
             additional_histories=[History.read([user("u"), first, user("y"), ends[1]])],
             codec=codec,
+            policy=ExportPolicy(include_inexact="context"),
         )
-        assert_same_samples(trajectory, session)
-        assert [sample.shares[0] for sample in trajectory.samples] == [0.5, 0.5]
+
+    assert_same_samples(build(), session)
+    del ends[1]["prompt_token_ids"]  # The codec renders it.
+    samples = build(CODEC).samples
+    assert [sample.shares[0] for sample in samples] == [0.5, 0.5]
+    assert [sample.trained_tokens for sample in samples] == [4, 4]
+    assert [sample.exact for sample in samples] == [True, False]
 
 
 def history_of(executed: ExecutedCall) -> History:

@@ -154,6 +154,17 @@ def test_an_answer_is_not_shared_through_a_row_in_which_its_first_tokens_are_con
     assert first != third
 
 
+def test_an_equal_answer_is_shared_through_a_row_in_which_it_is_context() -> None:
+    rows = [
+        make_row([1], [2, 3]),
+        make_row([1, 2, 3], [4]),
+        make_row([1], [2, 3, 5, 6], weights=[1, 1, 0, 1]),
+    ]
+    (batch,) = pack_rows(rows, share_partial_answers=False)
+    check_batches(rows, [batch])
+    assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
 def test_a_whole_answer_has_one_number_of_its_own(seed: int, count: int, limited: bool) -> None:

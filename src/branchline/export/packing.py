@@ -163,15 +163,12 @@ class _PathTokens:
             answers,
         )
 
-    def answer_start(self, place: int) -> int:
-        """Returns the first place of the answer that reaches over `place`; `place` itself if none does."""
-        if not 0 < place < len(self.ids) or not self.answers[place]:
-            return place
-        return int(np.flatnonzero(self.answers == self.answers[place])[0])
-
 
 def _shared_prefixes(rows: Sequence[TrainingRow], share_partial_answers: bool) -> list[int]:
-    """Returns the length of the prefix that each row shares with the path before it."""
+    """Returns the length of the prefix that each row shares with the path before it; rows are sorted by ids.
+
+    Rows with an equal answer are neighbours, apart from rows that repeat it: it is shared as a whole or not.
+    """
     shared = [0] * len(rows)
     numbers: dict[tuple[int, bytes], int] | None = None if share_partial_answers else {}
     path = _PathTokens.of_row(rows[0], numbers) if rows else None
@@ -188,8 +185,6 @@ def _shared_prefixes(rows: Sequence[TrainingRow], share_partial_answers: bool) -
         both_trained = path.is_trained[part] & row.is_trained[part]
         differs = np.flatnonzero((path.ids[part] != row.ids[part]) | (both_trained & ~sampled_alike))
         shared[place] = int(differs[0]) if len(differs) else length
-        if path.is_trained[shared[place] - 1 : shared[place]].any():
-            shared[place] = row.answer_start(shared[place])
         # A token that is context in this row may be trained in an earlier one.
         kept = np.flatnonzero(path.is_trained[: shared[place]])
         row.is_trained[kept] = True
