@@ -154,6 +154,19 @@ def test_an_answer_is_not_shared_through_a_row_in_which_its_first_tokens_are_con
     assert first != third
 
 
+def test_an_answer_is_not_shared_in_part_with_a_row_after_one_that_leaves_inside_it() -> None:
+    rows = [
+        make_row([1], [2, 3, 4]),
+        make_row([1, 2, 3], [4, 5], logprobs=[-0.25, -0.25]),
+        make_row([1], [2, 3, 4, 6], weights=[1, 1, 1, 0]),
+    ]
+    (batch,) = pack_rows(rows, share_partial_answers=False)
+    check_batches(rows, [batch])
+    (first,), (second,), (third,) = answers_of(batch, rows)
+    assert all(len(set(numbers)) == 1 for numbers in (first, second, third))
+    assert len({first[0], second[0], third[0]}) == 3
+
+
 def test_an_equal_answer_is_shared_through_a_row_in_which_it_is_context() -> None:
     rows = [
         make_row([1], [2, 3]),

@@ -165,10 +165,7 @@ class _PathTokens:
 
 
 def _shared_prefixes(rows: Sequence[TrainingRow], share_partial_answers: bool) -> list[int]:
-    """Returns the length of the prefix that each row shares with the path before it; rows are sorted by ids.
-
-    Rows with an equal answer are neighbours, apart from rows that repeat it: it is shared as a whole or not.
-    """
+    """Returns the length of the prefix that each row shares with the path before it."""
     shared = [0] * len(rows)
     numbers: dict[tuple[int, bytes], int] | None = None if share_partial_answers else {}
     path = _PathTokens.of_row(rows[0], numbers) if rows else None
@@ -184,7 +181,12 @@ def _shared_prefixes(rows: Sequence[TrainingRow], share_partial_answers: bool) -
         )
         both_trained = path.is_trained[part] & row.is_trained[part]
         differs = np.flatnonzero((path.ids[part] != row.ids[part]) | (both_trained & ~sampled_alike))
-        shared[place] = int(differs[0]) if len(differs) else length
+        end = int(differs[0]) if len(differs) else length
+        number = row.answers[end] if 0 < end < len(row.ids) else 0
+        if number and path.answers[end - 1] == row.answers[end - 1] == number:
+            # A row in between left the path inside this answer: the answer is not shared at all.
+            end = int(np.flatnonzero(row.answers == number)[0])
+        shared[place] = end
         # A token that is context in this row may be trained in an earlier one.
         kept = np.flatnonzero(path.is_trained[: shared[place]])
         row.is_trained[kept] = True
