@@ -28,8 +28,14 @@ if typing.TYPE_CHECKING:
     from branchline.engines.scripted import ScriptedEngine
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine
+    from branchline.export.batches import pad_rows, training_rows
+    from branchline.export.credit import CreditPolicy
+    from branchline.export.histories import History
     from branchline.export.jsonl import read_jsonl, write_jsonl
+    from branchline.export.packing import pack_rows
+    from branchline.export.parquet import read_parquet, write_parquet
     from branchline.export.samples import Export, ExportPolicy, export_samples
+    from branchline.export.trajectory import Trajectory, TrajectoryGroup
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
     from branchline.loop.context.context_loop import ContextOptions
@@ -90,6 +96,14 @@ _MODULE_OF = {
     "agent": "loop.agents",
     "run_agent": "loop.agents",
     "tool": "loop.tools.functions",
+    # trajectories and batches
+    "CreditPolicy": "export.credit",
+    "History": "export.histories",
+    "Trajectory": "export.trajectory",
+    "TrajectoryGroup": "export.trajectory",
+    "pack_rows": "export.packing",
+    "pad_rows": "export.batches",
+    "training_rows": "export.batches",
     # samples and logs
     "Export": "export.samples",
     "ExportPolicy": "export.samples",
@@ -99,7 +113,9 @@ _MODULE_OF = {
     "merge": "timelines.merge",
     "read_jsonl": "export.jsonl",
     "read_log": "timelines.log",
+    "read_parquet": "export.parquet",
     "write_jsonl": "export.jsonl",
+    "write_parquet": "export.parquet",
     # errors
     "BranchlineError": "core.errors",
 }
@@ -112,6 +128,7 @@ __all__ = [
     "CancelToken",
     "Compaction",
     "ContextOptions",
+    "CreditPolicy",
     "DropLeastImportant",
     "DropOldest",
     "Export",
@@ -120,6 +137,7 @@ __all__ = [
     "Generation",
     "GenericCodec",
     "HfEngine",
+    "History",
     "HttpModel",
     "Journal",
     "LoopLimits",
@@ -140,6 +158,8 @@ __all__ = [
     "ToolCall",
     "ToolResult",
     "ToyCodec",
+    "Trajectory",
+    "TrajectoryGroup",
     "Tree",
     "VllmEngine",
     "__version__",
@@ -147,12 +167,17 @@ __all__ = [
     "classify_forks",
     "export_samples",
     "merge",
+    "pack_rows",
+    "pad_rows",
     "read_jsonl",
     "read_log",
+    "read_parquet",
     "run_agent",
     "timelines_of",
     "tool",
+    "training_rows",
     "write_jsonl",
+    "write_parquet",
 ]
 
 

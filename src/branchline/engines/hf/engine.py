@@ -79,6 +79,10 @@ class _TokenStream:
 class HfEngine:
     """A transformers causal language model that samples for many sessions at once."""
 
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 0.0
+    """At temperature 0 the distribution sampled from is one id with probability 1."""
+
     def __init__(
         self,
         model: Any,
