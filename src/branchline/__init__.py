@@ -28,10 +28,17 @@ if typing.TYPE_CHECKING:
     from branchline.engines.scripted import ScriptedEngine
     from branchline.engines.sglang import SglangEngine
     from branchline.engines.vllm import VllmEngine
+    from branchline.export.batches import pad_rows, training_rows
+    from branchline.export.credit import CreditPolicy
+    from branchline.export.histories import History
     from branchline.export.jsonl import read_jsonl, write_jsonl
+    from branchline.export.packing import pack_rows
+    from branchline.export.parquet import read_parquet, write_parquet
     from branchline.export.samples import Export, ExportPolicy, export_samples
+    from branchline.export.trajectory import Trajectory, TrajectoryGroup
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
+    from branchline.loop.context.context_loop import ContextOptions
     from branchline.loop.http_model import HttpModel
     from branchline.loop.model import SessionModel
     from branchline.loop.output import LoopOutput
@@ -39,6 +46,7 @@ if typing.TYPE_CHECKING:
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
+    from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
     from branchline.timelines.causes import classify_forks
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
@@ -74,15 +82,28 @@ _MODULE_OF = {
     # agent loop
     "BaseTool": "loop.tools.base",
     "CancelToken": "loop.timeouts",
+    "Compaction": "runtime.compaction",
+    "ContextOptions": "loop.context.context_loop",
+    "DropLeastImportant": "runtime.compaction",
+    "DropOldest": "runtime.compaction",
     "HttpModel": "loop.http_model",
     "LoopLimits": "loop.task",
     "LoopOutput": "loop.output",
     "SessionModel": "loop.model",
+    "Summarize": "runtime.compaction",
     "Task": "loop.task",
     "ToolResult": "loop.tools.base",
     "agent": "loop.agents",
     "run_agent": "loop.agents",
     "tool": "loop.tools.functions",
+    # trajectories and batches
+    "CreditPolicy": "export.credit",
+    "History": "export.histories",
+    "Trajectory": "export.trajectory",
+    "TrajectoryGroup": "export.trajectory",
+    "pack_rows": "export.packing",
+    "pad_rows": "export.batches",
+    "training_rows": "export.batches",
     # samples and logs
     "Export": "export.samples",
     "ExportPolicy": "export.samples",
@@ -92,7 +113,9 @@ _MODULE_OF = {
     "merge": "timelines.merge",
     "read_jsonl": "export.jsonl",
     "read_log": "timelines.log",
+    "read_parquet": "export.parquet",
     "write_jsonl": "export.jsonl",
+    "write_parquet": "export.parquet",
     # errors
     "BranchlineError": "core.errors",
 }
@@ -103,12 +126,18 @@ __all__ = [
     "BaseTool",
     "BranchlineError",
     "CancelToken",
+    "Compaction",
+    "ContextOptions",
+    "CreditPolicy",
+    "DropLeastImportant",
+    "DropOldest",
     "Export",
     "ExportPolicy",
     "Gateway",
     "Generation",
     "GenericCodec",
     "HfEngine",
+    "History",
     "HttpModel",
     "Journal",
     "LoopLimits",
@@ -123,11 +152,14 @@ __all__ = [
     "Session",
     "SessionModel",
     "SglangEngine",
+    "Summarize",
     "Task",
     "Timeline",
     "ToolCall",
     "ToolResult",
     "ToyCodec",
+    "Trajectory",
+    "TrajectoryGroup",
     "Tree",
     "VllmEngine",
     "__version__",
@@ -135,12 +167,17 @@ __all__ = [
     "classify_forks",
     "export_samples",
     "merge",
+    "pack_rows",
+    "pad_rows",
     "read_jsonl",
     "read_log",
+    "read_parquet",
     "run_agent",
     "timelines_of",
     "tool",
+    "training_rows",
     "write_jsonl",
+    "write_parquet",
 ]
 
 

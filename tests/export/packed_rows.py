@@ -6,9 +6,10 @@ from random import Random
 
 import numpy as np
 
-from branchline.core.sample import Sample
+from branchline.core.sample import AnswerSpan, Sample
 from branchline.core.token_arrays import as_ids
 from branchline.export.packing import TrainingRow
+from branchline.export.trajectory import Trajectory
 
 
 def make_row(
@@ -67,3 +68,30 @@ def random_rows(rng: Random, count: int, *, vocabulary: int = 50, max_branch: in
             )
         )
     return rows
+
+
+def make_trajectory(
+    responses: list[list[int]],
+    *,
+    reward: float | None = None,
+    rewards: list[float | None] | None = None,
+    finished: bool = True,
+    failed: bool = False,
+) -> Trajectory:
+    """Returns a trajectory with a sample for each response; all tokens are trained with share 1."""
+    samples: list[Sample] = []
+    for index, response in enumerate(responses):
+        count = len(response)
+        samples.append(
+            Sample(
+                prompt_ids=as_ids([9, index]),
+                response_ids=as_ids(response),
+                response_mask=np.ones(count, np.int8),
+                response_logprobs=np.full(count, -0.5, np.float32),
+                response_versions=np.zeros(count, np.int32),
+                shares=np.ones(count, np.float32),
+                reward=reward if rewards is None else rewards[index],
+                answers=(AnswerSpan(0, count, f"call-{index}", index),),
+            )
+        )
+    return Trajectory(tuple(samples), reward=reward, finished=finished, failed=failed)

@@ -139,6 +139,8 @@ class ResumableScriptedEngine:
     name: str = "scripted"
     version: int = 0
     logprob_kind: Any = "processed"
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     supports_images: bool = False
     max_context: int | None = None
     prompts_by_session: dict[str, list[Ids]] = field(default_factory=dict)

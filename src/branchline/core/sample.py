@@ -6,8 +6,10 @@ mask is 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,48 @@ class RewardSpan:
     """The call whose answer is rewarded; empty if the reward is for the whole timeline or a tool."""
     turn: int | None = None
     tool: str = ""
+
+
+@dataclass(frozen=True)
+class LogprobMeasurement:
+    """How the logprobs of an answer were measured, and how the answer was sampled. None: not recorded."""
+
+    kind: Literal["raw", "processed", "unknown"] = "unknown"
+    """`raw`: under the model's own distribution. `processed`: after penalties and temperature, and after
+    truncation (top-p, top-k, min-p) if `is_truncated`."""
+    measured_temperature: float | None = None
+    """The temperature of the distribution that the logprobs are of. Not that of sampling for raw logprobs,
+    and for engines that measure greedy sampling at temperature 1."""
+    is_truncated: bool | None = None
+    """Whether the distribution that the logprobs are of was truncated as the one sampled from."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0: all tokens."""
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_sampling(cls, sampling: Mapping[str, Any]) -> LogprobMeasurement:
+        """Reads the `sampling` of a call; fields that it does not have are None."""
+        names = [field.name for field in fields(cls) if field.name != "kind"]
+        known = {name: sampling[name] for name in names if sampling.get(name) is not None}
+        kind = sampling.get("logprobs")
+        return cls(kind if kind in ("raw", "processed") else "unknown", **known)
+
+
+@dataclass(frozen=True)
+class AnswerSpan:
+    """A trained answer of a sample, `response_ids[start:end]`: its call and its logprobs."""
+
+    start: int
+    end: int
+    call: str = ""
+    node: int = -1
+    """The id of its node in the tree of its session; equal in all samples that have the answer."""
+    logprobs: LogprobMeasurement = LogprobMeasurement()
 
 
 @dataclass(frozen=True)
@@ -57,6 +101,8 @@ class Sample:
     media: tuple[Media, ...] = ()
     rewards: tuple[RewardSpan, ...] = ()
     """Rewards for parts of the sample: its timeline, its answers, tools."""
+    answers: tuple[AnswerSpan, ...] = ()
+    """The answers that the sample trains, in order; their tokens are those whose mask is 1."""
 
     @property
     def trained_tokens(self) -> int:

@@ -25,6 +25,9 @@ BUFFERED_FLUSH_S = 0.25
 """`flush_s` of a call that is not streamed. From this value on an engine may also ask its server for larger
 events."""
 
+MIN_TEMPERATURE = 1e-5
+"""Sampling is greedy below this temperature: dividing by less could exceed the range of float32."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -81,6 +84,16 @@ class Engine(Protocol):
     @property
     def logprob_kind(self) -> LogprobKind:
         """`raw`: under the model's own distribution. `processed`: under the distribution sampled from."""
+        ...
+
+    @property
+    def logprobs_after_truncation(self) -> bool | None:
+        """Whether `processed` logprobs are measured after top-p, top-k and min-p; None if unknown."""
+        ...
+
+    @property
+    def greedy_logprob_temperature(self) -> float | None:
+        """The temperature at which `processed` logprobs of greedy sampling are measured; None if unknown."""
         ...
 
     @property

@@ -28,7 +28,13 @@ from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import EngineError
 from branchline.core.message import Media
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
-from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams, remaining_request
+from branchline.engines.base import (
+    Chunk,
+    FinishReason,
+    LogprobKind,
+    SamplingParams,
+    remaining_request,
+)
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -161,6 +167,8 @@ class HttpEngine:
     supports_images = False
     kind: ClassVar[str]
     default_logprob_kind: ClassVar[LogprobKind]
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     pause_endpoint: ClassVar[tuple[str, Mapping[str, Any]]]
     """Path and body."""
     resume_endpoint: ClassVar[tuple[str, Mapping[str, Any]]]

@@ -22,7 +22,13 @@ from msgspec.structs import replace
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, Engine, LogprobKind, SamplingParams, remaining_request
+from branchline.engines.base import (
+    Chunk,
+    Engine,
+    LogprobKind,
+    SamplingParams,
+    remaining_request,
+)
 
 # The least recently used session beyond this number gets a new replica on its next call, at a prefill's cost.
 MAX_STICKY_SESSIONS = 100_000
@@ -136,6 +142,18 @@ class Replicas:
     @property
     def logprob_kind(self) -> LogprobKind:
         return next((replica.engine.logprob_kind for replica in self._replicas.values()), "raw")
+
+    @property
+    def logprobs_after_truncation(self) -> bool | None:
+        """None if replicas differ: a call may be moved from one to another."""
+        values = {replica.engine.logprobs_after_truncation for replica in self._replicas.values()}
+        return values.pop() if len(values) == 1 else None
+
+    @property
+    def greedy_logprob_temperature(self) -> float | None:
+        """None if replicas differ."""
+        values = {replica.engine.greedy_logprob_temperature for replica in self._replicas.values()}
+        return values.pop() if len(values) == 1 else None
 
     @property
     def max_context(self) -> int | None:

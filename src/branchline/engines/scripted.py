@@ -59,6 +59,8 @@ class ScriptedEngine:
     name: str = "scripted"
     version: int = 0
     logprob_kind: LogprobKind = "processed"
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     max_context: int | None = None
     supports_images: bool = True
     chunk_size: int = 4

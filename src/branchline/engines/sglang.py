@@ -117,12 +117,14 @@ class SglangEngine(HttpEngine):
     """An SGLang server.
 
     Its logprobs are taken after temperature and penalties and before truncation, so they are `processed` as
-    long as sampling is not truncated. `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at the server makes them `raw`.
+    long as sampling is not truncated; those of greedy sampling are taken at temperature 1.
+    `SGLANG_RETURN_ORIGINAL_LOGPROB=1` at the server makes them `raw`.
     """
 
     supports_images = True
     kind = "sglang"
     default_logprob_kind = "processed"
+    logprobs_after_truncation = False
     pause_endpoint = ("/pause_generation", {"mode": "abort"})
     resume_endpoint = ("/continue_generation", {})
     version_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}

@@ -14,7 +14,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from branchline.core.errors import ExportError, MissingLogprobsError
-from branchline.core.sample import DroppedTokens, DropReason, ExportReport, RewardSpan, Sample
+from branchline.core.sample import (
+    AnswerSpan,
+    DroppedTokens,
+    DropReason,
+    ExportReport,
+    RewardSpan,
+    Sample,
+)
 from branchline.export.rewards import AssignedRewards, assign_rewards
 from branchline.timelines.causes import Cause, ForkReport, classify_forks
 from branchline.timelines.timeline import NO_VERSION, Timeline
@@ -293,6 +300,7 @@ def _build_sample(
         reward=reward if timeline_reward is None else timeline_reward,
         media=tuple(media for node in timeline.nodes if node.end <= length for media in node.message.media),
         rewards=tuple(_reward_spans(timeline, node_shares, start, length, assigned)),
+        answers=tuple(_answer_spans(timeline, node_shares, start, length)),
     )
 
 
@@ -303,6 +311,16 @@ def _sample_length(timeline: Timeline, max_tokens: int | None) -> int:
         return len(timeline)
     cut = next(node for node in timeline.nodes if node.end > max_tokens)
     return cut.start if cut.message.media and not cut.is_sampled else max_tokens
+
+
+def _answer_spans(
+    timeline: Timeline, node_shares: Mapping[int, float], start: int, length: int
+) -> Iterator[AnswerSpan]:
+    """Yields the trained answers of a sample."""
+    for answer in timeline.answers:
+        end = min(answer.end, length)
+        if answer.node in node_shares and answer.start < end:
+            yield replace(answer, start=answer.start - start, end=end - start)
 
 
 def _reward_spans(

@@ -5,6 +5,7 @@ Views of a tree run in threads: each reads a snapshot, and calls continue meanwh
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -86,6 +87,7 @@ def _timeline_view(timeline: Timeline) -> dict[str, Any]:
         "agent": timeline.agent or None,
         "calls": [call.id for call in timeline.calls],
         "exact": timeline.exact,
+        "answers": [asdict(answer) for answer in timeline.answers],
         "messages": [_message_view(message) for message in timeline.messages],
         "authors": timeline.authors,
         "spans": [(node.start, node.end) for node in timeline.nodes],
@@ -106,14 +108,14 @@ def _message_view(message: Message) -> dict[str, Any]:
 
 
 def trajectory_view(managed: ManagedSession) -> dict[str, Any]:
-    """The outcome of a session: the main history, the further ones, rewards and metrics."""
+    """The outcome of a session: the main history, the additional ones, rewards and metrics."""
     tree = managed.session.snapshot()
     fork_report = classify_forks(tree) if tree.calls else ForkReport()
     timelines = timelines_of(tree)
     main = [timeline for timeline in timelines if timeline.leaf is fork_report.main_leaf]
     return {
         "history": _timeline_view(main[0]) if main else None,
-        "further_histories": [_timeline_view(timeline) for timeline in timelines if timeline not in main],
+        "additional_histories": [_timeline_view(timeline) for timeline in timelines if timeline not in main],
         "reward": managed.reward,
         "rewards": managed.rewards,
         "metrics": {

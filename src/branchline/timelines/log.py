@@ -7,6 +7,7 @@ line number and the expectation; nothing is guessed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from branchline.core.reader import read_message
 from branchline.core.token_arrays import Floats, Ids, as_ids
 
 _TOKEN_ID_LIMIT = 2**31
+_TOKEN_AS_ID = re.compile(r"token_id:\d{1,10}\Z")
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,13 @@ def read_call(raw: object, line: int = 0) -> LoggedCall:
     if not isinstance(choices, list) or not choices:
         raise MessageError("response.choices", choices, "a non-empty list")
     outputs = tuple(
-        _read_choice(choice, f"response.choices[{index}]", response.get("id"))
+        read_choice(choice, f"response.choices[{index}]", response.get("id"))
         for index, choice in enumerate(choices)
     )
     return LoggedCall(
         request,
         outputs,
-        _read_ids(response.get("prompt_token_ids"), "response.prompt_token_ids"),
+        read_token_ids(response.get("prompt_token_ids"), "response.prompt_token_ids"),
         session=_read_name(raw, "session"),
         line=line,
         id=str(response.get("id") or ""),
@@ -135,7 +137,9 @@ def _read_name(raw: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _read_choice(raw: object, field_path: str, response_id: object) -> LoggedOutput:
+def read_choice(raw: object, field_path: str, response_id: object = None) -> LoggedOutput:
+    """Reads a choice of a chat completion. Its ids are `token_ids`, or the tokens of its logprobs if the
+    server wrote them as `token_id:N`."""
     if not isinstance(raw, dict):
         raise MessageError(field_path, raw, "an object with a message")
     body = raw.get("message")
@@ -146,7 +150,9 @@ def _read_choice(raw: object, field_path: str, response_id: object) -> LoggedOut
         raise MessageError(f"{field_path}.message.role", message.role, "assistant")
     if isinstance(response_id, str) and response_id and not message.id:
         message = msgspec.structs.replace(message, id=response_id)
-    ids = _read_ids(raw.get("token_ids"), f"{field_path}.token_ids")
+    ids = read_token_ids(raw.get("token_ids"), f"{field_path}.token_ids")
+    if ids is None:
+        ids = _ids_of_tokens(raw.get("logprobs"), f"{field_path}.logprobs")
     logprobs = _read_logprobs(raw.get("logprobs"), f"{field_path}.logprobs")
     if ids is not None and logprobs is not None and len(ids) != len(logprobs):
         raise MessageError(
@@ -155,7 +161,17 @@ def _read_choice(raw: object, field_path: str, response_id: object) -> LoggedOut
     return LoggedOutput(message, ids, logprobs, str(raw.get("finish_reason") or "stop"))
 
 
-def _read_ids(raw: object, field_path: str) -> Ids | None:
+def _ids_of_tokens(logprobs: object, field_path: str) -> Ids | None:
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    entries = content if isinstance(content, list) else []
+    tokens = [str(entry.get("token")) for entry in entries if isinstance(entry, dict)]
+    if not tokens or not all(_TOKEN_AS_ID.match(token) for token in tokens):
+        return None
+    return read_token_ids([int(token.partition(":")[2]) for token in tokens], f"{field_path}.content")
+
+
+def read_token_ids(raw: object, field_path: str) -> Ids | None:
+    """Reads a list of token ids; None for null."""
     if raw is None:
         return None
     if not isinstance(raw, list):

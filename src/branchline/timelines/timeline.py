@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from branchline.core.call import Call
 from branchline.core.message import Media, Message
+from branchline.core.sample import AnswerSpan, LogprobMeasurement
 from branchline.core.token_arrays import NO_IDS, Floats, Ids, Origin, decode_runs, normalize_runs, runs_length
 from branchline.tree.tree import Node, Tree
 
@@ -53,6 +54,20 @@ class Timeline:
     @property
     def calls(self) -> list[Call]:
         return [self.tree.call_of(node) for node in self.sampled_nodes]
+
+    @property
+    def answers(self) -> list[AnswerSpan]:
+        """The tokens of each sampled message, and how their logprobs were measured."""
+        return [
+            AnswerSpan(
+                node.sampled_start,
+                node.end,
+                call.id,
+                node.id,
+                LogprobMeasurement.from_sampling(call.sampling),
+            )
+            for node, call in zip(self.sampled_nodes, self.calls, strict=True)
+        ]
 
     @property
     def exact(self) -> bool:

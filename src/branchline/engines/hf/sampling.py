@@ -17,13 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from branchline.engines.base import LogprobKind, SamplingParams
+from branchline.engines.base import MIN_TEMPERATURE, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, PenaltyCounts
 
 _MASK_64 = 2**64 - 1
 _NEGATIVE_INFINITY = float("-inf")
-# Dividing by a lower temperature could exceed the range of float32.
-_MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def sample(logits_b_v: Tensor, jobs: Sequence[Job], kind: LogprobKind) -> Sample
     logits_b_v = logits_b_v.float()
     scores_b_v = _apply_penalties(logits_b_v, jobs)
     ids_b = scores_b_v.argmax(-1)
-    drawn = [row for row, job in enumerate(jobs) if job.params.temperature >= _MIN_TEMPERATURE]
+    drawn = [row for row, job in enumerate(jobs) if job.params.temperature >= MIN_TEMPERATURE]
     processed = [0.0] * len(jobs)
     if drawn:
         is_all = len(drawn) == len(jobs)

@@ -1,0 +1,204 @@
+"""From rewards to advantages and loss weights: group statistics, credit, normalisers.
+
+Group statistics are by episode: an episode with many samples counts once. A failed episode is left out, and a
+group with one episode gets advantage 0. The advantage of a token follows from the credit policy, its weight
+is its share times a normaliser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from branchline.core.errors import ExportError
+from branchline.core.sample import Sample
+from branchline.core.token_arrays import Floats
+from branchline.export.trajectory import Trajectory, TrajectoryGroup
+
+Normaliser = Literal["token", "trajectory", "episode"]
+"""`token`: every trained token weighs alike. `trajectory`: the tokens of a trajectory weigh 1 together, ART's
+rule. `episode`: the tokens of each of a trajectory's k samples weigh 1/k together."""
+CreditName = Literal["broadcast", "discounted", "per_branch"]
+NO_ANSWER = -1
+_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+
+@dataclass(frozen=True)
+class CreditPolicy:
+    """Which reward each trained token gets.
+
+    `broadcast`: all tokens of an episode get its reward. `per_branch`: the tokens of a sample get the reward
+    of its timeline. `discounted`: an answer gets the rewards of the timelines after it, discounted for each
+    answer in between along the parent path, and those posted for itself and for answers after it; with
+    several timelines after it, their mean.
+    """
+
+    name: CreditName = "broadcast"
+    discount: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(CreditName):
+            raise ExportError(f"credit: got {self.name!r}, expected one of {', '.join(get_args(CreditName))}")
+        if not 0 <= self.discount <= 1:
+            raise ExportError(f"discount: got {self.discount:g}, expected a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Mean and standard deviation of the rewards of a group's episodes."""
+
+    mean: float
+    std: float
+    """The population's, as in GRPO."""
+    episodes: int
+    """Episodes that did not fail."""
+
+    def advantage(self, reward: float, *, normalise_std: bool = True) -> float:
+        """Returns reward − mean, divided by the standard deviation if requested; 0 in a group of one."""
+        return self.scale(normalise_std=normalise_std) * (reward - self.mean)
+
+    def scale(self, *, normalise_std: bool = True) -> float:
+        """Returns the factor from rewards to advantages; 0 in a group of one.
+
+        Episodes with equal rewards are not scaled: the rewards of their parts may still differ.
+        """
+        if self.episodes < 2:
+            return 0.0
+        return 1 / (self.std + _EPSILON) if normalise_std and self.std > _EPSILON else 1.0
+
+
+def group_statistics(group: TrajectoryGroup) -> GroupStatistics:
+    """Returns the statistics of a group's episodes. Raises ExportError for an episode without a reward."""
+    rewards: list[float] = []
+    for index, trajectory in enumerate(group):
+        if trajectory.failed:
+            continue
+        reward = trajectory.episode_reward
+        if reward is None or not math.isfinite(reward):
+            name = f"trajectories[{index}]" + (f" ({trajectory.session})" if trajectory.session else "")
+            raise ExportError(f"{name}: reward: got {reward}, expected a finite number, or failed=True")
+        rewards.append(reward)
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards) if rewards else 0.0
+    return GroupStatistics(mean, math.sqrt(variance), len(rewards))
+
+
+def advantages(group: TrajectoryGroup, *, normalise_std: bool = True) -> list[float]:
+    """Returns the group-relative advantage of each trajectory; 0 for a failed one and in a group of one.
+
+    `normalise_std=False` gives those of Dr. GRPO.
+    """
+    statistics = group_statistics(group)
+    return [
+        0.0
+        if trajectory.failed or trajectory.episode_reward is None
+        else statistics.advantage(trajectory.episode_reward, normalise_std=normalise_std)
+        for trajectory in group
+    ]
+
+
+def token_advantages(
+    trajectory: Trajectory,
+    statistics: GroupStatistics,
+    credit: CreditPolicy,
+    *,
+    normalise_std: bool = True,
+) -> list[Floats]:
+    """Returns the advantage of each response token, for each sample of a trajectory; 0 where nothing is
+    trained."""
+    rows = [np.zeros(len(sample.response_ids), np.float32) for sample in trajectory.samples]
+    if trajectory.failed or not any(sample.trained_tokens for sample in trajectory.samples):
+        return rows
+    if credit.name == "discounted":
+        by_answer = _discounted_returns(trajectory, statistics, credit.discount, normalise_std)
+        for row, sample in zip(rows, trajectory.samples, strict=True):
+            for answer in sample.answers:
+                row[answer.start : answer.end] = by_answer[answer.node]
+        return rows
+    for row, sample in zip(rows, trajectory.samples, strict=True):
+        reward = trajectory.episode_reward
+        if credit.name == "per_branch" and sample.reward is not None:
+            reward = sample.reward
+        assert reward is not None
+        row[sample.response_mask != 0] = statistics.advantage(reward, normalise_std=normalise_std)
+    return rows
+
+
+def _discounted_returns(
+    trajectory: Trajectory, statistics: GroupStatistics, discount: float, normalise_std: bool
+) -> Mapping[int, float]:
+    """Returns the discounted advantage of each answer."""
+    scale = statistics.scale(normalise_std=normalise_std)
+    ends: dict[int, list[tuple[float, float]]] = {}
+    own: dict[int, float] = {}
+    for index, sample in enumerate(trajectory.samples):
+        if sum(answer.end - answer.start for answer in sample.answers) != sample.trained_tokens:
+            raise ExportError(
+                f"samples[{index}]: {sample.trained_tokens} trained tokens, of which not all belong to its "
+                "answers, expected the samples of a session for discounted credit"
+            )
+        reward = trajectory.episode_reward if sample.reward is None else sample.reward
+        assert reward is not None
+        for answer in sample.answers:
+            ends.setdefault(answer.node, []).append((float(sample.shares[answer.start]), reward))
+            own[answer.node] = sum(
+                span.score for span in sample.rewards if span.call and span.start == answer.start
+            )
+    children: dict[int, list[int]] = {}
+    for node in ends:
+        children.setdefault(_trained_parent(node, trajectory.parent_answers, ends), []).append(node)
+    # Parents first; the credit of an answer is computed after that of the answers that continue it.
+    order = list(children.get(NO_ANSWER, ()))
+    for node in order:
+        order += children.get(node, ())
+    totals: dict[int, tuple[float, int]] = {}
+    for node in reversed(order):
+        below = [totals[child] for child in children.get(node, ())]
+        count = sum(leaves for _, leaves in below)
+        total = discount * sum(credit for credit, _ in below)
+        if not count:
+            weight = sum(share for share, _ in ends[node])
+            mean = sum(share * reward for share, reward in ends[node]) / weight
+            total, count = scale * (mean - statistics.mean), 1
+        totals[node] = total + scale * own[node] * count, count
+    return {node: total / count for node, (total, count) in totals.items()}
+
+
+def _trained_parent(node: int, parents: Mapping[int, int], trained: Collection[int]) -> int:
+    """Returns the closest trained answer that an answer continues, or NO_ANSWER."""
+    parent = parents.get(node, NO_ANSWER)
+    while parent != NO_ANSWER and parent not in trained:
+        parent = parents.get(parent, NO_ANSWER)
+    return parent
+
+
+def token_weights(trajectory: Trajectory, normaliser: Normaliser) -> list[NDArray[np.float64]]:
+    """Returns share × normaliser of each response token, for each sample of a trajectory."""
+    if normaliser not in get_args(Normaliser):
+        raise ExportError(
+            f"normaliser: got {normaliser!r}, expected one of {', '.join(get_args(Normaliser))}"
+        )
+    shares = [sample.shares.astype(np.float64) for sample in trajectory.samples]
+    sums = [float(values.sum()) for values in shares]
+    if normaliser == "token":
+        return shares
+    if normaliser == "trajectory":
+        total = sum(sums)
+        return [values / total if total else values for values in shares]
+    count = sum(value > 0 for value in sums)
+    return [values / (value * count) if value else values for values, value in zip(shares, sums, strict=True)]
+
+
+def token_rewards(samples: Sequence[Sample]) -> list[Floats]:
+    """Returns the reward of each sample on its last response token, 0 elsewhere, as PPO trainers take it."""
+    rows = [np.zeros(len(sample.response_ids), np.float32) for sample in samples]
+    for row, sample in zip(rows, samples, strict=True):
+        if len(row) and sample.reward is not None:
+            row[-1] = sample.reward
+    return rows

@@ -1,0 +1,122 @@
+"""Samples as a Parquet file, one row per sample. A file is written completely or not at all.
+
+The columns are those of `export/columns.py`: ids and versions are `list<int32>`, masks `list<int8>`, logprobs
+and shares `list<float32>`, where a missing logprob is NaN. `datasets.load_dataset("parquet", ...)` reads the
+file; so does everything that reads Arrow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from branchline.core.errors import InputError, requires_extra
+from branchline.core.sample import Sample
+from branchline.export.columns import (
+    ARRAY_TYPES,
+    OPTIONAL_COLUMNS,
+    SAMPLE_COLUMNS,
+    Column,
+    make_sample,
+    struct_values,
+)
+from branchline.export.jsonl import replace_file
+
+with requires_extra("parquet"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+_ROWS_PER_GROUP, _TOKENS_PER_GROUP = 1000, 4_000_000
+"""A row group is complete when it has this many rows or tokens."""
+_SCALAR_TYPES = {
+    "text": pa.string(),
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "flag": pa.bool_(),
+    "binary": pa.binary(),
+    "texts": pa.list_(pa.string()),
+    "int8s": pa.list_(pa.int8()),
+    "int32s": pa.list_(pa.int32()),
+    "float32s": pa.list_(pa.float32()),
+}
+
+
+def write_parquet(samples: Iterable[Sample], path: str | os.PathLike[str]) -> int:
+    """Writes samples to a file and returns their number. If an error occurs, the old file is unchanged."""
+    count = 0
+    written_digests: set[str] = set()
+    with replace_file(path) as file, pq.ParquetWriter(file, PARQUET_SCHEMA, compression="zstd") as writer:
+        for group in _row_groups(samples):
+            arrays = [_to_arrow(column, group, written_digests) for column in SAMPLE_COLUMNS]
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=PARQUET_SCHEMA))
+            count += len(group)
+    return count
+
+
+def read_parquet(path: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Yields the samples of a file written by `write_parquet`, with the payloads of their media. Raises
+    InputError for a file without their columns."""
+    payloads: dict[str, bytes] = {}
+    try:
+        file = pq.ParquetFile(Path(path))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{path}: got a file that cannot be read ({error}), expected Parquet") from error
+    with file:
+        columns = [column for column in SAMPLE_COLUMNS if column.name in file.schema_arrow.names]
+        missing = {column.name for column in SAMPLE_COLUMNS} - {column.name for column in columns}
+        if missing - OPTIONAL_COLUMNS:
+            names = ", ".join(sorted(missing - OPTIONAL_COLUMNS))
+            raise InputError(f"{path}: got no column {names}, expected the columns of samples")
+        for batch in file.iter_batches(_ROWS_PER_GROUP, columns=[column.name for column in columns]):
+            values = {column.name: _from_arrow(column, batch.column(column.name)) for column in columns}
+            for index in range(batch.num_rows):
+                yield make_sample({name: rows[index] for name, rows in values.items()}, payloads)
+
+
+def _row_groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    group: list[Sample] = []
+    tokens = 0
+    for sample in samples:
+        group.append(sample)
+        tokens += len(sample)
+        if len(group) == _ROWS_PER_GROUP or tokens >= _TOKENS_PER_GROUP:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _arrow_type(column: Column) -> pa.DataType:
+    if column.kind in _SCALAR_TYPES:
+        return _SCALAR_TYPES[column.kind]
+    struct = pa.struct([pa.field(entry.name, _arrow_type(entry)) for entry in column.fields])
+    return struct if column.kind == "struct" else pa.list_(struct)
+
+
+PARQUET_SCHEMA = pa.schema([pa.field(column.name, _arrow_type(column)) for column in SAMPLE_COLUMNS])
+
+
+def _to_arrow(column: Column, samples: Sequence[Sample], written_digests: set[str]) -> pa.Array:
+    if column.kind == "structs":
+        structs = [struct_values(column.name, sample, written_digests) for sample in samples]
+        return pa.array(structs, _arrow_type(column))
+    values = [getattr(sample, column.sample_attribute) for sample in samples]
+    if column.kind not in ARRAY_TYPES:
+        return pa.array(values, _arrow_type(column))
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    flat = np.concatenate(values).astype(ARRAY_TYPES[column.kind], copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _from_arrow(column: Column, array: pa.Array) -> Sequence[Any]:
+    if column.kind not in ARRAY_TYPES:
+        values: list[Any] = array.to_pylist()
+        return values
+    offsets = array.offsets.to_numpy()
+    flat = array.values.to_numpy(zero_copy_only=False).astype(ARRAY_TYPES[column.kind])
+    return [flat[start:end] for start, end in pairwise(offsets)]
