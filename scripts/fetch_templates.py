@@ -3,7 +3,8 @@
     python scripts/fetch_templates.py
 
 The sources of llama-cpp-python (llama.cpp's collection) and the wheels of TRL and axolotl carry about 180
-templates of some 70 model families. Only files that end in `.jinja` are read; nothing of the packages is executed.
+templates of some 70 model families. Only files that end in `.jinja` are read; nothing of the packages is
+executed.
 """
 
 from __future__ import annotations

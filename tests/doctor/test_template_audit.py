@@ -271,6 +271,11 @@ def test_a_template_without_tools_is_safe_and_the_verdict_says_what_is_lost_with
         assert verdict.advice.endswith(end), verdict.advice
 
 
+def test_an_audit_logs_no_warning_about_tools(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not audit_source(tmp_path, WITHOUT_TOOLS)["tools"].ok
+    assert not caplog.records
+
+
 def test_a_refusal_quotes_the_template(tmp_path: Path) -> None:
     audit = audit_source(tmp_path, refusing_template("m.role == 'tool'", "No tools here!"))
     assert audit["tools"].evidence == {"refusal": "No tools here!"}

@@ -13,7 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from branchline.chat.generic.chat_template import first_difference
-from branchline.chat.generic.codec import GenericCodec
+from branchline.chat.generic.codec import TOOLS_NOT_SHOWN, GenericCodec
 from branchline.chat.generic.template_probe import PROBE_TIME, TOOLS, USER
 from branchline.chat.template_traits import TemplateMessage, TemplateTraits
 from branchline.core.errors import TemplateError
@@ -82,6 +82,8 @@ class AuditProbe:
 
     def __init__(self, codec: GenericCodec) -> None:
         self.codec = codec.with_clock(PROBE_TIME)
+        # The audit reports this itself.
+        self.codec.logged_warnings = {TOOLS_NOT_SHOWN}
         self.player = ConversationPlayer(self.codec)
 
     @property

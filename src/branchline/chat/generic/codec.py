@@ -104,7 +104,7 @@ class GenericCodec(TokenizerCodec):
         self._tool_parser = tool_parser
         self.unread_calls: list[str] = []
         """Calls as the templates show them, if no parser reads them."""
-        self._warnings: set[str] = set()
+        self.logged_warnings: set[str] = set()
         """The warnings that were logged, each once for all sessions."""
         self._reasoning_parser = reasoning_parser
         self._keep_empty_think = keep_empty_think
@@ -308,8 +308,8 @@ class GenericCodec(TokenizerCodec):
                 reject_media(messages, self.name, len(path), self._no_images_reason)
             check_media(messages, self.name, len(path))
         profile = self.profile(tools=bool(tools), chat_template_kwargs=chat_template_kwargs)
-        if tools and not profile.traits.shows_tools and TOOLS_NOT_SHOWN not in self._warnings:
-            self._warnings.add(TOOLS_NOT_SHOWN)
+        if tools and not profile.traits.shows_tools and TOOLS_NOT_SHOWN not in self.logged_warnings:
+            self.logged_warnings.add(TOOLS_NOT_SHOWN)
             log.warning(TOOLS_NOT_SHOWN, self.tokenizer.path)
         builder = VerbatimBuilder(profile, self.prompt_cache, path, new, tools, self.now)
         if history == "verbatim" and path:
