@@ -61,7 +61,7 @@ class FramedParser(FormatParser):
         self._format = call_format
         self._opener, self._closer = call_format.call_markers
         self._section_opener, self._section_closer = call_format.section_markers or ("", "")
-        self._scan = JsonScanner()
+        self._scan: JsonScanner
         """Follows the body of the open call."""
         self._state = _FramedState.TEXT
         self._outer_state = _FramedState.TEXT
@@ -73,9 +73,13 @@ class FramedParser(FormatParser):
         """Text is being consumed a second time and closers in strings count; no text is consumed thrice."""
 
     def _close(self) -> None:
-        # A call that is complete without a closer has its closers inside strings.
-        is_open = not (self._format.closer_is_optional and self._scan.is_complete)
-        if self._state is _FramedState.CALL and self._quoted_closer and is_open and not self._truncated:
+        if (
+            self._state is _FramedState.CALL
+            and self._quoted_closer
+            and not self._truncated
+            # A call that is complete without a closer has its closers inside strings.
+            and not (self._format.closer_is_optional and self._scan.is_complete)
+        ):
             self._close_call(self._quoted_closer)
         if self._state is _FramedState.CALL and self._format.closer_is_optional and not self._truncated:
             self._close_call(len(self._block))
