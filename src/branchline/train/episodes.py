@@ -1,8 +1,8 @@
 """Runs the episodes of a training step: sessions of a gateway, driven by the user's agent, in groups.
 
-An agent is an async function of a session and a task. It may use any client that can set a base URL and a key,
-and returns the reward. An episode whose agent raises is failed: it is logged, trains nothing and does not
-count in its group.
+An agent is an async function of a session and a task. It may use any client that can set a base URL and a
+key, and returns the reward. An episode whose agent raises is failed: it is logged, trains nothing and does
+not count in its group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class SeededEngine(HfEngine):
     that a session sends again is sampled with another seed.
     """
 
-    run_seed = 0
+    def __init__(self, model: Any, *args: Any, run_seed: int = 0, **options: Any) -> None:
+        super().__init__(model, *args, **options)
+        self._run_seed = run_seed
+        self._prompt_counts: dict[str, Counter[bytes]] = {}
 
     async def generate(
         self,
@@ -49,7 +52,7 @@ class SeededEngine(HfEngine):
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
         if params.seed is None:
-            digest = hashlib.blake2b(f"{self.run_seed} {session} ".encode() + prompt_ids.tobytes()).digest()
+            digest = hashlib.blake2b(f"{self._run_seed} {session} ".encode() + prompt_ids.tobytes()).digest()
             counts = self._prompt_counts.setdefault(session, Counter())
             params = replace(params, seed=int.from_bytes(digest[:8], "little") + counts[digest])
             counts[digest] += 1
@@ -59,11 +62,6 @@ class SeededEngine(HfEngine):
                 yield chunk
         finally:
             await stream.aclose()
-
-    def __init__(self, model: Any, *args: Any, run_seed: int = 0, **options: Any) -> None:
-        super().__init__(model, *args, **options)
-        self.run_seed = run_seed
-        self._prompt_counts: dict[str, Counter[bytes]] = {}
 
     def release_session(self, session: str) -> None:
         self._prompt_counts.pop(session, None)

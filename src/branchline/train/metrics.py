@@ -35,15 +35,14 @@ class MetricsLog:
             self._is_started = True
             for tracker in self._trackers:
                 tracker.start(self._project, self._name)
+        values = {name: value for name, value in metrics.items() if name != "step"}
         for tracker in self._trackers:
-            tracker.log({name: value for name, value in metrics.items() if name != "step"}, int(metrics["step"]))
+            tracker.log(values, int(metrics["step"]))
 
     def truncate(self, step: int) -> None:
         """Removes the lines of steps after a checkpoint, which will run again."""
         lines = read_metrics(self.path)
-        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
-        if len(kept) < len(lines):
-            self.path.write_text("".join(kept))
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
 
     def close(self) -> None:
         for tracker in self._trackers if self._is_started else ():

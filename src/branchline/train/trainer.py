@@ -220,7 +220,8 @@ class Trainer(Generic[T]):
         )
         errors = [error for group in groups for error in group.errors]
         if len(errors) == self.config.groups_per_step * self.config.group_size:
-            raise BranchlineError(f"step {index}: all episodes failed, the first with: {errors[0]}") from errors[0]
+            first = f"{type(errors[0]).__name__}: {errors[0]}"
+            raise BranchlineError(f"step {index}: all episodes failed, the first with {first}") from errors[0]
         return groups
 
     async def _complete_step(
@@ -283,7 +284,8 @@ def describe_step(metrics: dict[str, float]) -> str:
     """Returns one line about a step. That of the first has the difference of engine and trainer."""
     line = (
         f"step {metrics['step']:3.0f}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.4f}  "
-        f"entropy {metrics.get('entropy', 0):.3f}  kl {metrics.get('kl', 0):.1e}  {metrics['step_time']:.1f} s"
+        f"entropy {metrics.get('entropy', 0):.3f}  kl {metrics.get('kl', 0):.1e}  "
+        f"{metrics['step_time']:.1f} s"
     )
     name = "sampling/sampling_logp_difference"
     if metrics["step"] == 1 and f"{name}/mean" in metrics:
@@ -322,5 +324,5 @@ def _episode_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 
 
 def _oldest_version(rows: Sequence[TrainingRow], default: int) -> int:
-    versions = [int(row.sample.response_versions[row.weights != 0].min()) for row in rows if row.weights.any()]
-    return min(versions, default=default)
+    trained = [row.sample.response_versions[row.weights != 0] for row in rows if row.weights.any()]
+    return min((int(versions.min()) for versions in trained), default=default)

@@ -18,8 +18,8 @@ from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError
 
-ITEMS = ("lamp", "rope", "drum", "vase", "coin", "ring", "bell", "boot", "cape", "comb", "flag", "harp", "kite",
-         "mask", "oar", "pipe")  # fmt: skip
+ITEMS = ("lamp", "rope", "drum", "vase", "coin", "ring", "bell", "boot", "cape", "comb", "flag", "harp",
+         "kite", "mask", "oar", "pipe")  # fmt: skip
 COLORS = ("red", "blue", "green", "black", "white", "gold", "pink", "gray")
 ANIMALS = ("fox", "owl", "bear", "crow", "deer", "frog", "goat", "swan")
 NAMES = ("Rosa", "Omar", "Lena", "Hugo", "Ines", "Karl", "Mina", "Nils", "Tara", "Yuri")
@@ -32,9 +32,9 @@ MAX_TOKENS = 48
 MAX_TURNS = 6
 DELETED = "(deleted)"
 _CATALOG_ITEMS = 14
-_SYSTEM = "Name the owner of an item."
-_CLERK_SYSTEM = "Find a record."
-_CLERK_PREFIX = "The clerk has looked into it and reports as follows. "
+SYSTEM = "Name the owner of an item."
+CLERK_SYSTEM = "Find a record."
+REPORT_PREFIX = "The clerk has looked into it and reports as follows. "
 
 
 def _tool(name: str, *parameters: str) -> dict[str, Any]:
@@ -78,6 +78,10 @@ class ArchiveTask:
         return cls(rng.choice(items), keys, records)
 
     @property
+    def question(self) -> str:
+        return f"Who is the owner of the {self.item}?"
+
+    @property
     def answer(self) -> str:
         return f"owner: {self.records[self.keys[self.item]].owner}"
 
@@ -95,8 +99,8 @@ async def run_archive_agent(client: AsyncOpenAI, task: ArchiveTask, *, has_looku
     Without `has_lookup` the clerk's tool finds nothing: a control for the reward.
     """
     messages: list[Any] = [
-        {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": f"Who is the owner of the {task.item}?"},
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task.question},
     ]
     clerk = client.with_options(base_url=str(client.base_url).replace("/v1", "/agents/clerk/v1"))
     for _ in range(MAX_TURNS):
@@ -112,7 +116,7 @@ async def run_archive_agent(client: AsyncOpenAI, task: ArchiveTask, *, has_looku
                 result = "ok"
                 messages = [_without_page(message) for message in messages]
             elif name == "delegate":
-                result = _CLERK_PREFIX + await _run_clerk(clerk, arguments.get("task", ""), task, has_lookup)
+                result = REPORT_PREFIX + await _run_clerk(clerk, arguments.get("task", ""), task, has_lookup)
             else:
                 result = f"unknown tool {name}"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
@@ -121,7 +125,7 @@ async def run_archive_agent(client: AsyncOpenAI, task: ArchiveTask, *, has_looku
 
 async def _run_clerk(client: AsyncOpenAI, job: str, task: ArchiveTask, has_lookup: bool) -> str:
     """The sub-agent: a conversation of its own in the same session."""
-    messages: list[Any] = [{"role": "system", "content": _CLERK_SYSTEM}, {"role": "user", "content": job}]
+    messages: list[Any] = [{"role": "system", "content": CLERK_SYSTEM}, {"role": "user", "content": job}]
     for _ in range(MAX_TURNS):
         reply = await _ask(client, messages, CLERK_TOOLS)
         if reply is None or not reply.tool_calls:
