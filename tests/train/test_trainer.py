@@ -1,4 +1,4 @@
-"""The trainer: engine and trainer agree, versions move with the weights, and a run continues where it ended."""
+"""The trainer: engine and trainer agree, versions move with the weights, a run continues where it ended."""
 
 from __future__ import annotations
 

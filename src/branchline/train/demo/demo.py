@@ -29,6 +29,7 @@ from branchline.gateway.server import GatewaySession
 from branchline.train.demo.archive import CHANCE, ArchiveTask, run_archive_agent
 from branchline.train.demo.curves import Curve, plot_curves
 from branchline.train.demo.evaluation import Evaluation, evaluate, session_client
+from branchline.train.episodes import Rollout
 from branchline.train.metrics import read_metrics
 from branchline.train.policy_update import UpdateConfig
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step
@@ -73,19 +74,18 @@ class DemoResult:
         return json.dumps(asdict(self))
 
 
-def demo_trainer(settings: DemoSettings, run_folder: Path, *, resume: bool = False) -> Trainer[ArchiveTask]:
-    """Returns the trainer of the demo."""
-    # One client for all sessions: they share its connections.
+def archive_rollout() -> Rollout[ArchiveTask]:
+    """Returns the agent's episode for a trainer. All sessions share the connections of one client."""
     shared = AsyncOpenAI(api_key="-", base_url="http://127.0.0.1")
 
     async def rollout(session: GatewaySession, task: ArchiveTask) -> float:
         return task.score(await run_archive_agent(session_client(shared, session), task))
 
-    config = demo_config(settings)
-    return Trainer(MODEL_FOLDER, rollout, ArchiveTask.draw, config, run_folder=run_folder, resume=resume)
+    return rollout
 
 
 def demo_config(settings: DemoSettings) -> TrainerConfig:
+    """Returns the settings of the trainer, chosen for two CPU cores."""
     return TrainerConfig(
         steps=settings.steps,
         groups_per_step=4,
@@ -116,7 +116,14 @@ def run_demo(
     settings = settings or DemoSettings()
     # More threads are slower: a tiny model's operations are shorter than starting them on two cores.
     torch.set_num_threads(1)
-    trainer = demo_trainer(settings, run_folder, resume=resume)
+    trainer = Trainer(
+        MODEL_FOLDER,
+        archive_rollout(),
+        ArchiveTask.draw,
+        demo_config(settings),
+        run_folder=run_folder,
+        resume=resume,
+    )
     settings_file.write_text(json.dumps(asdict(settings)) + "\n")
     return asyncio.run(_run(trainer, settings, console))
 
