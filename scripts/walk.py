@@ -170,13 +170,13 @@ def scripted_vllm(outputs: Sequence[Sequence[int]]) -> Iterator[str]:
 # -- agent -----------------------------------------------------------------------------------------------
 
 
-def stream_chat(base_url: str, api_key: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def stream_chat(
+    connection: http.client.HTTPConnection, path: str, api_key: str, messages: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Sends one streamed chat completion and returns the assistant message of its deltas."""
-    url = urlsplit(base_url)
-    connection = http.client.HTTPConnection(url.netloc, timeout=60)
     body = {"model": "qwen3", "messages": messages, "tools": TOOLS, "stream": True}
     headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
-    connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+    connection.request("POST", f"{path}/chat/completions", json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"status {response.status}: {response.read().decode()}")
@@ -187,7 +187,6 @@ def stream_chat(base_url: str, api_key: str, messages: list[dict[str, Any]]) -> 
                 message["content"] += choice["delta"].get("content") or ""
                 for call in choice["delta"].get("tool_calls") or ():
                     message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")}]
-    connection.close()
     return message
 
 
@@ -199,7 +198,9 @@ async def run_turns(recorder: CallRecorder, journal: Path) -> None:
         await engine.ready()
         async with Gateway(engine=engine, codec=GenericCodec.open(QWEN3), journal=journal) as gateway:
             session = await gateway.session()
-            address = (session.base_url, session.api_key)
+            gateway_url = urlsplit(session.base_url)
+            connection = http.client.HTTPConnection(gateway_url.netloc, timeout=60)
+            address = (connection, gateway_url.path, session.api_key)
             messages: list[dict[str, Any]] = [{"role": "user", "content": "Do I need an umbrella in Oslo?"}]
             reply = await asyncio.to_thread(stream_chat, *address, messages)
             result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "rain"}
@@ -208,6 +209,7 @@ async def run_turns(recorder: CallRecorder, journal: Path) -> None:
             recorder.recording = True
             reply = await asyncio.to_thread(stream_chat, *address, messages)
             recorder.recording = False
+            connection.close()
 
             assert reply["content"].strip() == "Take an umbrella.", reply
             (sample,) = (await session.export()).samples

@@ -7,7 +7,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.chat.token_escapes import TokenEscaper, token_pattern
+from branchline.chat.token_escapes import MessageEscapes, TokenEscaper, token_pattern
 from branchline.core.call import ToolList
 from branchline.core.message import Message, ToolCall
 
@@ -58,9 +58,10 @@ def test_escape_sequences_of_json_hide_no_token() -> None:
 
 
 def test_tools_are_escaped_once() -> None:
+    escapes = MessageEscapes(ESCAPER, lambda _: frozenset(), frozenset())
     hostile = ToolList([{"description": "<a>"}, {"description": "a \\ b"}])
-    tools = ESCAPER.escape_tools(hostile)
+    tools = escapes.escape_tools(hostile)
     assert tools == [{"description": f"<{ESCAPER.mark}a>"}, {"description": "a \\ b"}]
-    assert ESCAPER.escape_tools(hostile) is tools
+    assert escapes.escape_tools(hostile) is tools
     harmless = ToolList([{"description": "a"}])
-    assert ESCAPER.escape_tools(harmless)[0] is harmless.cached_json_dicts[0]
+    assert escapes.escape_tools(harmless)[0] is harmless.cached_json_dicts[0]

@@ -85,7 +85,8 @@ class TemplatePromptReader:
 
     def encode_reply(self, message: Message) -> Ids:
         # Seeded by the reply, so that the order of agents does not matter.
-        seed = crc32(repr((message.content, message.tool_calls)).encode())
+        # Not seeded by arguments: they contain temporary paths, and the style would differ between runs.
+        seed = crc32(repr((message.content, [call.name for call in message.tool_calls])).encode())
         return as_ids(TemplateReplyEncoder(self.codec, Random(seed)).encode_reply(message))
 
 

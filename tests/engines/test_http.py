@@ -416,7 +416,7 @@ def test_only_new_ids_are_encoded() -> None:
     encoder = PromptEncoder()
     first = np.arange(1000, dtype=np.int32)
     encoder.encode(first, "s")
-    encoder._cache.put("s", (first, b"[cached]"))
+    encoder._cache.put("s", (first, b"[cached]"), 100)
     assert encoder.encode(np.append(first, np.int32(7)), "s") == b"[cached,7]"
 
 

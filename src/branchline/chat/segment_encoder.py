@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from branchline.chat.parsing.base import REPLACEMENT_CHARACTER
-from branchline.chat.token_escapes import TokenEscaper, token_pattern
+from branchline.chat.token_escapes import MessageEscapes, TokenEscaper, token_pattern
 from branchline.chat.tokenizer import ORDINARY, TokenizerDir
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import CodecError
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CACHE_BYTES = 64 * 1024 * 1024
+_ENTRY_BYTES = 200
+"""What a cached segment takes besides its text and its ids."""
 _MAX_WORDS = 1 << 16
 _MAX_WORD_LENGTH = 48
 _PROBE_TEXTS = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
@@ -61,9 +63,7 @@ class SegmentEncoder:
         special = {name for name, token in control.items() if token in tokenizer.special_ids}
         self.escaper = TokenEscaper(control, special)
         """Keeps text of messages from becoming control tokens; `encode` removes its marks."""
-        self._cache: ByteLimitedCache[tuple[str, Ids]] = ByteLimitedCache(
-            _CACHE_BYTES, lambda entry: 4 * len(entry[1]) + len(entry[0]) + 200
-        )
+        self._cache: ByteLimitedCache[Ids] = ByteLimitedCache(_CACHE_BYTES)
         self.encoded_tokens = 0
         """Tokens that the tokenizer encoded; the others came from the cache."""
         self.word_cache = WordCache.open(tokenizer)
@@ -126,7 +126,7 @@ class SegmentEncoder:
         ids = self.encode(text, after)
         if len(parts) == 1:
             return [ids], []
-        cuts = list(accumulate(len(self.escaper.unescape(part)) for part in parts[:-1]))
+        cuts = list(accumulate(sum(map(len, self.escaper.split(part))) for part in parts[:-1]))
         ends = self._token_ends(text, ids, after)
         indices: list[int] = []
         moves: list[int] = []
@@ -155,24 +155,24 @@ class SegmentEncoder:
             return data
 
     def _encode_segment(self, segment: str) -> Ids:
-        cached = self._cache.get(segment)
-        if cached is None:
+        ids = self._cache.get(segment)
+        if ids is None:
             ids = self.word_cache.encode(segment) if self.word_cache is not None else None
-            cached = (segment, self._tokenizer.encode(segment) if ids is None else ids)
-            self._cache.put(segment, cached)
-            self.encoded_tokens += len(cached[1])
-        return cached[1]
+            ids = self._tokenizer.encode(segment) if ids is None else ids
+            self._cache.put(segment, ids, ids.nbytes + len(segment) + _ENTRY_BYTES)
+            self.encoded_tokens += len(ids)
+        return ids
 
     def _encode_after(self, text: str, after: int | None) -> Ids:
         """Returns the ids of a text after a token, cached."""
         name = None if after is None else self._added_names.get(after, "")
         key = f"{name}\0{text}"
-        cached = self._cache.get(key)
-        if cached is None:
-            cached = (key, self._tokenizer.encode_after(text, after)[0])
-            self._cache.put(key, cached)
-            self.encoded_tokens += len(cached[1])
-        return cached[1]
+        ids = self._cache.get(key)
+        if ids is None:
+            ids, _ = self._tokenizer.encode_after(text, after)
+            self._cache.put(key, ids, ids.nbytes + len(key) + _ENTRY_BYTES)
+            self.encoded_tokens += len(ids)
+        return ids
 
     def _token_ends(self, text: str, ids: Ids, after: int | None) -> NDArray[np.int64]:
         """Returns the offset in the unescaped text at which each of its ids ends."""
@@ -225,6 +225,10 @@ class SegmentEncoder:
     def control_names_in(self, ids: Ids) -> frozenset[str]:
         """Returns the texts of the control tokens among ids."""
         return frozenset(self._added_names[token] for token in self.control_tokens_in(ids))
+
+    def message_escapes(self, end_ids: frozenset[int], allow_special_tokens: bool) -> MessageEscapes:
+        """Returns the escapes of messages whose replies end with one of these tokens."""
+        return MessageEscapes(self.escaper, self.control_names_in, end_ids, allow_special_tokens)
 
     # -- ids to text ---------------------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ class ImageProcessor:
     def __init__(self, config: VisionConfig) -> None:
         self.config = config
         self.merge_size = config.merge_size
-        self._sizes: ByteLimitedCache[tuple[int, int]] = ByteLimitedCache(_MAX_CACHED_SIZES, lambda _: 1)
+        self._sizes: ByteLimitedCache[tuple[int, int]] = ByteLimitedCache(_MAX_CACHED_SIZES)
 
     @property
     def image_processor(self) -> ImageProcessor:
@@ -207,7 +207,7 @@ class ImageProcessor:
         if size is None:
             with _open_image(media) as image:
                 size = image.size
-            self._sizes.put(media.digest, size)
+            self._sizes.put(media.digest, size, 1)
         return size
 
     def placeholder_count(self, media: Media) -> int:

@@ -122,9 +122,7 @@ class PromptEncoder:
     """
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
-        self._cache: ByteLimitedCache[tuple[Ids, bytes]] = ByteLimitedCache(
-            max_bytes, lambda entry: entry[0].nbytes + len(entry[1]) + 200
-        )
+        self._cache: ByteLimitedCache[tuple[Ids, bytes]] = ByteLimitedCache(max_bytes)
 
     def encode(self, ids: Ids, session: str = "") -> bytes:
         """Returns the ids as JSON, and caches them for the session's next prompt if it has a name."""
@@ -136,7 +134,7 @@ class PromptEncoder:
             encoded = msgspec.json.encode(ids.tolist())
         elif len(ids) > count:
             encoded = b"%b,%b" % (encoded[:-1], msgspec.json.encode(ids[count:].tolist())[1:])
-        self._cache.put(session, (ids, encoded))
+        self._cache.put(session, (ids, encoded), ids.nbytes + len(encoded) + 200)
         return encoded
 
 
@@ -214,21 +212,19 @@ class HttpEngine:
         session: str = "",
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
+        if params.max_tokens <= 0:
+            yield Chunk(version=self.version, finish_reason="length")
+            return
         clock = asyncio.get_running_loop().time
         yielded: list[Chunk] = []
         not_before = 0.0
+        request_ids, request_params, preempted = prompt_ids, params, 0
         while True:
-            # A request that ended before its first token is only sent again.
-            preempted = yielded[-1].num_preempted + 1 if yielded else 0
-            rest = remaining_request(prompt_ids, params, yielded, self.version)
-            if isinstance(rest, Chunk):
-                yield rest
-                return
             while not (self._resumed.is_set() or self._is_closed):
                 await self._resumed.wait()
             if self._is_closed:
                 raise EngineError(f"{self.name}: closed")
-            request = self.build_request(*rest, session, images)
+            request = self.build_request(request_ids, request_params, session, images)
             self._active_requests.add(request)
             try:
                 while (chunk := await request.next_chunk(not_before)) is not None:
@@ -243,6 +239,13 @@ class HttpEngine:
                 self._active_requests.discard(request)
                 if not request.response.is_ended:
                     await self._abort(request)
+            rest = remaining_request(prompt_ids, params, yielded, self.version)
+            if isinstance(rest, Chunk):
+                yield rest
+                return
+            request_ids, request_params = rest
+            # A request that ended before its first token is only sent again.
+            preempted = yielded[-1].num_preempted + 1 if yielded else 0
 
     def build_request(
         self,

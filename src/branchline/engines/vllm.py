@@ -35,6 +35,7 @@ from branchline.engines.http import (
 
 NOT_FOUND = 404
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "repetition": "stop"}
+_UNEXPECTED_END = "the server ended a generation with"
 
 
 class VllmLogprobs(Struct):
@@ -86,7 +87,9 @@ class VllmRequest(EngineRequest):
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
                 if choice.finish_reason is not None:
-                    self.finish_reason = _read_finish_reason(self.engine, choice.finish_reason)
+                    self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
+                    if self.finish_reason is None:
+                        raise EngineError(f"{self.engine}: {_UNEXPECTED_END} {choice.finish_reason!r}")
                 self.ids += ids
                 self.logprobs += logprobs  # type: ignore[arg-type]  # none of them is None
 
@@ -151,15 +154,11 @@ class VllmImagesRequest(EngineRequest):
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
                 if choice.finish_reason is not None:
-                    self.finish_reason = _read_finish_reason(self.engine, choice.finish_reason)
+                    self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
+                    if self.finish_reason is None:
+                        raise EngineError(f"{self.engine}: {_UNEXPECTED_END} {choice.finish_reason!r}")
                 self.ids += ids
                 self.logprobs += [token.logprob for token in logprobs]
-
-
-def _read_finish_reason(engine: str, name: str) -> FinishReason:
-    if name not in FINISH_REASONS:
-        raise EngineError(f"{engine}: the server ended a generation with {name!r}")
-    return FINISH_REASONS[name]
 
 
 class VllmEngine(HttpEngine):

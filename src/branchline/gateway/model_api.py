@@ -19,7 +19,6 @@ from urllib.parse import unquote
 
 from branchline.core.call import DEFAULT_AGENT
 from branchline.core.errors import BranchlineError, EngineError, JournalError, MessageError, SessionError
-from branchline.core.reader import replace_surrogates
 from branchline.engines.upstream_chat import UpstreamChat
 from branchline.gateway.access import AccessControl
 from branchline.gateway.asgi import (
@@ -282,7 +281,7 @@ class ModelApi:
         context = RequestContext(
             managed,
             str(fields.get("model") or "branchline"),
-            replace_surrogates(agent),
+            agent,
             int(retries[:6]) if retries.isdecimal() and retries.isascii() else 0,
             parent,
             self._config.default_max_tokens,

@@ -218,7 +218,9 @@ class ResultBuilder:
         )
         ids, logprobs = as_ids(self._ids), self._logprobs_array()
         answer = Answer(message, self._finish_reason, ids, logprobs, num_preempted=self._num_preempted)
-        return CallResult(self._call_id, as_ids(self._prompt_ids), [answer])
+        return CallResult(
+            self._call_id, as_ids(self._prompt_ids), [answer], len(self._prompt_ids), len(answer.ids)
+        )
 
     def _logprobs_array(self) -> Floats | None:
         """None if the engine returned none."""

@@ -188,10 +188,6 @@ class AnswerBuilder:
         self.tool_calls.append(call)
         return MessageDelta(tool_call=call, index=delta.index)
 
-    @property
-    def ids(self) -> Ids:
-        return as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in self.chunks)]))
-
     def generation(self, finish_reason: str = "") -> Generation:
         """The answer as the tree records it; `finish_reason` replaces the engine's."""
         parsed = self.parser.message
@@ -216,7 +212,8 @@ class AnswerBuilder:
             versions = self.chunks[0].version
         else:
             versions = np.repeat(np.array([chunk.version for chunk in self.chunks], np.int64), sizes)
-        return Generation(self.ids, logprobs, versions, finish_reason or self.finish_reason, message)
+        ids = as_ids(np.concatenate([NO_IDS, *(chunk.ids for chunk in self.chunks)]))
+        return Generation(ids, logprobs, versions, finish_reason or self.finish_reason, message)
 
     def answer(self, generation: Generation) -> Answer:
         """The answer as its client gets it; `generation` is the one that was committed."""

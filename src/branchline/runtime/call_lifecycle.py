@@ -161,14 +161,17 @@ def record_result(
     record: CallRecord, call: Call, turn: Turn, answers: Sequence[Answer], usage: TokenUsage | None = None
 ) -> CallResult:
     """Returns the result of a committed call and keeps it in its record."""
+    usage = usage or TokenUsage(len(turn.prompt_ids), sum([len(answer.ids) for answer in answers]))
     record.result = CallResult(
         call.id,
         turn.prompt_ids,
         answers,
+        usage.prompt_tokens,
+        usage.completion_tokens,
         call.encoded_tokens,
+        max(0, usage.prompt_tokens - call.encoded_tokens),
         tuple([applied.equivalence for applied in call.applied_equivalences]),
         call.ambiguous_match,
-        usage,
     )
     return record.result
 
@@ -185,7 +188,7 @@ def record_delivery(managed: ManagedSession, call: Call, delivery: Delivery) -> 
 def _commit_cancelled(
     managed: ManagedSession, turn: Turn, builders: Sequence[AnswerBuilder], call_id: str
 ) -> None:
-    if managed.is_closed or not any(len(builder.ids) for builder in builders):
+    if managed.is_closed or not any(len(chunk.ids) for builder in builders for chunk in builder.chunks):
         return
     generations = [builder.generation("cancelled") for builder in builders]
     call = managed.session.commit(turn, *generations, call_id=call_id).call

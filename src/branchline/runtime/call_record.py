@@ -18,7 +18,6 @@ from branchline.core.errors import JournalError, MessageError, SessionError
 from branchline.core.message import Message
 from branchline.core.token_arrays import Floats, Ids
 from branchline.engines.base import SamplingParams
-from branchline.engines.upstream_chat import TokenUsage
 from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.headers import CALL_HEADER
 from branchline.runtime.managed_session import ManagedSession
@@ -93,28 +92,17 @@ class CallResult:
     call_id: str
     prompt_ids: Ids
     answers: Sequence[Answer]
+    prompt_tokens: int
+    """As an upstream counted them, where ids encoded from its text are not exact."""
+    sampled_tokens: int
     encoded_tokens: int = 0
-    """Tokens of the prompt that were made by encoding text; all others were reused from the tree."""
+    """Tokens of the prompt that were made by encoding text."""
+    reused_tokens: int = 0
+    """Tokens of the prompt that were in the tree before."""
     equivalences: tuple[Equivalence, ...] = ()
     """What was tolerated to recognise messages of the request, once for each message."""
     ambiguous_match: bool = False
     """Several recorded outputs matched an assistant message of the request."""
-    upstream_usage: TokenUsage | None = None
-    """The token counts of an upstream, which are exact where ids encoded from its text are not."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt_ids) if self.upstream_usage is None else self.upstream_usage.prompt_tokens
-
-    @property
-    def sampled_tokens(self) -> int:
-        if self.upstream_usage is not None:
-            return self.upstream_usage.completion_tokens
-        return sum(len(answer.ids) for answer in self.answers)
-
-    @property
-    def reused_tokens(self) -> int:
-        return max(0, self.prompt_tokens - self.encoded_tokens)
 
     @property
     def version_range(self) -> tuple[int, int] | None:

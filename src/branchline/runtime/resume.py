@@ -99,7 +99,7 @@ def replay_partial(
         deltas.append(builder.add(chunk))
         if builder.is_stopped:
             break
-    ids = builder.ids
+    ids = np.concatenate([chunk.ids for chunk in builder.chunks])
     rest = params.for_continuation(len(ids))
     has_stop_id = len(ids) > 0 and int(ids[-1]) in params.stop_ids
     is_complete = builder.is_stopped or chunks[-1].finish_reason is not None

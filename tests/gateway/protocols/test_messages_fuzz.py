@@ -162,7 +162,7 @@ def test_any_deltas_become_blocks_that_are_read_back_as_the_message(
         tool_calls=tuple(delta.tool_call for delta in deltas if delta.tool_call is not None),
         id="msg_1" if any(delta.reasoning_content for delta in deltas) else "",
     )
-    done = CallResult("msg_1", as_ids([1, 2, 3]), [Answer(message, "stop", as_ids([1]))])
+    done = CallResult("msg_1", as_ids([1, 2, 3]), [Answer(message, "stop", as_ids([1]))], 3, 1)
     stream = MessagesStream(ParsedRequest(CallRequest(Request(()), SamplingParams()), "toy"), "msg_1", CHATML)
     events = events_in(
         b"".join(

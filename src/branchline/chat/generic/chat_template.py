@@ -88,11 +88,14 @@ class ChatTemplate:
         """
         key = tuple([to_json(tool) for tool in tools]) if tools and self._completed_tools else ()
         tools = self._completed_tools.get(key, tools)
-
-        def render(tools: Tools | None) -> str:
-            kwargs = chat_template_kwargs or {}
-            return self._render(messages, tools, kwargs, now or datetime.now(), add_generation_prompt, verify)
-
+        render = partial(
+            self._render,
+            messages,
+            kwargs=chat_template_kwargs or {},
+            now=now or datetime.now(),
+            add_generation_prompt=add_generation_prompt,
+            verify=verify,
+        )
         try:
             return render(tools)
         except TemplateError:

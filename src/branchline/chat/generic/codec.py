@@ -37,7 +37,6 @@ from branchline.chat.generic.template_probe import (
     probe_template_traits,
 )
 from branchline.chat.generic.verbatim_builder import VerbatimBuilder
-from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.parsing.detection import RenderedCall, detect_output_format
 from branchline.chat.parsing.output_parser import NO_REASONING, OutputFormat, OutputParser
 from branchline.chat.template_traits import TemplateTraits
@@ -120,7 +119,7 @@ class GenericCodec(TokenizerCodec):
         }
         found = declared.union(*(endings.stop_ids for endings in self._endings.values()))
         self.stop_ids = found - self._find_removed_stops(no_stop_ids, found)
-        self._escapes = MessageEscapes(self.segment_encoder, self.stop_ids, allow_special_tokens)
+        self._escapes = self.segment_encoder.message_escapes(self.stop_ids, allow_special_tokens)
         self._profiles: dict[tuple[ChatTemplate, bytes], TemplateProfile] = {}
 
     @classmethod
@@ -202,8 +201,8 @@ class GenericCodec(TokenizerCodec):
             SpanFinder(reader, self.markers, prefixes, endings.terminator_ids),
             TemplateProbe(template, traits, kwargs, self.now).has_local_tail(),
             self._keep_empty_think,
-            MessageEscapes(
-                self.segment_encoder, self.stop_ids | endings.terminator_ids, self._allow_special_tokens
+            self.segment_encoder.message_escapes(
+                self.stop_ids | endings.terminator_ids, self._allow_special_tokens
             ),
             self._image_expander,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from branchline.chat.base import PromptMessage, RewriteReason, Tools
@@ -116,18 +117,20 @@ class SpanFinder:
         self.markers = markers
         self._reply_prefixes = reply_prefixes
         """The generation prompt, and the text that history shows in its place."""
-        self._terminator_ids = terminator_ids
         self._end_ids = reader.stop_ids | terminator_ids
         """The tokens that end a reply in a prompt. A template may write others than the model samples."""
 
     def with_new_markers(self) -> SpanFinder:
         """Returns a finder with another nonce."""
-        return SpanFinder(self._reader, FieldMarkers(), self._reply_prefixes, self._terminator_ids)
+        finder = copy(self)
+        finder.markers = FieldMarkers()
+        return finder
 
     def with_tools(self, tools: Tools) -> SpanFinder:
         """Returns a finder that reads arguments by the schemas of these tools."""
-        reader = replace(self._reader, tools=tools)
-        return SpanFinder(reader, self.markers, self._reply_prefixes, self._terminator_ids)
+        finder = copy(self)
+        finder._reader = replace(self._reader, tools=tools)
+        return finder
 
     # -- one sampled message -------------------------------------------------------------------------
 
@@ -162,9 +165,11 @@ class SpanFinder:
             same_tokens = expected == (shown if stopped else shown[: len(expected)])
         if not same_tokens:
             return RewriteReason.DROPPED if len(shown) < len(expected) else RewriteReason.REWRITTEN
-        shown_text = self._encoder.escaper.unescape(self.markers.strip(text[start:stop_start]))
-        rendered = shown_text.encode("utf-8", "replace")
-        reply = self._encoder.normalize_bytes(self._encoder.decode_bytes(body))
+        shown_text = self.markers.strip(text[start:stop_start])
+        rendered, reply = shown_text.encode("utf-8", "replace"), self._encoder.decode_bytes(body)
+        if rendered != reply:
+            rendered = self._encoder.escaper.unescape(shown_text).encode("utf-8", "replace")
+            reply = self._encoder.normalize_bytes(reply)
         if (
             (stopped or message.content)
             and rendered != reply
@@ -258,8 +263,10 @@ class SpanFinder:
                     cursor = span.end
                 else:
                     layout.mismatches[index] = span
+            elif index == len(messages) - 1 and text.endswith(self._reply_prefixes[0]):
+                cursor = len(text) - len(self._reply_prefixes[0])
             elif index == len(messages) - 1:
-                # The generation prompt follows.
+                # The text has its generation prompt elsewhere, or none.
                 prompt = self._reply_prefixes[0]
                 content_end = _content_end(text, _texts(entry.message, escapes.get(index)), cursor, len(text))
                 prompt_start = text.rfind(prompt, content_end) if prompt else -1

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -29,8 +30,8 @@ from branchline.chat.base import (
 from branchline.chat.generic.chat_template import ChatTemplate, first_difference
 from branchline.chat.generic.field_markers import MessageLayout, SpanFinder, TextSpan
 from branchline.chat.generic.reply_endings import ReplyEndings
-from branchline.chat.message_escapes import MessageEscapes
-from branchline.chat.template_traits import TemplateMessage, TemplateTraits
+from branchline.chat.template_traits import TemplateTraits
+from branchline.chat.token_escapes import MessageEscapes
 from branchline.chat.tokenizer_codec import ReplyReader
 from branchline.chat.vision import ImageExpander
 from branchline.core.cache import ByteLimitedCache
@@ -38,6 +39,8 @@ from branchline.core.call import ToolList
 from branchline.core.token_arrays import Ids, Origin, as_ids, normalize_runs
 
 _CACHE_BYTES = 128 * 1024 * 1024
+_ENTRY_BYTES = 2000
+"""What a remembered prompt takes besides its text."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class RenderedPrompt:
 
 def create_prompt_cache() -> ByteLimitedCache[RenderedPrompt]:
     """Returns a cache of the rendered prompts of recent paths. It saves time and never changes a prompt."""
-    return ByteLimitedCache(_CACHE_BYTES, lambda prompt: len(prompt.text) + 2000)
+    return ByteLimitedCache(_CACHE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,11 @@ class PromptBuilder:
         marked = set(remembered.marked) if remembered is not None else set()
         marked |= {index for index in range(covered, len(self._messages)) if self._is_marked(index)}
         escaped = set(remembered.escaped) if remembered is not None else set()
-        escaped |= self._escapes.find(self._messages, covered)
+        escaped |= {
+            index
+            for index in range(covered, len(self._messages))
+            if self._escapes.occurs_in(self._messages[index].message)
+        }
         text = self._render(self._messages, marked, escaped)
         kept_prefix = (
             self._compare_with_remembered(text, remembered)
@@ -178,7 +185,7 @@ class PromptBuilder:
             if len(last_ids):
                 ends = (*kept_prefix.message_ends[:kept], *layout.message_ends)
                 prompt = RenderedPrompt(text, ends, frozenset(marked), frozenset(escaped), last_ids)
-                self._cache.put(id(last_ids), prompt)
+                self._cache.put(id(last_ids), prompt, len(text) + _ENTRY_BYTES)
         return extension
 
     def _remembered_prompt(self) -> RenderedPrompt | None:
@@ -272,10 +279,12 @@ class PromptBuilder:
         raw = profile.traits.to_template_messages([entry.message for entry in messages], markers, escapes)
         tools = self._tools if include_tools else None
         media = [part for entry in messages if entry.message.parts for part in entry.message.media]
-
-        def render(raw_messages: Sequence[TemplateMessage]) -> str:
-            return profile.template.render(raw_messages, tools, profile.chat_template_kwargs, now=self._now)
-
+        render = partial(
+            profile.template.render,
+            tools=tools,
+            chat_template_kwargs=profile.chat_template_kwargs,
+            now=self._now,
+        )
         if media and profile.image_expander is not None:
             text = profile.image_expander.render(render, raw, media)
         else:

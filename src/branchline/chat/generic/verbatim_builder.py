@@ -58,7 +58,7 @@ class VerbatimBuilder(PromptBuilder):
             self._finder = self._finder.with_new_markers()
         first = len(self._path) + shift
         marked = {reply_index} | {i for i in range(first, len(messages)) if self._is_marked(i - shift)}
-        escaped = self._escapes.find(messages)
+        escaped = {i for i, entry in enumerate(messages) if self._escapes.occurs_in(entry.message)}
         while True:
             text = self._render(messages, marked, escaped, include_tools=shift == 0)
             closing = self._find_closing(text, messages, reply_index, escaped, include_tools=shift == 0)

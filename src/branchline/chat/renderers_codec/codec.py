@@ -27,7 +27,6 @@ from branchline.chat.base import (
     PromptMessage,
     Tools,
 )
-from branchline.chat.message_escapes import MessageEscapes
 from branchline.chat.parsing.output_parser import (
     NO_REASONING,
     REASONING_MARKERS,
@@ -91,7 +90,7 @@ class RenderersCodec(TokenizerCodec):
         self._renderers: dict[bytes, Any] = {}
         self._output_formats: dict[bytes, OutputFormat] = {}
         self.stop_ids = frozenset(int(token) for token in self._get_renderer({}).get_stop_token_ids())
-        self._escapes = MessageEscapes(self.segment_encoder, self.stop_ids, allow_special_tokens)
+        self._escapes = self.segment_encoder.message_escapes(self.stop_ids, allow_special_tokens)
         self._traits = TemplateTraits()
         self._traits = TemplateTraits(
             malformed_arguments_format=detect_malformed_arguments_format(self._render_malformed_call())
@@ -139,7 +138,8 @@ class RenderersCodec(TokenizerCodec):
         messages = [entry.message for entry in entries]
         reader = ReplyReader(self.segment_encoder, self.stop_ids, self.output_format(kwargs), tools)
         sampled = {index for index, entry in enumerate(entries) if entry.sampled_ids is not None}
-        escapes = self._escapes.of_messages(entries, sampled, self._escapes.find(entries))
+        escaped = {index for index, message in enumerate(messages) if self._escapes.occurs_in(message)}
+        escapes = self._escapes.of_messages(entries, sampled, escaped)
         splicer = Splicer(self._render(messages, tools, kwargs, escapes), entries, reader)
         if history == "verbatim" and path:
             extension = splicer.build_verbatim(

@@ -56,12 +56,8 @@ class VisionEncoder:
         self._model = model
         self._processor = processor
         self._merge_size = processor.config.merge_size
-        self._pixels: ByteLimitedCache[PixelPatches] = ByteLimitedCache(
-            _CACHE_BYTES, lambda pixels: pixels.values.nbytes
-        )
-        self._features: ByteLimitedCache[Tensor] = ByteLimitedCache(
-            _CACHE_BYTES, lambda features: features.numel() * features.element_size()
-        )
+        self._pixels: ByteLimitedCache[PixelPatches] = ByteLimitedCache(_CACHE_BYTES)
+        self._features: ByteLimitedCache[Tensor] = ByteLimitedCache(_CACHE_BYTES)
 
     def decode(self, images: Sequence[ImageSpan], prompt_ids: Ids) -> tuple[PromptImage, ...]:
         """Returns the images of a prompt. Raises CodecError for an image that cannot be read, and
@@ -71,7 +67,7 @@ class VisionEncoder:
             pixels = self._pixels.get(image.media.digest)
             if pixels is None:
                 pixels = self._processor.pixels(image.media)
-                self._pixels.put(image.media.digest, pixels)
+                self._pixels.put(image.media.digest, pixels, pixels.values.nbytes)
             expected = int(np.prod(pixels.grid)) // self._merge_size**2
             ids = prompt_ids[image.offset : image.offset + image.length]
             if image.length != expected or len(ids) != expected or len(set(ids.tolist())) != 1:
@@ -93,7 +89,7 @@ class VisionEncoder:
                 return_dict=True,
             )
             features = torch.cat(list(output.pooler_output), dim=0)
-            self._features.put(image.digest, features)
+            self._features.put(image.digest, features, features.numel() * features.element_size())
         return features
 
     def clear(self) -> None:
