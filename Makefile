@@ -7,8 +7,8 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format coverage walk bench bench-codec bench-gateway bench-loop \
-	test-hf test-vllm test-kill test-mlflow test-clients \
+.PHONY: help demo test check format coverage walk bench bench-codec bench-gateway bench-export bench-loop \
+	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets \
 	test-templates clean
 
 help:            ## list the targets
@@ -63,6 +63,20 @@ $(VENV)/.smollm2: $(VENV)/.hf
 	.cache/mlflow/bin/python -m pip install --quiet --disable-pip-version-check mlflow==3.17.2
 	@touch $@
 
+# In its own environment: it needs older packages than ours.
+.cache/art/.ready:
+	$(PYTHON) -m venv .cache/art
+	.cache/art/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.cache/art/bin/python -m pip install --quiet --disable-pip-version-check openpipe-art==0.5.18 torch==2.13.0 'transformers>=5' pillow
+	@touch $@
+
+# In its own environment: it requires pandas and aiohttp, which nothing else here needs.
+.cache/datasets/.ready:
+	$(PYTHON) -m venv .cache/datasets
+	.cache/datasets/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	.cache/datasets/bin/python -m pip install --quiet --disable-pip-version-check datasets==5.2.0
+	@touch $@
+
 .cache/clients/.ready: scripts/install_clients.py | $(READY)
 	$(BIN)/python scripts/install_clients.py
 	@touch $@
@@ -109,6 +123,12 @@ test-kill: $(READY) ## kill a gateway under load fifty times; no acknowledged ca
 test-mlflow: $(READY) .cache/mlflow/.ready ## send the spans of a session to a real mlflow server
 	$(BIN)/python -m pytest -m slow -s tests/mlflow
 
+test-art: $(READY) .cache/art/.ready .cache/tokenizers/.ready ## compare weights and advantages with ART's own (installs it: 1.6 GB)
+	$(BIN)/python -m pytest -m slow tests/openpipe_art
+
+test-datasets: $(READY) .cache/datasets/.ready ## load exported Parquet and JSON lines with Hugging Face datasets
+	$(BIN)/python -m pytest -m slow tests/export/test_parquet.py
+
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
 
@@ -125,6 +145,9 @@ bench-codec: $(VENV)/.bench .cache/tokenizers/.ready ## measure building a promp
 
 bench-gateway: .cache/rllm/.ready $(VENV)/.hf .cache/tokenizers/.ready ## measure a call through the gateway
 	$(BIN)/python -m benchmarks.gateway
+
+bench-export: $(READY) ## measure the way from trees to batches of tensors: samples/s, tokens/s
+	$(BIN)/python -m benchmarks.export
 
 bench-loop: $(READY) ## measure a thousand concurrent agent loops on one core
 	$(BIN)/python -m benchmarks.loop

@@ -39,7 +39,7 @@ LAYERS = [
 LAYER_OF = {package: index for index, packages in enumerate(LAYERS) for package in sorted(packages)}
 OPTIONAL_IMPORTS = {"torch", "transformers"}
 """Packages that `make test` does not install."""
-SEPARATE_ENVIRONMENTS = {"mlflow"}
+SEPARATE_ENVIRONMENTS = {"art", "mlflow"}
 """Packages that tests use in an environment of their own."""
 HEAVY_IMPORTS = {"torch", "ray", "transformers", "tokenizers", "jinja2"}
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from branchline.cli.main import build_parser, main
 from branchline.cli.merge import run
 from branchline.export.jsonl import read_jsonl
+from branchline.export.parquet import read_parquet
 from tests.cli.harness import LogLine, log_line, raw_message
+from tests.export.compare import assert_equal_samples
 
 U, V, W = (raw_message("user", text) for text in "uvw")
 FIRST, SECOND = raw_message("assistant", "first answer"), raw_message("assistant", "second answer")
@@ -54,6 +56,19 @@ def merge_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callabl
         return json.loads(capsys.readouterr().out), list(read_jsonl(target))
 
     return merge
+
+
+def test_samples_are_written_as_parquet_if_the_file_is_named_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "calls.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in DRIFT_AND_TOOLS))
+    files = [tmp_path / "samples.jsonl", tmp_path / "samples.parquet"]
+    for file in files:
+        assert main(["merge", str(log), "--samples", str(file)]) == 0
+    assert "samples.parquet" in capsys.readouterr().out
+    for one, other in zip(read_jsonl(files[0]), read_parquet(files[1]), strict=True):
+        assert_equal_samples(one, other)
 
 
 def test_repaired_calls_and_calls_with_other_tools_are_trained_and_counted(

@@ -13,6 +13,7 @@ import pytest
         ("branchline.engines.sglang", "httptools", "serve"),
         ("branchline.engines.upstream_chat", "httptools", "serve"),
         ("branchline.engines.hf", "torch", "hf"),
+        ("branchline.export.parquet", "pyarrow", "parquet"),
     ],
 )
 def test_missing_package_error_names_the_pip_command(module: str, package: str, extra: str) -> None:

@@ -30,6 +30,7 @@ from branchline.export.credit import (
     token_rewards,
     token_weights,
 )
+from branchline.export.samples import DROPPABLE
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
 from tests.export.packed_rows import make_trajectory
@@ -73,7 +74,16 @@ def test_an_episode_alone_in_its_group_has_advantage_zero() -> None:
 def test_the_reward_of_an_episode_is_the_share_weighted_mean_of_its_timelines() -> None:
     episode = make_trajectory([[1, 2, 3], [4]], rewards=[1.0, 0.0])
     assert episode.episode_reward == 0.75
-    assert make_trajectory([[1], [2]], rewards=[1.0, None]).episode_reward is None
+    assert make_trajectory([[1, 2, 3], [4], [5]], rewards=[1.0, 0.0, None]).episode_reward == 0.75
+    assert make_trajectory([[1], [2]], rewards=[None, None]).episode_reward is None
+
+
+def test_a_timeline_without_a_reward_gets_that_of_its_episode() -> None:
+    trajectory = make_trajectory([[1, 2, 3], [4], [5]], rewards=[1.0, 0.0, None])
+    for name in ("per_branch", "discounted"):
+        credit = CreditPolicy(name)  # type: ignore[arg-type]
+        rows = token_advantages(trajectory, ZERO_MEAN, credit, normalise_std=False)
+        assert [float(row[0]) for row in rows] == [1.0, 0.0, 0.75]
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
@@ -270,11 +280,22 @@ def test_weights_sum_as_their_normaliser_says(
     st.sampled_from(["split", "first", "all"]),
     st.none() | st.integers(1, 4),
     st.none() | st.integers(1, 600),
+    st.frozensets(st.sampled_from(sorted(DROPPABLE)), max_size=3),
 )
 def test_the_shares_of_each_sampled_token_sum_to_one_or_it_is_reported_as_dropped(
-    seed: int, steps: int, shares: str, max_samples: int | None, max_tokens: int | None
+    seed: int,
+    steps: int,
+    shares: str,
+    max_samples: int | None,
+    max_tokens: int | None,
+    drop: frozenset[str],
 ) -> None:
-    policy = ExportPolicy(shares=shares, max_samples=max_samples, max_tokens=max_tokens)  # type: ignore[arg-type]
+    policy = ExportPolicy(
+        shares=shares,  # type: ignore[arg-type]
+        max_samples=max_samples,
+        max_tokens=max_tokens,
+        drop=drop,
+    )
     trajectory = random_trajectory(seed, steps, policy)
     sums: dict[tuple[int, int], float] = {}
     counts: dict[tuple[int, int], int] = {}
@@ -292,6 +313,8 @@ def test_the_shares_of_each_sampled_token_sum_to_one_or_it_is_reported_as_droppe
     assert trajectory.report is not None
     assert trajectory.report.trained_tokens == len(sums)
     assert trajectory.report.is_balanced
+    reasons = {entry.reason for entry in trajectory.report.dropped}
+    assert reasons <= drop | {"capped", "over_length"}
 
 
 def test_an_unknown_normaliser_is_refused() -> None:

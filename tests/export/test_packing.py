@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from branchline.core.errors import ExportError
 from branchline.core.message import Media
-from branchline.export.packing import NO_PARENT, PackedBatch, TrainingRow, pack_rows
+from branchline.export.packing import (
+    NO_ANSWER,
+    NO_PARENT,
+    SEVERAL_ANSWERS,
+    PackedBatch,
+    TrainingRow,
+    pack_rows,
+)
 from tests.export.packed_rows import make_row, random_rows
 
 
@@ -112,6 +119,83 @@ def test_a_token_that_was_sampled_twice_is_not_shared_through_a_row_in_which_it_
     (batch,) = pack_rows(rows)
     assert len(batch) == 7
     check_batches(rows, [batch])
+
+
+def answers_of(batch: PackedBatch, rows: list[TrainingRow]) -> list[list[list[int]]]:
+    """Returns the numbers of the tokens of each answer of each row, in the order of `rows`."""
+    found: dict[int, list[list[int]]] = {}
+    for index, path in zip(batch.rows, batch.paths, strict=True):
+        start = len(rows[index].sample.prompt_ids)
+        spans = rows[index].answer_spans()
+        found[index] = [batch.answers[path[start + a : start + b]].tolist() for a, b in spans]
+    return [found[index] for index in range(len(rows))]
+
+
+def test_answers_that_begin_alike_share_their_first_tokens_unless_whole_answers_are_needed() -> None:
+    rows = [make_row([1], [2, 3, 4]), make_row([1], [2, 3, 5]), make_row([1], [2, 3])]
+    (batch,) = pack_rows(rows)
+    assert len(batch) == 5
+    assert set(batch.answers.tolist()) == {NO_ANSWER, SEVERAL_ANSWERS}
+    (batch,) = pack_rows(rows, share_partial_answers=False)
+    assert len(batch) == 1 + 3 + 3 + 2
+    check_batches(rows, [batch])
+
+
+def test_an_answer_is_not_shared_through_a_row_in_which_its_first_tokens_are_context() -> None:
+    rows = [
+        make_row([1], [2, 3, 4, 5]),
+        make_row([1, 2, 3], [9], weights=[0]),
+        make_row([1], [2, 3, 9, 8]),
+    ]
+    (batch,) = pack_rows(rows, share_partial_answers=False)
+    check_batches(rows, [batch])
+    (first,), _, (third,) = answers_of(batch, rows)
+    assert len(set(first)) == len(set(third)) == 1
+    assert first != third
+
+
+def test_an_answer_is_not_shared_in_part_with_a_row_after_one_that_leaves_inside_it() -> None:
+    rows = [
+        make_row([1], [2, 3, 4]),
+        make_row([1, 2, 3], [4, 5], logprobs=[-0.25, -0.25]),
+        make_row([1], [2, 3, 4, 6], weights=[1, 1, 1, 0]),
+    ]
+    (batch,) = pack_rows(rows, share_partial_answers=False)
+    check_batches(rows, [batch])
+    (first,), (second,), (third,) = answers_of(batch, rows)
+    assert all(len(set(numbers)) == 1 for numbers in (first, second, third))
+    assert len({first[0], second[0], third[0]}) == 3
+
+
+def test_an_equal_answer_is_shared_through_a_row_in_which_it_is_context() -> None:
+    rows = [
+        make_row([1], [2, 3]),
+        make_row([1, 2, 3], [4]),
+        make_row([1], [2, 3, 5, 6], weights=[1, 1, 0, 1]),
+    ]
+    (batch,) = pack_rows(rows, share_partial_answers=False)
+    check_batches(rows, [batch])
+    assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
+def test_a_whole_answer_has_one_number_of_its_own(seed: int, count: int, limited: bool) -> None:
+    rng = Random(seed)
+    rows = random_rows(rng, count, vocabulary=rng.choice([2, 50]), max_branch=4)
+    limit = max(map(len, rows)) + rng.randint(0, 20) if limited else None
+    batches = pack_rows(rows, limit, share_partial_answers=False)
+    check_batches(rows, batches)
+    for batch in batches:
+        members: dict[int, set[tuple[int, ...]]] = {}
+        for index, path in zip(batch.rows, batch.paths, strict=True):
+            start = len(rows[index].sample.prompt_ids)
+            for first, end in rows[index].answer_spans():
+                places = tuple(path[start + first : start + end].tolist())
+                (number,) = set(batch.answers[list(places)].tolist())
+                members.setdefault(number, set()).add(places)
+        assert all(number >= 0 and len(places) == 1 for number, places in members.items())
+        assert (batch.answers[batch.weights == 0] == NO_ANSWER).all()
 
 
 def repeated_tokens(lengths: list[int], shared: list[int], cuts: tuple[int, ...], limit: int) -> int | None:

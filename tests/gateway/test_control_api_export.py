@@ -192,7 +192,7 @@ def test_finalize_returns_the_trajectory_on_request() -> None:
                 "z",
                 "DDDD",
             ]
-            assert len(trajectory["further_histories"]) == 2
+            assert len(trajectory["additional_histories"]) == 2
             assert (trajectory["reward"], len(trajectory["rewards"])) == (0.5, 1)
             assert trajectory["metrics"] == {"calls": 4, "sampled_tokens": 11, "timelines": 3, "forks": 2}
 
@@ -327,6 +327,51 @@ def test_timelines_have_messages_authors_and_token_spans() -> None:
 # -- options of a session ----------------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "search"}}
+
+
+def test_samples_and_timelines_say_how_logprobs_were_measured() -> None:
+    async def test() -> None:
+        async with agent(*REPLIES) as a:
+            await a.ask_text("p", temperature=0.5, top_p=0.9)
+            await a.ask_text("p", "A1", "x", temperature=0)
+            (sample,) = (await a.get("/samples"))["samples"]
+            (timeline,) = (await a.get("/timelines"))["timelines"]
+            start = len(sample["prompt_ids"])
+            assert [
+                (answer["logprobs"]["kind"], answer["logprobs"]["temperature"], answer["logprobs"]["top_p"])
+                for answer in sample["answers"]
+            ] == [("processed", 0.5, 0.9), ("processed", 0.0, 1.0)]
+            assert [answer["logprobs"]["measured_temperature"] for answer in sample["answers"]] == [0.5, 1.0]
+            for answer, other in zip(sample["answers"], timeline["answers"], strict=True):
+                assert {**answer, "start": answer["start"] + start, "end": answer["end"] + start} == other
+                assert all(sample["response_mask"][answer["start"] : answer["end"]])
+            trajectory = a.session.managed.trajectory()
+            assert [answer.logprobs.measured_temperature for answer in trajectory.samples[0].answers] == [
+                0.5,
+                1.0,
+            ]
+
+    run(test)
+
+
+def test_a_managed_session_has_a_trajectory_with_its_rewards() -> None:
+    async def test() -> None:
+        async with agent(*REPLIES) as a:
+            await forked(a)
+            await post(a, "/reward", 0.25)
+            await post(a, "/reward", {"score": 1.0, "turn": 1})
+            trajectory = a.session.managed.trajectory(metrics={"steps": 4.0})
+            assert (trajectory.reward, trajectory.failed, trajectory.session) == (0.25, False, a.session.id)
+            assert [sample.reward for sample in trajectory.samples] == [0.25] * 3
+            assert trajectory.samples[0].rewards[0].score == 1.0
+            assert trajectory.metrics == {"steps": 4.0}
+            await post(a, "/abort", {})
+            aborted = a.session.managed.trajectory()
+            assert (aborted.failed, aborted.samples, aborted.reward) == (True, (), 0.25)
+            assert aborted.report is not None
+            assert {drop.reason for drop in aborted.report.dropped} == {"aborted"}
+
+    run(test)
 
 
 def test_a_session_that_ignores_tools_is_one_timeline_that_is_trained() -> None:

@@ -23,9 +23,8 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.chat.toy import ToyCodec
 from branchline.chat.vision import ImageSpan
 from branchline.core.message import Message, ToolCall
-from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Ids, as_ids
-from branchline.engines.base import Chunk, SamplingParams, measure_logprobs
+from branchline.engines.base import Chunk, SamplingParams
 from branchline.gateway.server import Gateway
 from branchline.loop.agent_loop import AgentLoop
 from branchline.loop.http_model import HttpModel
@@ -140,6 +139,8 @@ class ResumableScriptedEngine:
     name: str = "scripted"
     version: int = 0
     logprob_kind: Any = "processed"
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     supports_images: bool = False
     max_context: int | None = None
     prompts_by_session: dict[str, list[Ids]] = field(default_factory=dict)
@@ -150,9 +151,6 @@ class ResumableScriptedEngine:
     failure: Exception | None = None
     gate: asyncio.Event | None = None
     """If set, every answer waits for it after its first id."""
-
-    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
-        return measure_logprobs(self.logprob_kind, params)
 
     def __post_init__(self) -> None:
         self._cancel_points = [list(points) for points in self.cancel_points]

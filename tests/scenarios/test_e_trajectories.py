@@ -131,6 +131,9 @@ def test_e6_an_unfinished_trajectory_is_masked_and_keeps_its_reward() -> None:
     assert rows[0].sample.reward == 0.5
     assert rows[1].advantages.tolist() == [-0.25]
     assert token_rewards([rows[0].sample])[0].tolist() == [0, 0, 0.5]
+    by_timeline = make_trajectory([[1, 2], [3]], rewards=[1.0, 0.0], finished=False)
+    rows = training_rows([TrajectoryGroup([by_timeline, by_timeline])], mask_unfinished=True)
+    assert not any(row.weights.any() or row.advantages.any() for row in rows)
     kept = training_rows([group], mask_unfinished=False)
     assert kept[0].sample.response_mask.tolist() == [1, 1, 1]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from branchline import read_log
-from branchline.core.errors import InputError, LogError
-from branchline.timelines.log import LogReader
+from branchline.core.errors import InputError, LogError, MessageError
+from branchline.timelines.log import LogReader, read_choice
 
 
 def log_line(**changes: Any) -> dict[str, Any]:
@@ -120,3 +120,22 @@ def test_ids_that_fail_the_check_make_a_line_invalid(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_log(tmp_path / "nothing.jsonl")
+
+
+def choice_with_tokens(content: object) -> dict[str, object]:
+    return {"message": {"content": "x"}, "logprobs": {"content": content}}
+
+
+def test_ids_written_as_tokens_of_logprobs_are_read() -> None:
+    entries = [{"token": f"token_id:{token}", "logprob": -1.0} for token in (7, 0, 2**31 - 1)]
+    ids = read_choice(choice_with_tokens(entries), "choice").ids
+    assert ids is not None
+    assert ids.tolist() == [7, 0, 2**31 - 1]
+    entries[1]["token"] = "x"
+    assert read_choice(choice_with_tokens(entries), "choice").ids is None
+
+
+@pytest.mark.parametrize("content", [5, "abc", [1], [{"token": "token_id:9999999999", "logprob": -1}]])
+def test_tokens_of_logprobs_that_cannot_be_read_are_refused(content: object) -> None:
+    with pytest.raises(MessageError, match=r"choice.logprobs.content"):
+        read_choice(choice_with_tokens(content), "choice")

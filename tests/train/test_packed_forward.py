@@ -22,20 +22,38 @@ from tests.train.tiny_models import SHAPES, VOCABULARY, tiny_model  # noqa: E402
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
-def row_logprobs(model: Any, row: TrainingRow) -> Any:
-    """Returns the logprobs of a row's response by a plain forward pass of the model."""
+def row_distributions(model: Any, row: TrainingRow) -> tuple[Any, Any]:
+    """Returns the logprobs and the entropies of a row's response by a plain forward pass of the model."""
     ids = torch.from_numpy(np.concatenate([row.sample.prompt_ids, row.sample.response_ids])).long()
     logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    logprobs = torch.log_softmax(logits.double(), -1)
     start = len(row.sample.prompt_ids)
-    return logprobs[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
+    logprobs = torch.log_softmax(logits.double(), -1)[start - 1 : -1]
+    return logprobs.gather(-1, ids[start:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def row_logprobs(model: Any, row: TrainingRow) -> Any:
+    return row_distributions(model, row)[0]
+
+
+def output_ratios(new: Any, old: Any, trained: list[bool]) -> Any:
+    """Returns the ratio of each token's output, with the gradient of the token's own logprob."""
+    ratios = torch.ones_like(new)
+    start = 0
+    while start < len(trained):
+        end = start + 1
+        while trained[start] and end < len(trained) and trained[end]:
+            end += 1
+        mean = (new[start:end] - old[start:end]).mean().detach()
+        ratios[start:end] = torch.exp(mean) * torch.exp(new[start:end] - new[start:end].detach())
+        start = end
+    return ratios
 
 
 def row_loss(model: Any, rows: list[TrainingRow], config: LossConfig) -> Any:
     """Returns the loss of rows one by one, written independently of the packed loss."""
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        new = row_logprobs(model, row)
+        new, entropies = row_distributions(model, row)
         weights, advantages = (
             torch.from_numpy(row.weights).double(),
             torch.from_numpy(row.advantages).double(),
@@ -43,7 +61,9 @@ def row_loss(model: Any, rows: list[TrainingRow], config: LossConfig) -> Any:
         engine = torch.from_numpy(row.sample.response_logprobs).double()
         old = (engine * 0.9).where(weights != 0, new.detach())
         ratio = torch.exp(new - old)
-        if config.name == "ppo":
+        if config.name == "gspo":
+            ratio = output_ratios(new, old, (row.weights != 0).tolist())
+        if config.name in ("ppo", "gspo"):
             clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
             loss = -torch.minimum(ratio * advantages, clipped * advantages)
         elif config.name == "cispo":
@@ -55,6 +75,7 @@ def row_loss(model: Any, rows: list[TrainingRow], config: LossConfig) -> Any:
         if config.kl_coefficient:
             difference = engine * 0.8 - new
             loss = loss + config.kl_coefficient * (torch.exp(difference) - difference - 1)
+        loss = loss - config.entropy_coefficient * entropies
         total = total + (weights * loss).where(weights != 0, 0.0).sum()
     return total / 7.0
 
@@ -69,8 +90,8 @@ def gradients(model: Any, loss: Any) -> Any:
 
 def packed_loss(model: Any, rows: list[TrainingRow], config: LossConfig, **options: Any) -> Any:
     total = torch.zeros((), dtype=torch.float64)
-    for batch in pack_rows(rows, **options):
-        outputs = forward_packed(model, batch, chunk_tokens=7)
+    for batch in pack_rows(rows, share_partial_answers=config.name != "gspo", **options):
+        outputs = forward_packed(model, batch, chunk_tokens=7, with_entropy=bool(config.entropy_coefficient))
         engine = torch.from_numpy(batch.old_logprobs[outputs.places.numpy()]).to(outputs.logprobs.dtype)
         total = (
             total
@@ -94,12 +115,14 @@ CONFIGS = [
     LossConfig(),
     LossConfig("reinforce"),
     LossConfig("cispo"),
-    LossConfig(kl_coefficient=0.1, max_importance_weight=1.05),
+    LossConfig("gspo", 0.05, 0.1),
+    LossConfig(kl_coefficient=0.1, max_importance_weight=1.05, entropy_coefficient=0.01),
 ]
+CONFIG_NAMES = ["ppo", "reinforce", "cispo", "gspo", "kl"]
 
 
 @every_shape
-@pytest.mark.parametrize("config", CONFIGS, ids=["ppo", "reinforce", "cispo", "kl"])
+@pytest.mark.parametrize("config", CONFIGS, ids=CONFIG_NAMES)
 def test_losses_and_gradients_equal_those_of_single_rows(shape: str, config: LossConfig) -> None:
     model = tiny_model(shape)
     for seed in range(3):
@@ -196,7 +219,7 @@ def test_gspo_uses_one_ratio_for_each_output() -> None:
 
 def test_gspo_refuses_an_output_that_two_rows_share_in_part() -> None:
     (batch,) = pack_rows([make_row([1], [2, 3]), make_row([1], [2, 4])])
-    with pytest.raises(InputError, match="share_prefixes=False"):
+    with pytest.raises(InputError, match="share_partial_answers=False"):
         number_outputs(batch)
 
 

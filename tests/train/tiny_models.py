@@ -25,19 +25,20 @@ _SHAPE: dict[str, Any] = {
 SHAPES = ("qwen3", "llama", "gemma3", "mistral")
 
 
-def tiny_model(name: str, dtype: Any = None, attention: str = "sdpa") -> Any:
+def tiny_model(name: str, dtype: Any = None, attention: str = "sdpa", vocabulary: int = VOCABULARY) -> Any:
     """Returns a decoder with three layers; Gemma 3 and Mistral have sliding windows of 5 tokens."""
     torch.manual_seed(0)
+    shape = {**_SHAPE, "vocab_size": vocabulary}
     if name == "qwen3":
-        config = transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True)
+        config = transformers.Qwen3Config(**shape, tie_word_embeddings=True)
     elif name == "llama":
-        config = transformers.LlamaConfig(**_SHAPE)
+        config = transformers.LlamaConfig(**shape)
     elif name == "mistral":
-        config = transformers.MistralConfig(**_SHAPE, sliding_window=5)
+        config = transformers.MistralConfig(**shape, sliding_window=5)
     else:
         types = ["sliding_attention", "full_attention", "sliding_attention"]
         config = transformers.Gemma3TextConfig(
-            **_SHAPE, sliding_window=5, layer_types=types, final_logit_softcapping=4.0
+            **shape, sliding_window=5, layer_types=types, final_logit_softcapping=4.0
         )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     # Larger weights than a fresh model's, so that the tokens before a token really matter.

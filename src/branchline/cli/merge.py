@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from branchline.cli.call_log import (
 )
 from branchline.cli.render import format_count, more_lines, pluralize, sanitize, to_text
 from branchline.core.errors import ExportError, InputError, MissingLogprobsError
+from branchline.core.sample import Sample
 from branchline.export.jsonl import report_to_json, write_jsonl
 from branchline.export.samples import Export, ExportPolicy, export_samples
 from branchline.timelines.diagnosis import Diagnosis
@@ -71,7 +72,8 @@ def add_merge(commands: Any) -> None:
         "--samples",
         type=Path,
         metavar="FILE",
-        help="write the samples to FILE, one JSON object per line; after an error FILE is left as it was",
+        help="write the samples to FILE: as Parquet if its name ends in .parquet, else one JSON object per "
+        "line; after an error FILE is left as it was",
     )
     parser.add_argument(
         "--allow-missing-logprobs",
@@ -231,6 +233,16 @@ def _check_target(target: Path, calls: Path) -> None:
         raise InputError(f"--samples {target}: not a regular file, expected a file to write")
     if target.exists() and calls.exists() and target.samefile(calls):
         raise InputError(f"--samples {target}: that is the log itself, expected another file")
+    _sample_writer(target)  # Raises MissingExtraError before the log is read.
+
+
+def _sample_writer(target: Path) -> Callable[[Iterable[Sample], Path], int]:
+    """Returns the function that writes samples in the format of a file's name."""
+    if target.suffix != ".parquet":
+        return write_jsonl
+    from branchline.export.parquet import write_parquet
+
+    return write_parquet
 
 
 def _write_samples(log: CallLogFile, exports: Sequence[Export], options: argparse.Namespace) -> JsonDict:
@@ -247,8 +259,9 @@ def _write_samples(log: CallLogFile, exports: Sequence[Export], options: argpars
     for export in exports:
         for entry in export.report.dropped:
             dropped[entry.reason] += entry.tokens
+    samples = (sample for export in exports for sample in export.samples)
     try:
-        count = write_jsonl((sample for export in exports for sample in export.samples), options.samples)
+        count = _sample_writer(options.samples)(samples, options.samples)
     except OSError as error:
         raise ExportError(f"--samples {options.samples}: cannot be written: {error.strerror}") from error
     return {

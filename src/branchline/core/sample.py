@@ -7,7 +7,7 @@ mask is 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -59,11 +59,6 @@ class LogprobMeasurement:
         known = {name: sampling[name] for name in names if sampling.get(name) is not None}
         kind = sampling.get("logprobs")
         return cls(kind if kind in ("raw", "processed") else "unknown", **known)
-
-    def to_sampling(self) -> dict[str, Any]:
-        """Returns the fields for the `sampling` of a call, from which `from_sampling` reads them."""
-        values = asdict(self)
-        return {"logprobs": values.pop("kind"), **values}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError
-from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import NO_IDS, Floats, Ids
 
 FinishReason = Literal["stop", "length"]
@@ -59,32 +58,6 @@ class SamplingParams:
         return replace(self, max_tokens=self.max_tokens - produced)
 
 
-def measure_logprobs(
-    kind: LogprobKind,
-    params: SamplingParams,
-    *,
-    after_truncation: bool = True,
-    greedy_temperature: float = 1.0,
-) -> LogprobMeasurement:
-    """Describes the logprobs of an engine. `processed` ones are measured at the temperature of sampling,
-    those of greedy sampling at `greedy_temperature`; `after_truncation` says whether tokens that top-p,
-    top-k and min-p exclude have probability 0."""
-    is_raw, is_greedy = kind == "raw", params.temperature < MIN_TEMPERATURE
-    return LogprobMeasurement(
-        # A grammar masks tokens before logprobs are measured, even in an engine whose logprobs are raw.
-        kind="processed" if params.grammar is not None else kind,
-        measured_temperature=1.0 if is_raw else greedy_temperature if is_greedy else params.temperature,
-        is_truncated=not is_raw and after_truncation,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-    )
-
-
 class Chunk(Struct, frozen=True):
     """The next tokens of a generation."""
 
@@ -113,8 +86,14 @@ class Engine(Protocol):
         """`raw`: under the model's own distribution. `processed`: under the distribution sampled from."""
         ...
 
-    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
-        """How the logprobs of a generation with these parameters are measured."""
+    @property
+    def logprobs_after_truncation(self) -> bool | None:
+        """Whether `processed` logprobs are measured after top-p, top-k and min-p; None if unknown."""
+        ...
+
+    @property
+    def greedy_logprob_temperature(self) -> float | None:
+        """The temperature at which `processed` logprobs of greedy sampling are measured; None if unknown."""
         ...
 
     @property

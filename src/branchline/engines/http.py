@@ -27,14 +27,12 @@ from branchline.chat.vision import ImageSpan
 from branchline.core.cache import ByteLimitedCache
 from branchline.core.errors import EngineError
 from branchline.core.message import Media
-from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import NO_IDS, Ids, as_ids
 from branchline.engines.base import (
     Chunk,
     FinishReason,
     LogprobKind,
     SamplingParams,
-    measure_logprobs,
     remaining_request,
 )
 from branchline.engines.client import HttpClient, HttpResponse, ServerConfig
@@ -169,8 +167,8 @@ class HttpEngine:
     supports_images = False
     kind: ClassVar[str]
     default_logprob_kind: ClassVar[LogprobKind]
-    measures_after_truncation: ClassVar[bool] = True
-    """Whether `processed` logprobs are measured after top-p, top-k and min-p."""
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     pause_endpoint: ClassVar[tuple[str, Mapping[str, Any]]]
     """Path and body."""
     resume_endpoint: ClassVar[tuple[str, Mapping[str, Any]]]
@@ -200,9 +198,6 @@ class HttpEngine:
         """Held by pause and resume: one is complete, at the server too, before the next begins."""
         self._is_server_paused = False
         self._is_closed = False
-
-    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
-        return measure_logprobs(self.logprob_kind, params, after_truncation=self.measures_after_truncation)
 
     async def generate(
         self,

@@ -11,25 +11,22 @@ resumed together with the others.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
-from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import (
     Chunk,
     Engine,
     LogprobKind,
     SamplingParams,
-    measure_logprobs,
     remaining_request,
 )
 
@@ -146,16 +143,17 @@ class Replicas:
     def logprob_kind(self) -> LogprobKind:
         return next((replica.engine.logprob_kind for replica in self._replicas.values()), "raw")
 
-    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
-        """What differs between replicas is None: a call may be moved from one to another."""
-        found = [replica.engine.logprob_measurement(params) for replica in self._replicas.values()]
-        if not found:
-            return measure_logprobs(self.logprob_kind, params)
-        names = [entry.name for entry in fields(LogprobMeasurement)]
-        differing: dict[str, Any] = {
-            name: None for name in names if len({getattr(one, name) for one in found}) > 1
-        }
-        return dataclasses.replace(found[0], **differing)
+    @property
+    def logprobs_after_truncation(self) -> bool | None:
+        """None if replicas differ: a call may be moved from one to another."""
+        values = {replica.engine.logprobs_after_truncation for replica in self._replicas.values()}
+        return values.pop() if len(values) == 1 else None
+
+    @property
+    def greedy_logprob_temperature(self) -> float | None:
+        """None if replicas differ."""
+        values = {replica.engine.greedy_logprob_temperature for replica in self._replicas.values()}
+        return values.pop() if len(values) == 1 else None
 
     @property
     def max_context(self) -> int | None:

@@ -20,9 +20,8 @@ from branchline.chat.toy import ToyCodec
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.message import Message
-from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Floats, Ids, as_ids
-from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams, measure_logprobs
+from branchline.engines.base import Chunk, FinishReason, LogprobKind, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class ScriptedEngine:
     name: str = "scripted"
     version: int = 0
     logprob_kind: LogprobKind = "processed"
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     max_context: int | None = None
     supports_images: bool = True
     chunk_size: int = 4
@@ -75,9 +76,6 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self._resumed.set()
-
-    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
-        return measure_logprobs(self.logprob_kind, params)
 
     async def generate(
         self,

@@ -124,7 +124,7 @@ class SglangEngine(HttpEngine):
     supports_images = True
     kind = "sglang"
     default_logprob_kind = "processed"
-    measures_after_truncation = False
+    logprobs_after_truncation = False
     pause_endpoint = ("/pause_generation", {"mode": "abort"})
     resume_endpoint = ("/continue_generation", {})
     version_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}

@@ -113,7 +113,7 @@ def token_advantages(
     """Returns the advantage of each response token, for each sample of a trajectory; 0 where nothing is
     trained."""
     rows = [np.zeros(len(sample.response_ids), np.float32) for sample in trajectory.samples]
-    if trajectory.failed:
+    if trajectory.failed or not any(sample.trained_tokens for sample in trajectory.samples):
         return rows
     if credit.name == "discounted":
         by_answer = _discounted_returns(trajectory, statistics, credit.discount, normalise_std)

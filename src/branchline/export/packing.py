@@ -4,12 +4,12 @@ A packed batch is laid out depth-first. Token q attends to token k if `k <= q < 
 ancestors and itself. Without shared prefixes every row is a chain, and the same rule is a document mask. The
 weights of a shared token are summed over the rows through it, so the loss and its gradient are those of the
 single rows. A token is shared only if its id, and where it is trained its logprob and version, are equal in
-both rows.
+both rows. Two answers that begin alike share their first tokens, unless a loss needs whole answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from branchline.core.sample import Sample
 from branchline.core.token_arrays import Floats, Ids
 
 NO_PARENT = -1
+NO_ANSWER, SEVERAL_ANSWERS = -1, -2
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ class TrainingRow:
     def __len__(self) -> int:
         return len(self.sample)
 
+    def answer_spans(self) -> Iterator[tuple[int, int]]:
+        """Yields start and end of each trained answer in the response: the sample's answers, or if it lists
+        none, the runs of trained tokens."""
+        if self.sample.answers:
+            for answer in self.sample.answers:
+                if self.weights[answer.start] != 0:
+                    yield answer.start, answer.end
+            return
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], self.weights != 0, [0]])))
+        yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -63,6 +75,9 @@ class PackedBatch:
     """The sum of weight × advantage over the rows with a positive advantage."""
     negative_advantages: NDArray[np.float64]
     """The same over the rows with a negative advantage. PPO clips either sign differently."""
+    answers: NDArray[np.int32]
+    """The number of the answer that each trained token belongs to; SEVERAL_ANSWERS for a token of answers
+    that only begin alike, NO_ANSWER for tokens that are not trained."""
     paths: tuple[NDArray[np.int32], ...]
     """The indices of the tokens of each row, in order."""
     rows: tuple[int, ...]
@@ -78,11 +93,17 @@ class PackedBatch:
 
 
 def pack_rows(
-    rows: Sequence[TrainingRow], max_tokens: int | None = None, *, share_prefixes: bool = True
+    rows: Sequence[TrainingRow],
+    max_tokens: int | None = None,
+    *,
+    share_prefixes: bool = True,
+    share_partial_answers: bool = True,
 ) -> list[PackedBatch]:
     """Packs rows into batches of at most `max_tokens` tokens. Raises ExportError for a row that is longer.
 
-    A tree that is larger than the limit is cut between two rows where the fewest tokens are needed twice.
+    With `share_partial_answers=False` answers that only begin alike share no token, as losses need that have
+    one ratio for an answer. A tree that is larger than the limit is cut between two rows where the fewest
+    tokens are needed twice.
     """
     for index, row in enumerate(rows):
         if row.sample.media:
@@ -91,7 +112,9 @@ def pack_rows(
             raise ExportError(f"rows[{index}]: has {len(row)} tokens, expected at most {max_tokens}")
     sequences = [np.concatenate([row.sample.prompt_ids, row.sample.response_ids]) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: sequences[index].astype(">u4").tobytes())
-    shared = _shared_prefixes([rows[index] for index in order]) if share_prefixes else [0] * len(rows)
+    shared = [0] * len(rows)
+    if share_prefixes:
+        shared = _shared_prefixes([rows[index] for index in order], share_partial_answers)
     lengths = [len(sequences[index]) for index in order]
     pieces = _cut(lengths, shared, max_tokens)
     batches: list[PackedBatch] = []
@@ -118,37 +141,57 @@ class _PathTokens:
     logprobs: NDArray[np.int32]
     """As bits, so that NaN equals NaN."""
     versions: NDArray[np.int32]
+    answers: NDArray[np.int32]
+    """Equal numbers for tokens of equal answers at one place; 0 for all tokens if that does not matter."""
 
     @classmethod
-    def of_row(cls, row: TrainingRow) -> _PathTokens:
+    def of_row(cls, row: TrainingRow, numbers: dict[tuple[int, bytes], int] | None) -> _PathTokens:
+        """`numbers` are those of the answers of earlier rows; None if answers do not matter."""
         sample, prompt = row.sample, np.zeros(len(row.sample.prompt_ids), np.int32)
+        logprobs = sample.response_logprobs.astype(np.float32).view(np.int32)
+        answers = np.zeros(len(row), np.int32)
+        if numbers is not None:
+            values = np.stack([sample.response_ids, logprobs, sample.response_versions])
+            for start, end in row.answer_spans():
+                key = len(prompt) + start, values[:, start:end].tobytes()
+                answers[len(prompt) + start : len(prompt) + end] = numbers.setdefault(key, len(numbers) + 1)
         return cls(
             np.concatenate([sample.prompt_ids, sample.response_ids]),
             np.concatenate([prompt != 0, row.weights != 0]),
-            np.concatenate([prompt, sample.response_logprobs.astype(np.float32).view(np.int32)]),
+            np.concatenate([prompt, logprobs]),
             np.concatenate([prompt, sample.response_versions]),
+            answers,
         )
 
 
-def _shared_prefixes(rows: Sequence[TrainingRow]) -> list[int]:
+def _shared_prefixes(rows: Sequence[TrainingRow], share_partial_answers: bool) -> list[int]:
     """Returns the length of the prefix that each row shares with the path before it."""
     shared = [0] * len(rows)
-    path = _PathTokens.of_row(rows[0]) if rows else None
+    numbers: dict[tuple[int, bytes], int] | None = None if share_partial_answers else {}
+    path = _PathTokens.of_row(rows[0], numbers) if rows else None
     for place in range(1, len(rows)):
         assert path is not None
-        row = _PathTokens.of_row(rows[place])
+        row = _PathTokens.of_row(rows[place], numbers)
         length = min(len(path.ids), len(row.ids))
         part = slice(length)
-        sampled_alike = (path.logprobs[part] == row.logprobs[part]) & (
-            path.versions[part] == row.versions[part]
+        sampled_alike = (
+            (path.logprobs[part] == row.logprobs[part])
+            & (path.versions[part] == row.versions[part])
+            & (path.answers[part] == row.answers[part])
         )
         both_trained = path.is_trained[part] & row.is_trained[part]
         differs = np.flatnonzero((path.ids[part] != row.ids[part]) | (both_trained & ~sampled_alike))
-        shared[place] = int(differs[0]) if len(differs) else length
+        end = int(differs[0]) if len(differs) else length
+        number = row.answers[end] if 0 < end < len(row.ids) else 0
+        if number and path.answers[end - 1] == row.answers[end - 1] == number:
+            # A row in between left the path inside this answer: the answer is not shared at all.
+            end = int(np.flatnonzero(row.answers == number)[0])
+        shared[place] = end
         # A token that is context in this row may be trained in an earlier one.
         kept = np.flatnonzero(path.is_trained[: shared[place]])
         row.is_trained[kept] = True
         row.logprobs[kept], row.versions[kept] = path.logprobs[kept], path.versions[kept]
+        row.answers[kept] = path.answers[kept]
         path = row
     return shared
 
@@ -227,6 +270,8 @@ def _lay_out(
     old_logprobs = np.full(total, np.nan, np.float32)
     versions = np.full(total, -1, np.int32)
     weights, positive, negative = np.zeros((3, total), np.float64)
+    answers = np.full(total, NO_ANSWER, np.int32)
+    numbered: dict[int, NDArray[np.int32]] = {}
     paths: list[NDArray[np.int32]] = []
     path = np.empty(0, np.int32)
     used = 0
@@ -250,6 +295,8 @@ def _lay_out(
         weights[places] += row.weights[trained]
         positive[places] += np.maximum(products, 0)
         negative[places] += np.minimum(products, 0)
+        for start, end in row.answer_spans():
+            _number_answer(answers, path[len(row.sample.prompt_ids) :][start:end], numbered)
     subtree_ends[path] = used
     return PackedBatch(
         ids=ids,
@@ -261,6 +308,21 @@ def _lay_out(
         weights=weights,
         positive_advantages=positive,
         negative_advantages=negative,
+        answers=answers,
         paths=tuple(paths),
         rows=tuple(order),
     )
+
+
+def _number_answer(
+    answers: NDArray[np.int32], places: NDArray[np.int32], numbered: dict[int, NDArray[np.int32]]
+) -> None:
+    """Gives the tokens of an answer the place of its first as number. If they belong to another answer too,
+    the tokens of both are marked. `numbered` has the places of each number."""
+    known, first = answers[places], int(places[0])
+    if (known == NO_ANSWER).all():
+        answers[places], numbered[first] = first, places
+    elif not np.array_equal(numbered.get(first, ()), places):
+        for number in np.unique(known[known >= 0]).tolist():
+            answers[numbered[number]] = SEVERAL_ANSWERS
+        answers[places] = SEVERAL_ANSWERS

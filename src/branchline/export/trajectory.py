@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from branchline.chat.base import Codec, HistoryPolicy
 from branchline.core.sample import ExportReport, Sample
 from branchline.export.histories import History, build_tree
@@ -157,16 +159,16 @@ class Trajectory:
 
     @property
     def episode_reward(self) -> float | None:
-        """The reward of the episode, else the share-weighted mean of its samples' rewards; None if a sample
-        has none."""
+        """The reward of the episode, else the mean of its samples' rewards, weighted by their shares. Samples
+        without a reward are left out; None if all are."""
         if self.reward is not None:
             return self.reward
-        rewards = [sample.reward for sample in self.samples]
-        weights = [float(sample.shares.sum(dtype="float64")) for sample in self.samples]
-        if not sum(weights) or None in rewards:
-            return None
-        pairs = zip(rewards, weights, strict=True)
-        return sum(reward * weight for reward, weight in pairs if reward is not None) / sum(weights)
+        total = weight = 0.0
+        for sample in self.samples:
+            if sample.reward is not None:
+                shares = float(sample.shares.sum(dtype=np.float64))
+                total, weight = total + sample.reward * shares, weight + shares
+        return total / weight if weight else None
 
 
 @dataclass(frozen=True)

@@ -108,14 +108,14 @@ def _message_view(message: Message) -> dict[str, Any]:
 
 
 def trajectory_view(managed: ManagedSession) -> dict[str, Any]:
-    """The outcome of a session: the main history, the further ones, rewards and metrics."""
+    """The outcome of a session: the main history, the additional ones, rewards and metrics."""
     tree = managed.session.snapshot()
     fork_report = classify_forks(tree) if tree.calls else ForkReport()
     timelines = timelines_of(tree)
     main = [timeline for timeline in timelines if timeline.leaf is fork_report.main_leaf]
     return {
         "history": _timeline_view(main[0]) if main else None,
-        "further_histories": [_timeline_view(timeline) for timeline in timelines if timeline not in main],
+        "additional_histories": [_timeline_view(timeline) for timeline in timelines if timeline not in main],
         "reward": managed.reward,
         "rewards": managed.rewards,
         "metrics": {

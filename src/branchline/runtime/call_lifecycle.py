@@ -21,7 +21,7 @@ from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, Engine, SamplingParams
 from branchline.engines.upstream_chat import TokenUsage
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
 from branchline.runtime.call_record import (
@@ -61,7 +61,7 @@ async def run_call(
     resumes = request.resume_call_id
     if not resumes and ATTEMPT_SEPARATOR in record.call_id:
         resumes = await find_earlier_attempt(managed, record.call_id)
-    sampling = _sampling_record(engine, call_request.params)
+    sampling = sampling_record(engine, call_request.params)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):
         turn = await prepare_call(managed, call_request, max_prompt_tokens)
@@ -198,12 +198,24 @@ def _commit_cancelled(
 # -- sampling ----------------------------------------------------------------------------------------
 
 
-def _sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
-    """How a call was sampled, for the record: its logprobs cannot be interpreted without it."""
+def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
+    """How a call is sampled and its logprobs are measured, for the record: `LogprobMeasurement` reads it."""
+    is_raw, is_greedy = engine.logprob_kind == "raw", params.temperature < MIN_TEMPERATURE
+    processed_temperature = engine.greedy_logprob_temperature if is_greedy else params.temperature
     return {
-        **engine.logprob_measurement(params).to_sampling(),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
         "seed": params.seed,
         "max_tokens": None if params.max_tokens == NO_LIMIT else params.max_tokens,
+        # A grammar masks tokens before logprobs are measured, even in an engine whose logprobs are raw.
+        "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
+        "measured_temperature": 1.0 if is_raw else processed_temperature,
+        "is_truncated": False if is_raw else engine.logprobs_after_truncation,
         "engine": engine.name,
     }
 

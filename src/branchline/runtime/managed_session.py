@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
@@ -23,6 +23,7 @@ from branchline.core.sample import DropReason, ExportReport
 from branchline.engines.base import SamplingParams
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
 from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
+from branchline.export.trajectory import Trajectory
 from branchline.runtime.message_cache import MessageCache
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
@@ -326,6 +327,29 @@ class ManagedSession:
             reward=session_reward(rewards),
             rewards=rewards,
         )
+
+    def trajectory(
+        self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None
+    ) -> Trajectory:
+        """Returns the trajectory of the session as of now; an aborted one has failed.
+
+        Evaluation sessions and aborted ones have no samples. Reads a snapshot of the tree, so it may run in a
+        thread.
+        """
+        is_aborted = self.state == "aborted"
+        tree, rewards = self.session.snapshot(), self.rewards[:]
+        trajectory = Trajectory.from_tree(
+            tree,
+            session=self.id,
+            rewards=rewards,
+            metrics=metrics,
+            policy=policy or self.default_export_policy,
+            failed=is_aborted,
+        )
+        if not self.options.eval and not is_aborted:
+            return trajectory
+        reason = DropReason.EVALUATION if self.options.eval else DropReason.ABORTED
+        return replace(trajectory, samples=(), report=export_nothing(tree, reason).report)
 
     async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
         if self.journal is not None:

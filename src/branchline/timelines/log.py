@@ -163,8 +163,9 @@ def read_choice(raw: object, field_path: str, response_id: object = None) -> Log
 
 def _ids_of_tokens(logprobs: object, field_path: str) -> Ids | None:
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    tokens = [entry.get("token") for entry in content or () if isinstance(entry, dict)]
-    if not tokens or not all(isinstance(token, str) and _TOKEN_AS_ID.match(token) for token in tokens):
+    entries = content if isinstance(content, list) else []
+    tokens = [str(entry.get("token")) for entry in entries if isinstance(entry, dict)]
+    if not tokens or not all(_TOKEN_AS_ID.match(token) for token in tokens):
         return None
     return read_token_ids([int(token.partition(":")[2]) for token in tokens], f"{field_path}.content")
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from branchline.core.errors import InputError
-from branchline.export.packing import PackedBatch
+from branchline.export.packing import SEVERAL_ANSWERS, PackedBatch
 from branchline.train.losses import LossConfig, kl_estimate, token_loss, truncated_importance_weights
 from branchline.train.packed_forward import TokenOutputs
 
@@ -90,22 +90,15 @@ def policy_loss(
 
 
 def number_outputs(batch: PackedBatch) -> NDArray[np.int32]:
-    """Returns the number of the output that each trained token belongs to, −1 for all others.
+    """Returns the number of the answer that each trained token belongs to, from 0 on; −1 for all others.
 
-    An output is a run of trained tokens on a path. Raises InputError if two rows share only a part of an
-    output: its tokens then have no single sequence.
+    Raises InputError if answers share a part of their tokens: these have no single sequence.
     """
     trained = batch.weights != 0
+    if (batch.answers[trained] == SEVERAL_ANSWERS).any():
+        raise InputError(
+            "batch: two answers share their first tokens, expected share_partial_answers=False for this loss"
+        )
     numbers = np.full(len(batch), -1, np.int32)
-    continued = np.zeros(len(batch), np.bool_)
-    count = 0
-    for place in np.flatnonzero(trained).tolist():
-        parent = int(batch.parents[place])
-        if parent < 0 or not trained[parent]:
-            numbers[place], count = count, count + 1
-            continue
-        if continued[parent]:
-            raise InputError("batch: two outputs share a prefix, expected share_prefixes=False for this loss")
-        continued[parent] = True
-        numbers[place] = numbers[parent]
+    numbers[trained] = np.unique(batch.answers[trained], return_inverse=True)[1]
     return numbers

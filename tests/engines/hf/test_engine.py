@@ -88,6 +88,7 @@ def test_processed_logprobs_are_those_of_the_distribution_sampled_from() -> None
     async def body() -> None:
         async with running_engine(tiny_model(), hf.HfConfig(logprob_kind="processed")) as engine:
             assert engine.logprob_kind == "processed"
+            assert (engine.logprobs_after_truncation, engine.greedy_logprob_temperature) == (True, 0.0)
             output = await collect(engine, prompt(1, 30), params)
             greedy_output = await collect(engine, prompt(1, 30), greedy(5))
         ids = [*prompt(1, 30).tolist(), *output.ids]

@@ -33,9 +33,8 @@ from torch import Tensor
 from branchline.chat.vision import ImageProcessor, ImageSpan, VisionConfig
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.model_folder import MODEL_FILES, find_model_folder, model_name
-from branchline.core.sample import LogprobMeasurement
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import Chunk, LogprobKind, SamplingParams, measure_logprobs
+from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
 from branchline.engines.hf.validation import check_request, check_weights
@@ -79,6 +78,10 @@ class _TokenStream:
 class HfEngine:
     """A transformers causal language model that samples for many sessions at once."""
 
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 0.0
+    """At temperature 0 the distribution sampled from is one id with probability 1."""
+
     def __init__(
         self,
         model: Any,
@@ -108,10 +111,6 @@ class HfEngine:
         self._submit_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"branchline-{name}", daemon=True)
         self._thread.start()
-
-    def logprob_measurement(self, params: SamplingParams) -> LogprobMeasurement:
-        # At temperature 0 the distribution is one id with probability 1.
-        return measure_logprobs(self.logprob_kind, params, greedy_temperature=0.0)
 
     @classmethod
     def load(
