@@ -49,6 +49,8 @@ if typing.TYPE_CHECKING:
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
     from branchline.timelines.timeline import Timeline, timelines_of
+    from branchline.train.policy_update import UpdateConfig
+    from branchline.train.trainer import Trainer, TrainerConfig
     from branchline.tree.journal import Journal
     from branchline.tree.session import Session
     from branchline.tree.tree import Tree
@@ -109,6 +111,10 @@ _MODULE_OF = {
     "read_parquet": "export.parquet",
     "write_jsonl": "export.jsonl",
     "write_parquet": "export.parquet",
+    # training
+    "Trainer": "train.trainer",
+    "TrainerConfig": "train.trainer",
+    "UpdateConfig": "train.policy_update",
     # errors
     "BranchlineError": "core.errors",
 }
@@ -148,7 +154,10 @@ __all__ = [
     "ToyCodec",
     "Trajectory",
     "TrajectoryGroup",
+    "Trainer",
+    "TrainerConfig",
     "Tree",
+    "UpdateConfig",
     "VllmEngine",
     "__version__",
     "agent",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,12 +20,16 @@ from branchline.train.losses import LossConfig
 from branchline.train.packed_forward import TokenOutputs, check_model, forward_packed
 from branchline.train.policy_loss import policy_loss
 
+Schedule = Literal["constant", "linear"]
+
 
 @dataclass(frozen=True)
 class UpdateConfig:
     """How a batch of rows changes the weights."""
 
     learning_rate: float = 1e-5
+    schedule: Schedule = "constant"
+    """`linear`: the learning rate falls to 0 over the steps of the run."""
     passes: int = 1
     """Optimizer steps on each batch of rows."""
     max_grad_norm: float = 1.0
@@ -40,6 +44,8 @@ class UpdateConfig:
         for name, least in (("learning_rate", 0.0), ("weight_decay", 0.0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name}: got {getattr(self, name):g}, expected {least:g} or more")
+        if self.schedule not in get_args(Schedule):
+            raise InputError(f"schedule: got {self.schedule!r}, expected {' or '.join(get_args(Schedule))}")
         if self.passes < 1:
             raise InputError(f"passes: got {self.passes}, expected 1 or more")
         for name in ("max_grad_norm", "temperature"):
@@ -62,12 +68,16 @@ class PolicyUpdater:
             model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
 
-    def update(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
+    def update(self, rows: Sequence[TrainingRow], progress: float = 0.0) -> dict[str, float]:
         """Updates the weights; returns metrics under TRL's names, as means over the trained tokens.
 
+        `progress` is the completed fraction of the run, for the schedule of the learning rate.
         Rows whose advantages are all 0 change the weights only through a KL or entropy term; without one
         they are left out of the forward pass, but not out of the mean that the loss is.
         """
+        rate = self.config.learning_rate * (1 - progress if self.config.schedule == "linear" else 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         loss_config = self.config.loss
         total = float(sum(row.weights.sum(dtype=np.float64) for row in rows))
         if not (loss_config.kl_coefficient or loss_config.entropy_coefficient):
@@ -75,7 +85,7 @@ class PolicyUpdater:
         batches = pack_rows(rows, self.config.max_batch_tokens, share_prefixes=loss_config.name != "gspo")
         means = _WeightedMeans()
         if not batches:
-            return {"loss": 0.0, "grad_norm": 0.0, **means.values}
+            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate}
         references = [self._logprobs(self._reference, batch) for batch in batches if self._reference]
         proximal = [self._logprobs(self.model, batch) for batch in batches if self.config.passes > 1]
         loss = grad_norm = 0.0
@@ -109,7 +119,7 @@ class PolicyUpdater:
             self.optimizer.step()
         path_tokens = sum(batch.path_tokens for batch in batches)
         means.add("tree_reuse", path_tokens / sum(map(len, batches)), 1)
-        return {"loss": loss, "grad_norm": grad_norm, **means.values}
+        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate, **means.values}
 
     def _forward(self, model: Any, batch: PackedBatch, *, with_entropy: bool) -> TokenOutputs:
         return forward_packed(model, batch, temperature=self.config.temperature, with_entropy=with_entropy)

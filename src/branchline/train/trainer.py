@@ -229,7 +229,7 @@ class Trainer(Generic[T]):
     ) -> dict[str, float]:
         """Updates the policy and the engine, and records the step."""
         rows = self.build_rows(groups)
-        updated = await asyncio.to_thread(self._updater.update, rows)
+        updated = await asyncio.to_thread(self._updater.update, rows, self.step / self.config.steps)
         version = self.step + 1
         await engine.update_weights(self.model.state_dict(), version)
         sampled = sum(sum(group.answer_lengths) for group in groups)
@@ -238,7 +238,6 @@ class Trainer(Generic[T]):
             "step": float(version),
             **_episode_metrics(groups),
             **updated,
-            "learning_rate": self.config.update.learning_rate,
             "num_tokens": float(self._state.num_tokens),
             "staleness": float(version - 1 - _oldest_version(rows, version - 1)),
             "step_time": time.perf_counter() - started_at,

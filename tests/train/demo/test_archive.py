@@ -23,7 +23,7 @@ from branchline.train.demo.demonstrations import (
 )
 from branchline.train.demo.tokenizer import RespellingCodec, build_tokenizer
 
-EPISODES = 20
+EPISODES = 12
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def test_without_the_tool_the_right_steps_score_at_chance(folder: Path) -> None:
 
 @pytest.mark.parametrize("step", ["opens_catalog", "deletes_page", "delegates", "looks_up"])
 def test_without_one_of_the_steps_the_score_is_at_chance(folder: Path, step: str) -> None:
-    # 20 draws with probability 0.1: 0.45 would be five standard deviations above it.
-    assert mean_score(folder, replace(PERFECT, **{step: 0.0})) < 0.45
+    # 12 draws with probability 0.1: 0.55 would be five standard deviations above it.
+    assert mean_score(folder, replace(PERFECT, **{step: 0.0})) < 0.55
 
 
 def test_the_demonstrations_score_far_below_the_right_steps(folder: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from openai import AsyncOpenAI
 
 from branchline.chat.tokenizer import TokenizerDir
 from branchline.core.sample import Sample
@@ -31,7 +32,13 @@ from branchline.export.packing import TrainingRow, pack_rows
 from branchline.export.samples import ExportPolicy
 from branchline.train.demo.archive import CHANCE, ArchiveTask
 from branchline.train.demo.curves import Curve, plot_curves
-from branchline.train.demo.demo import MODEL_FOLDER, DemoSettings, archive_rollout, demo_config
+from branchline.train.demo.demo import (
+    MODEL_FOLDER,
+    DemoSettings,
+    archive_rollout,
+    create_client,
+    demo_config,
+)
 from branchline.train.episodes import EpisodeGroup
 from branchline.train.metrics import read_metrics
 from branchline.train.packed_forward import forward_packed
@@ -74,11 +81,12 @@ class Drift:
 class AblationTrainer(Trainer[ArchiveTask]):
     """A trainer of one variant that measures its drift."""
 
-    def __init__(self, variant: str, settings: DemoSettings, run_folder: Path) -> None:
+    def __init__(self, variant: str, settings: DemoSettings, run_folder: Path, client: AsyncOpenAI) -> None:
         config = replace(
             demo_config(settings), export_policy=VARIANTS[variant], checkpoint_every=settings.steps
         )
-        super().__init__(MODEL_FOLDER, archive_rollout(), ArchiveTask.draw, config, run_folder=run_folder)
+        rollout = archive_rollout(client)
+        super().__init__(MODEL_FOLDER, rollout, ArchiveTask.draw, config, run_folder=run_folder)
         self._is_encoded_again = variant == "re-encoded"
         self._tokenizer = TokenizerDir.open(MODEL_FOLDER)
         self.drift = Drift()
@@ -162,10 +170,11 @@ def logprob_gaps(model: Any, sampled: Sequence[TrainingRow], trained: Sequence[T
 async def run_variant(variant: str, settings: DemoSettings, folder: Path) -> dict[str, Any]:
     """Trains one variant; returns its rewards and its drift."""
     run_folder = folder / f"{variant.replace(' ', '-')}-seed{settings.seed}"
-    trainer = AblationTrainer(variant, settings, run_folder)
-    async with aclosing(trainer.steps()) as steps:
-        async for result in steps:
-            print(f"{variant}, seed {settings.seed}: {describe_step(result.metrics)}", flush=True)
+    async with create_client() as client:
+        trainer = AblationTrainer(variant, settings, run_folder, client)
+        async with aclosing(trainer.steps()) as steps:
+            async for result in steps:
+                print(f"{variant}, seed {settings.seed}: {describe_step(result.metrics)}", flush=True)
     rewards = [line["reward"] for line in read_metrics(run_folder / "metrics.jsonl")]
     outcome = {"variant": variant, **asdict(settings), "rewards": rewards, **trainer.drift.summary}
     (run_folder / "outcome.json").write_text(json.dumps(outcome) + "\n")

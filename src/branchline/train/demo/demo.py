@@ -74,12 +74,11 @@ class DemoResult:
         return json.dumps(asdict(self))
 
 
-def archive_rollout() -> Rollout[ArchiveTask]:
-    """Returns the agent's episode for a trainer. All sessions share the connections of one client."""
-    shared = AsyncOpenAI(api_key="-", base_url="http://127.0.0.1")
+def archive_rollout(client: AsyncOpenAI) -> Rollout[ArchiveTask]:
+    """Returns the agent's episode for a trainer. All sessions share the connections of the client."""
 
     async def rollout(session: GatewaySession, task: ArchiveTask) -> float:
-        return task.score(await run_archive_agent(session_client(shared, session), task))
+        return task.score(await run_archive_agent(session_client(client, session), task))
 
     return rollout
 
@@ -92,7 +91,7 @@ def demo_config(settings: DemoSettings) -> TrainerConfig:
         group_size=8,
         seed=settings.seed,
         # Small batches: the cost of dense attention grows with the square of a batch's tokens.
-        update=UpdateConfig(learning_rate=5e-4, max_batch_tokens=384),
+        update=UpdateConfig(learning_rate=1e-3, schedule="linear", max_batch_tokens=384),
         engine=HfConfig(logprob_kind="processed", prefill_tokens=2048),
     )
 
@@ -116,23 +115,31 @@ def run_demo(
     settings = settings or DemoSettings()
     # More threads are slower: a tiny model's operations are shorter than starting them on two cores.
     torch.set_num_threads(1)
+    client = create_client()
     trainer = Trainer(
         MODEL_FOLDER,
-        archive_rollout(),
+        archive_rollout(client),
         ArchiveTask.draw,
         demo_config(settings),
         run_folder=run_folder,
         resume=resume,
     )
     settings_file.write_text(json.dumps(asdict(settings)) + "\n")
-    return asyncio.run(_run(trainer, settings, console))
+    return asyncio.run(_run(trainer, client, settings, console))
 
 
-async def _run(trainer: Trainer[ArchiveTask], settings: DemoSettings, console: Console) -> DemoResult:
+def create_client() -> AsyncOpenAI:
+    """Returns a client without an address, whose copies for sessions share its connections."""
+    return AsyncOpenAI(api_key="-", base_url="http://127.0.0.1")
+
+
+async def _run(
+    trainer: Trainer[ArchiveTask], client: AsyncOpenAI, settings: DemoSettings, console: Console
+) -> DemoResult:
     folder = trainer.run_folder
     before = await _evaluate_once(trainer, settings, folder / "before.json")
     console.print(f"warm start: {before.score:.0%} of {_EVALUATION_TASKS} new tasks; chance is {CHANCE:.0%}")
-    async with aclosing(trainer.steps()) as steps:
+    async with client, aclosing(trainer.steps()) as steps:
         await _show_steps(steps, settings.steps, console)
     after = await _evaluate_once(trainer, settings, folder / "after.json")
     metrics = read_metrics(folder / "metrics.jsonl")
