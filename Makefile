@@ -7,7 +7,8 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example-tree ablations warm-start test check format coverage walk bench bench-codec bench-gateway bench-export bench-loop \
+.PHONY: help demo ablations warm-start example-tree example-long-document test check format coverage walk \
+	bench bench-codec bench-gateway bench-export bench-loop bench-context \
 	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets \
 	test-templates clean
 
@@ -103,6 +104,9 @@ example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its 
 	@echo "Next: $(BIN)/branchline serve"
 	@echo "serves SmolLM2-135M-Instruct to any OpenAI client, records every call and prints a command to try."
 
+example-long-document: $(READY) .cache/tokenizers/.ready ## answer a question about a long document in a small context, with and without deletion
+	$(BIN)/python examples/long_document.py --png .cache/long_document.png
+
 walk: $(READY) .cache/tokenizers/.ready ## print the functions that one streamed turn passes through
 	$(BIN)/python scripts/walk.py
 
@@ -165,6 +169,9 @@ bench-export: $(READY) ## measure the way from trees to batches of tensors: samp
 
 bench-loop: $(READY) ## measure a thousand concurrent agent loops on one core
 	$(BIN)/python -m benchmarks.loop
+
+bench-context: $(READY) .cache/tokenizers/.ready ## measure a deletion in a context of 100 messages, beside rendering everything again
+	$(BIN)/python -m benchmarks.context
 
 clean:           ## remove the environments and caches
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

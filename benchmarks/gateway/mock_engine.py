@@ -42,6 +42,8 @@ class MockEngine:
     name = "mock"
     version = 0
     logprob_kind: LogprobKind = "raw"
+    logprobs_after_truncation: bool | None = True
+    greedy_logprob_temperature: float | None = 1.0
     max_context: int | None = None
     supports_images = False
 

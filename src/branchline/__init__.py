@@ -38,6 +38,7 @@ if typing.TYPE_CHECKING:
     from branchline.export.trajectory import Trajectory, TrajectoryGroup
     from branchline.gateway.server import Gateway
     from branchline.loop.agents import agent, run_agent
+    from branchline.loop.context.context_loop import ContextOptions
     from branchline.loop.http_model import HttpModel
     from branchline.loop.model import SessionModel
     from branchline.loop.output import LoopOutput
@@ -45,6 +46,7 @@ if typing.TYPE_CHECKING:
     from branchline.loop.timeouts import CancelToken
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
+    from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
     from branchline.timelines.causes import classify_forks
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
@@ -82,10 +84,15 @@ _MODULE_OF = {
     # agent loop
     "BaseTool": "loop.tools.base",
     "CancelToken": "loop.timeouts",
+    "Compaction": "runtime.compaction",
+    "ContextOptions": "loop.context.context_loop",
+    "DropLeastImportant": "runtime.compaction",
+    "DropOldest": "runtime.compaction",
     "HttpModel": "loop.http_model",
     "LoopLimits": "loop.task",
     "LoopOutput": "loop.output",
     "SessionModel": "loop.model",
+    "Summarize": "runtime.compaction",
     "Task": "loop.task",
     "ToolResult": "loop.tools.base",
     "agent": "loop.agents",
@@ -125,7 +132,11 @@ __all__ = [
     "BaseTool",
     "BranchlineError",
     "CancelToken",
+    "Compaction",
+    "ContextOptions",
     "CreditPolicy",
+    "DropLeastImportant",
+    "DropOldest",
     "Export",
     "ExportPolicy",
     "Gateway",
@@ -147,6 +158,7 @@ __all__ = [
     "Session",
     "SessionModel",
     "SglangEngine",
+    "Summarize",
     "Task",
     "Timeline",
     "ToolCall",

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from branchline.chat.generic.codec import GenericCodec
 from branchline.cli.engines import build_router
-from branchline.cli.main import main
+from branchline.cli.main import build_parser, main
 from branchline.core.errors import EngineError, InputError
 from tests.chat.harness import save_byte_level
 from tests.cli.harness import serve_options
@@ -137,3 +138,21 @@ def test_every_command_takes_a_name(
     error = capsys.readouterr().err
     assert "acme/unknown: not a directory" in error
     assert "hf download acme/unknown" in error
+
+
+def test_limits_of_the_embedded_engine_are_options(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
+    from tests.engines.tiny_model import tiny_model
+
+    save_byte_level(tmp_path, chat_template="{{ messages }}")
+    tiny_model().save_pretrained(tmp_path)
+    arguments = ["serve", "--engine", "hf", "--model", str(tmp_path), "--device", "cpu"]
+    limits = ["--max-batch", "3", "--batch-gib", "0.5", "--cache-gib", "0.25", "--prefill-tokens", "64"]
+    options = build_parser().parse_args([*arguments, *limits, "--threads", "2", "--dtype", "bfloat16"])
+    _, router = build_router(options)
+    engine: Any = router.default_engine
+    found = engine._scheduler.limits
+    assert (found.max_batch, found.batch_bytes, found.cache_bytes) == (3, 2**29, 2**28)
+    assert (found.prefill_tokens, found.threads) == (64, 2)
+    assert str(engine._model.dtype) == "torch.bfloat16"
+    asyncio.run(engine.close())

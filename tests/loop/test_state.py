@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from branchline.core.context_edits import ContextEdit
 from branchline.core.errors import InputError
 from branchline.core.message import Media, Message, ToolCall
+from branchline.loop.context.context_state import ContextState, IndexConfig, Note
 from branchline.loop.persistence import Fault
-from branchline.loop.state import LoopMetrics, LoopPhase, LoopState, StopReason, TurnRecord
+from branchline.loop.state import AnswerTokens, LoopMetrics, LoopPhase, LoopState, StopReason, TurnRecord
 from branchline.loop.task import LoopLimits, Task
 from branchline.loop.tools.base import ToolResult
 
@@ -31,6 +33,7 @@ def full_state() -> LoopState:
         template={"enable_thinking": False},
         limits=LoopLimits(max_assistant_turns=3, tool_response_keep="tail"),
         extra={"answer": [1, None]},
+        documents={"document": "text"},
     )
     result = ToolResult("2", (IMAGE,), 0.5, {"x": [1]}, True, "add", 1, "c1", 0.1)
     return LoopState(
@@ -53,9 +56,22 @@ def full_state() -> LoopState:
         tool_states={"add": [1, 2]},
         interaction_states={"tutor": {"wrong": 1}},
         faults=[Fault("add", "release", "stuck")],
-        metrics=LoopMetrics(1.0, 2.0, 3.0, 4, 5),
+        metrics=LoopMetrics(1.0, 2.0, 3.0, 4, 5, True),
         call_name="chatcmpl-1",
         call_ids=["chatcmpl-0"],
+        answers=[AnswerTokens("chatcmpl-0", 5, 4)],
+        context=ContextState(
+            deletions=[ContextEdit((1,))],
+            undone=[ContextEdit((2, 3))],
+            compactions=[ContextEdit((1, 2), "They agreed.")],
+            is_recount_needed=True,
+            notes={"a": Note("summary", "content")},
+            index=IndexConfig("index_1", "document", 10, 2),
+            index_count=1,
+            scanned_chunks=[0],
+            final_answer="4",
+        ),
+        penalty=-1.0,
         session_id="s1",
         session_url="http://127.0.0.1:8100/sessions/s1/v1",
         is_reported=True,
@@ -143,7 +159,7 @@ def test_data_that_is_no_state_is_refused(data: bytes) -> None:
 def test_a_state_of_another_format_is_refused() -> None:
     raw = json.loads(full_state().encode("json"))
     raw["format"] = 1
-    with pytest.raises(InputError, match=r"state\.format: got 1, expected 3"):
+    with pytest.raises(InputError, match=r"state\.format: got 1, expected 4"):
         LoopState.decode(json.dumps(raw).encode())
 
 
@@ -151,6 +167,8 @@ def test_scores_and_rewards() -> None:
     state = full_state()
     assert state.turn_scores == [0.25]
     assert state.tool_rewards == [0.5]
+    assert state.reward_score == -1.0, "a penalty replaces every other reward"
+    state.penalty = None
     assert state.reward_score == 2.0
     state.score = -1.0
     assert state.reward_score == -1.0

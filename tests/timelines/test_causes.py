@@ -9,6 +9,7 @@ import pytest
 
 from branchline import Generation, Message, Request, Session, ToolCall, ToyCodec, classify_forks
 from branchline.core.call import Delivery
+from branchline.core.context_edits import ContextEdit, build_view, stub_message
 from branchline.core.sample import DropReason
 from branchline.testing.plan_runner import PlanRunner
 from branchline.testing.plans import PlanGenerator
@@ -99,6 +100,40 @@ def test_a_shortened_tool_result_is_a_context_delete(session: Session) -> None:
     stub = Message("tool", "[gone]", tool_call_id="c1")
     commit_reply(session, [TASK, call, stub, reply, Message("user", "and folders?")], "none")
     assert fork_causes(session) == [Cause.CONTEXT_DELETE]
+
+
+def test_a_stub_is_a_context_delete_however_short_the_deleted_message_was(session: Session) -> None:
+    call = commit_reply(
+        session, [TASK], Message("assistant", "", tool_calls=(ToolCall("shell", "{}", "c1"),))
+    )
+    short = Message("tool", "a", tool_call_id="c1")
+    commit_reply(session, [TASK, call, short], "one file")
+    commit_reply(session, [TASK, call, stub_message(short)], "one file")
+    commit_reply(session, [TASK, stub_message(call), short], "one file")
+    assert fork_causes(session) == [Cause.CONTEXT_DELETE] * 2
+
+
+def test_a_message_that_is_restored_after_a_deletion_is_a_context_delete(session: Session) -> None:
+    call = commit_reply(
+        session, [TASK], Message("assistant", "", tool_calls=(ToolCall("shell", "{}", "c1"),))
+    )
+    result = Message("tool", "a.py", tool_call_id="c1")
+    commit_reply(session, [TASK, call, stub_message(result)], "gone")
+    commit_reply(session, [TASK, call, result], "there")
+    assert fork_causes(session) == [Cause.CONTEXT_DELETE]
+
+
+def test_a_summary_of_a_conversation_is_a_compaction_however_short_it_is(session: Session) -> None:
+    reply = commit_reply(session, [SYSTEM, TASK], "one", tools=TOOLS)
+    asked = [SYSTEM, TASK, reply, Message("user", "Summarize.")]
+    commit_reply(session, asked, "short", tools=TOOLS)
+    history = [SYSTEM, TASK, reply, Message("user", "and?")]
+    view = build_view(history, [ContextEdit((2, 3), "short")])
+    commit_reply(session, list(view.messages), "two", tools=TOOLS)
+    report = classify_forks(session.tree)
+    assert [fork.cause for fork in report.forks] == [Cause.COMPACTION]
+    (edge,) = report.edges
+    assert edge.source.message.content == "short"
 
 
 def test_removed_messages_are_a_context_delete(session: Session) -> None:

@@ -156,6 +156,7 @@ def _load_renderers_codec(
 def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
     try:
         from branchline.engines.hf.engine import HfEngine
+        from branchline.engines.hf.scheduler import HfConfig
     except ImportError as error:
         raise InputError(
             f"--engine hf needs torch and transformers ({error.name} is missing): "
@@ -165,7 +166,19 @@ def _hf_engine(options: argparse.Namespace) -> tuple[Codec, Engine]:
 
     # Found once, so that codec and engine use the same commit.
     folder = find_model_folder(options.model, MODEL_FILES) if options.model else smollm2_folder()
-    return _load_codec(options, options.tokenizer or folder), HfEngine.load(folder)
+    config = HfConfig(
+        max_batch=options.max_batch,
+        batch_bytes=_gib(options.batch_gib),
+        cache_bytes=_gib(options.cache_gib),
+        prefill_tokens=options.prefill_tokens,
+        threads=options.threads,
+    )
+    engine = HfEngine.load(folder, config, device=options.device, dtype=options.dtype)
+    return _load_codec(options, options.tokenizer or folder), engine
+
+
+def _gib(value: float | None) -> int | None:
+    return None if value is None else int(value * 2**30)
 
 
 def _engine_factory(kind: str) -> Callable[[str], HttpEngine]:

@@ -77,6 +77,7 @@ def add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_engine_options(parser.add_argument_group("engine"))
+    _add_embedded_engine_options(parser.add_argument_group("embedded engine (--engine hf)"))
     server_options = parser.add_argument_group("server")
     _add_server_options(server_options)
     _add_image_options(server_options)
@@ -158,6 +159,44 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="max_tokens if neither client nor session sets it (default: the rest of the context window; "
         f"{FALLBACK_MAX_TOKENS} if the engine does not report its size; {_DEFAULT_MODEL_MAX_TOKENS} with the "
         "built-in SmolLM2)",
+    )
+
+
+def _add_embedded_engine_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)"
+    )
+    group.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="type of the weights (default: float32 on a CPU, else the model's own)",
+    )
+    group.add_argument(
+        "--max-batch", type=int, metavar="N", help="requests sampled together (default: 64; 256 on a GPU)"
+    )
+    group.add_argument(
+        "--batch-gib",
+        type=float,
+        metavar="GIB",
+        help="keys and values of running requests (default: 4; half of the free memory on a GPU)",
+    )
+    group.add_argument(
+        "--cache-gib",
+        type=float,
+        metavar="GIB",
+        help="keys and values kept for later requests (default: 1; a fifth of the free memory on a GPU)",
+    )
+    group.add_argument(
+        "--prefill-tokens",
+        type=int,
+        metavar="N",
+        help="prompt tokens computed in one step (default: 512; 8192 on a GPU)",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of a step (default: 1 for models below 20 million parameters, else all cores)",
     )
 
 

@@ -179,18 +179,18 @@ class AgentLoop:
         max_tokens = remaining_tokens(limits, state.tokens, state.first_prompt_tokens)
         params = effective_sampling(state, max_tokens)
         try:
-            result = await ask_or_resume(self.model, state, self.resources.schemas, params)
+            result = await ask_or_resume(
+                self.model, state, self._shown_messages(), self.resources.schemas, params
+            )
         except ContextLengthError as error:
             return self._stop(StopReason.MODEL_LENGTH, str(error))
         except SessionError as error:
-            if error.kind not in _SESSION_STOP_REASONS:
-                raise
-            return self._stop(_SESSION_STOP_REASONS[error.kind], str(error))
+            return self._stop_at_session_limit(error)
         if result.finish_reason == "length" and not len(result.ids) and result.message.is_empty:
             detail = f"the engine has no room after {len(result.prompt_ids)} tokens"
             return self._stop(StopReason.MODEL_LENGTH, detail)
         append_answer(state, result)
-        limit = reached_limit(limits, state)
+        limit = self._reached_limit()
         if result.message.tool_calls:
             if limit is not None:
                 return self._stop(*limit)
@@ -216,7 +216,7 @@ class AgentLoop:
             return self._fail(errors[0])
         truncated = await self._truncate_results()
         results = await filter_media(list(truncated.values()), self._count_tokens)
-        new = [result.message for result in results]
+        new = self._result_messages(results)
         tokens = await self._count_if_limited(new)
         state.tool_results += results
         state.pending_calls, state.pending_results, state.started_calls = [], {}, []
@@ -305,6 +305,18 @@ class AgentLoop:
         extras = dict(response.extras)
         return TurnRecord(state.assistant_turns, response.content, is_last, response.score, extras)
 
+    def _shown_messages(self, new: Sequence[Message] = ()) -> Sequence[Message]:
+        """What the model is shown: the conversation with these messages appended."""
+        return [*self.state.messages, *new]
+
+    def _result_messages(self, results: Sequence[ToolResult]) -> list[Message]:
+        """The messages of the results of the last answer's tool calls."""
+        return [result.message for result in results]
+
+    def _reached_limit(self) -> tuple[StopReason, str] | None:
+        """The limit that makes the last answer the final one, with its figures."""
+        return reached_limit(self.limits, self.state)
+
     async def _count_if_limited(self, new: Sequence[Message]) -> int:
         """The length of the next prompt with these messages appended; 0 if no limit needs it."""
         return await self._count_tokens(new) if self.limits.needs_token_counts else 0
@@ -313,7 +325,7 @@ class AgentLoop:
         """The length of the next prompt; raises if the codec cannot encode these messages."""
         state = self.state
         params = {"chat_template_kwargs": state.task.template} if state.task.template else {}
-        messages = [*state.messages, *new]
+        messages = self._shown_messages(new)
         return await self.model.count_tokens(messages, tools=self.resources.schemas, params=params)
 
     def _append_messages(self, new: Sequence[Message], tokens: int) -> LoopPhase:
@@ -335,6 +347,12 @@ class AgentLoop:
         operation: Any = error.action
         self.state.add_fault(Fault(error.interaction, operation, error.problem))
         return self._stop(StopReason.INTERACTION_FAILED, str(error))
+
+    def _stop_at_session_limit(self, error: SessionError) -> LoopPhase:
+        """Ends the trajectory if the session has no calls or tokens left; raises any other error."""
+        if error.kind not in _SESSION_STOP_REASONS:
+            raise error
+        return self._stop(_SESSION_STOP_REASONS[error.kind], str(error))
 
     def _stop(self, reason: StopReason, detail: str = "") -> LoopPhase:
         self.state.stop_reason, self.state.stop_detail = reason, detail

@@ -10,8 +10,8 @@
     check_tasks(tasks, tools, interactions)              # raises for unknown names before anything runs
     state = await run_agent(LoopState.begin(task), context)
 
-An agent takes a new or resumed state to its end, or until it is cancelled. `single_turn` and `tool` are built
-in. Every call an agent makes is listed in `state.call_ids`: only listed calls are trained.
+An agent takes a new or resumed state to its end, or until it is cancelled. `single_turn`, `tool` and `state`
+are built in. Every call an agent makes is listed in `state.call_ids`: only listed calls are trained.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from branchline.core.errors import InputError
 from branchline.core.message import Message
 from branchline.core.sample import Sample
 from branchline.loop.agent_loop import AgentLoop
+from branchline.loop.context.context_loop import CONTEXT_TOOLS, ContextLoop, ContextOptions
 from branchline.loop.generation import (
     add_call,
     append_answer,
@@ -47,6 +48,7 @@ from branchline.loop.tools.base import ToolSelection
 from branchline.runtime.call_record import CallResult, StepObserver
 
 DEFAULT_AGENT_NAME = "single_turn"
+STATE_AGENT_NAME = "state"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class AgentContext:
     trajectories share a session."""
     observers: tuple[StepObserver, ...] = ()
     """Get a record of each call of a tool or an interaction, for example `Tracing.record_step`."""
+    context_options: ContextOptions | None = None
+    """How the agent `state` treats a context that becomes too long; None is the defaults."""
 
     def limits_for(self, task: Task) -> LoopLimits:
         return task.merge_limits(self.limits or LoopLimits())
@@ -85,7 +89,7 @@ class AgentContext:
         """
         sampling = effective_sampling(state, self.limits_for(state.task).max_new_tokens, params)
         if messages is None:
-            result = await ask_or_resume(self.model, state, tools, sampling)
+            result = await ask_or_resume(self.model, state, state.messages, tools, sampling)
             append_answer(state, result)
             return result
         with timed_generation(state):
@@ -122,9 +126,37 @@ async def tool_agent(state: LoopState, context: AgentContext) -> LoopState:
         return await loop.run(context.cancel)
 
 
+async def state_agent(state: LoopState, context: AgentContext) -> LoopState:
+    """The whole loop with tools that edit the context, read the task's documents and keep notes.
+
+    Without these tools it is the agent `tool`.
+    """
+    names = context_tool_names(state.task)
+    if not names:
+        return await tool_agent(state, context)
+    # Only this agent needs the packages that the tools need.
+    from branchline.loop.context.tools import ContextWorkspace, build_context_tools
+
+    tools, interaction = select(state.task, context.tools, context.interactions)
+    limits = context.limits_for(state.task)
+    workspace = ContextWorkspace(state, context.model, limits)
+    async with ContextLoop(
+        context.model,
+        state,
+        context_options=context.context_options,
+        tools=replace(tools, tools=(*tools.tools, *build_context_tools(workspace, names))),
+        interaction=interaction,
+        limits=limits,
+        report=context.report,
+        observers=context.observers,
+    ) as loop:
+        return await loop.run(context.cancel)
+
+
 BUILTIN_AGENTS: dict[str, Agent] = {
     DEFAULT_AGENT_NAME: single_turn_agent,
     "tool": tool_agent,
+    STATE_AGENT_NAME: state_agent,
     # The names in verl's datasets.
     "single_turn_agent": single_turn_agent,
     "tool_agent": tool_agent,
@@ -163,12 +195,26 @@ def find_agent(name: str) -> Agent:
 def select(
     task: Task, tools: ToolRegistry | None, interactions: InteractionRegistry | None
 ) -> tuple[ToolSelection, InteractionConfig | None]:
-    """The tools and the interaction that a task names. Raises InputError for an unknown name."""
-    selection = (tools or ToolRegistry()).select(task.tools, task.tool_arguments, task.tool_method_arguments)
+    """The tools and the interaction that a task names, without those of the agent `state`.
+
+    Raises InputError for an unknown name.
+    """
+    registry, names = tools or ToolRegistry(), task.tools
+    if names is not None:
+        own = context_tool_names(task)
+        names = tuple([name for name in names if name not in own])
+    selection = registry.select(names, task.tool_arguments, task.tool_method_arguments)
     if not task.interaction:
         return selection, None
-    registry = interactions or InteractionRegistry()
-    return selection, registry.select(task.interaction, task.interaction_arguments)
+    named = (interactions or InteractionRegistry()).select(task.interaction, task.interaction_arguments)
+    return selection, named
+
+
+def context_tool_names(task: Task) -> tuple[str, ...]:
+    """The tools of the agent `state` that a task uses; all of them if it names no tools."""
+    if task.agent_name != STATE_AGENT_NAME:
+        return ()
+    return tuple([name for name in CONTEXT_TOOLS if task.tools is None or name in task.tools])
 
 
 def check_tasks(
@@ -268,8 +314,16 @@ class RecordingModel:
     ) -> int:
         return await self._model.count_tokens(messages, tools=tools, params=params)
 
-    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
-        return await self._model.samples(include_aborted=include_aborted, keep_calls=keep_calls)
+    async def samples(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> list[Sample]:
+        return await self._model.samples(
+            include_aborted=include_aborted, keep_calls=keep_calls, policy=policy
+        )
 
 
 def _check_agent(name: str, function: Any) -> None:

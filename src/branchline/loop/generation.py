@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from branchline.core.errors import SessionError
+from branchline.core.message import Message
 from branchline.loop.model import Model, ToolSchemas
-from branchline.loop.state import LoopState
+from branchline.loop.state import AnswerTokens, LoopState
 from branchline.runtime.call_record import CallResult
 
 
@@ -35,20 +36,25 @@ def effective_sampling(
 
 
 async def ask_or_resume(
-    model: Model, state: LoopState, tools: ToolSchemas, params: Mapping[str, Any]
+    model: Model,
+    state: LoopState,
+    messages: Sequence[Message],
+    tools: ToolSchemas,
+    params: Mapping[str, Any],
 ) -> CallResult:
-    """The answer to the state's conversation. A cancelled call is resumed after the ids it had sampled."""
+    """The answer to a conversation. A cancelled call is resumed after the ids it had sampled, if it was
+    cancelled with the same conversation."""
     # The name is stored before the request is sent, so that a cancelled call can be resumed by it.
     state.call_name = state.call_name or _new_call_name()
     with timed_generation(state):
         try:
-            result = await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
+            result = await model.ask(messages, tools=tools, params=params, call_name=state.call_name)
         except SessionError as error:
             if error.kind != "conflict":
                 raise
             # The earlier attempt had another prompt, for example other tools, and cannot be resumed.
             state.call_name = _new_call_name()
-            result = await model.ask(state.messages, tools=tools, params=params, call_name=state.call_name)
+            result = await model.ask(messages, tools=tools, params=params, call_name=state.call_name)
     state.call_name = ""
     add_call(state, result)
     return result
@@ -65,6 +71,7 @@ def append_answer(state: LoopState, result: CallResult) -> None:
     state.messages.append(result.message)
     state.assistant_turns += 1
     state.tokens = len(result.prompt_ids) + len(result.ids)
+    state.answers.append(AnswerTokens(result.call_id, len(result.prompt_ids), len(result.ids)))
 
 
 @contextmanager

@@ -146,10 +146,20 @@ class HttpModel:
         )
         return count.prompt_tokens
 
-    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+    async def samples(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> list[Sample]:
         params = [("keep_call", call_id) for call_id in keep_calls]
         if include_aborted:
             params.append(("include_aborted", "true"))
+        for name, value in (policy or {}).items():
+            # A list is a repeated parameter, an empty list an empty one.
+            is_list = isinstance(value, set | frozenset | list | tuple)
+            params += [(name, _query_text(one)) for one in (value or ("",) if is_list else (value,))]
         path = f"/samples?{urlencode(params)}" if params else "/samples"
         return (await self._control("GET", path, SamplesJson)).to_samples()
 
@@ -280,6 +290,11 @@ async def _request_json(send: Callable[[], HttpResponse], kind: type[T], retry_t
             return decode_response(content, kind)
         if not await retry.wait_to_retry(status, response.retry_after):
             raise error_from_response(status, content, response.retry_after)
+
+
+def _query_text(value: Any) -> str:
+    """A value of ExportPolicy as the gateway reads it from a query."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _message_json(message: Message) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -130,10 +130,17 @@ class Model(Protocol):
         """The number of tokens in the prompt of a conversation. Nothing is sampled or recorded."""
         ...
 
-    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+    async def samples(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> list[Sample]:
         """The session's training samples so far; those of an aborted session only with `include_aborted`.
 
-        `keep_calls` are names of calls whose tokens are included although they were cancelled.
+        `keep_calls` are names of calls whose tokens are included although they were cancelled. `policy` has
+        the fields of ExportPolicy that differ from the session's, for example `{"max_samples": 4}`.
         """
         ...
 
@@ -219,9 +226,16 @@ class SessionModel:
         turn = await prepare_call(self.managed, self._call_request(messages, tools, params or {}))
         return len(turn.prompt_ids)
 
-    async def samples(self, *, include_aborted: bool = False, keep_calls: Sequence[str] = ()) -> list[Sample]:
+    async def samples(
+        self,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Sequence[str] = (),
+        policy: Mapping[str, Any] | None = None,
+    ) -> list[Sample]:
         kept = attempts_of(self.managed, keep_calls)
-        export = partial(self.managed.export, include_aborted=include_aborted, keep_calls=kept)
+        changed = replace(self.managed.default_export_policy, **(policy or {}))
+        export = partial(self.managed.export, changed, include_aborted=include_aborted, keep_calls=kept)
         return (await asyncio.to_thread(export)).samples
 
     # -- the session ---------------------------------------------------------------------------------

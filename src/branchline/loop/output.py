@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from branchline.core.message import Media, MediaKind
 from branchline.core.sample import Sample
-from branchline.core.token_arrays import NO_IDS, Floats, Ids
+from branchline.core.token_arrays import NO_IDS, Floats, Ids, as_ids
 from branchline.loop.model import Model
 from branchline.loop.state import LoopState
 from branchline.runtime.call_record import call_name
@@ -25,13 +25,29 @@ from branchline.runtime.call_record import call_name
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """Seconds in the model and in tools, and interrupted generations."""
+    """Seconds in the model and in tools, interrupted generations, and a context that became too long."""
 
     generate_sequences: float
     tool_calls: float
     num_preempted: int
     """Generations that the engine interrupted and continued."""
     num_cancelled: int
+    context_length_exceeded: bool = False
+    """Whether the trajectory ended because its prompt left no room for an answer."""
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """One answer of a trajectory, as it was sampled and where it is trained."""
+
+    call_id: str
+    prompt_ids: Ids
+    """Exactly what the model was shown."""
+    sample_index: int
+    """The sample in `outputs` that trains the answer; the first of them if several do."""
+    start: int
+    """The answer is `response_ids[start:end]` of that sample."""
+    end: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,8 @@ class LoopOutput:
     partial_tokens: int
     """How many tokens at the end of the flat fields belong to an answer that was cancelled and can be
     resumed."""
+    turns: tuple[AssistantTurn, ...]
+    """The answers that samples train, in order."""
 
     @classmethod
     def from_samples(cls, state: LoopState, samples: Sequence[Sample]) -> LoopOutput:
@@ -83,6 +101,7 @@ class LoopOutput:
                 state.metrics.tool_s,
                 state.metrics.num_preempted,
                 state.metrics.num_cancelled,
+                state.metrics.context_length_exceeded,
             ),
             extra_fields={
                 "turn_scores": state.turn_scores,
@@ -98,20 +117,43 @@ class LoopOutput:
             partial_tokens=0
             if last is None or last.finish_reason != "cancelled"
             else _last_answer_tokens(last),
+            turns=_find_turns(state, outputs),
         )
 
 
-async def build_output(state: LoopState, model: Model, *, include_excluded: bool = False) -> LoopOutput:
+async def build_output(
+    state: LoopState,
+    model: Model,
+    *,
+    include_excluded: bool = False,
+    policy: Mapping[str, Any] | None = None,
+) -> LoopOutput:
     """The output of a trajectory so far; it may be cancelled or unfinished. The tokens of a cancelled answer
     are included and counted in `partial_tokens`.
 
     A trajectory that a failure outside the model ended has no samples unless `include_excluded` is set.
+    `policy` has fields of ExportPolicy, for example `{"max_samples": 4, "keep": "random"}`.
     """
     if state.is_excluded and not include_excluded:
         return LoopOutput.from_samples(state, ())
     interrupted = _interrupted_calls(state)
-    samples = await model.samples(include_aborted=include_excluded, keep_calls=interrupted)
+    samples = await model.samples(include_aborted=include_excluded, keep_calls=interrupted, policy=policy)
     return LoopOutput.from_samples(state, samples)
+
+
+def _find_turns(state: LoopState, outputs: Sequence[Sample]) -> tuple[AssistantTurn, ...]:
+    turns: list[AssistantTurn] = []
+    for answer in state.answers:
+        for index, sample in enumerate(outputs):
+            start = answer.prompt_tokens - len(sample.prompt_ids)
+            end = start + answer.tokens
+            # A sample that has the call but does not train it shows its tokens as context.
+            if answer.call_id in sample.calls and start >= 0 and sample.response_mask[start:end].all():
+                ids = np.concatenate((sample.prompt_ids, sample.response_ids))
+                prompt_ids = as_ids(ids[: answer.prompt_tokens])
+                turns.append(AssistantTurn(answer.call_id, prompt_ids, index, start, end))
+                break
+    return tuple(turns)
 
 
 def _interrupted_calls(state: LoopState) -> list[str]:

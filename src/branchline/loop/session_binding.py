@@ -57,10 +57,11 @@ async def _report(state: LoopState, session: SessionControl) -> None:
 def session_rewards(state: LoopState) -> list[dict[str, Any]]:
     """The rewards of a trajectory as its session stores them: of tool calls, turns and tools, then the whole.
 
-    `call` is the call whose answer is rewarded, if every call of the trajectory is one of its turns.
+    `call` is the call whose answer is rewarded, if every turn of the trajectory is known.
     """
     name = state.trajectory
-    calls = state.call_ids if len(state.call_ids) == state.assistant_turns else []
+    calls = [answer.call_id for answer in state.answers]
+    calls = calls if len(calls) == state.assistant_turns else []
 
     def of_turn(turn: int) -> dict[str, Any]:
         return {"turn": turn, "call": calls[turn - 1]} if 0 < turn <= len(calls) else {"turn": turn}
@@ -82,5 +83,7 @@ def session_rewards(state: LoopState) -> list[dict[str, Any]]:
     if state.reward_score is not None:
         faults = [str(fault) for fault in state.faults]
         whole = {"score": state.reward_score, "stop_reason": str(state.stop_reason), "faults": faults}
+        if state.metrics.context_length_exceeded:
+            whole["context_length_exceeded"] = True
         rewards.append({"id": name, **whole})
     return rewards

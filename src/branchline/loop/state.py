@@ -15,11 +15,12 @@ import msgspec
 
 from branchline.core.errors import InputError
 from branchline.core.message import Message, ToolCall
+from branchline.loop.context.context_state import ContextState
 from branchline.loop.persistence import Fault, encode_hook
 from branchline.loop.task import Task
 from branchline.loop.tools.base import ToolResult
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 """The format of encoded states; `decode` refuses any other."""
 StateEncoding = Literal["msgpack", "json"]
 
@@ -53,6 +54,8 @@ class StopReason(StrEnum):
     SESSION_TOKENS = "session_tokens"
     """The session has no tokens left."""
     WALL_CLOCK = "wall_clock"
+    FINISH = "finish"
+    """The model called the tool `finish`."""
     TOOL_UNAVAILABLE = "tool_unavailable"
     """A tool's server is gone."""
     INTERACTION_FAILED = "interaction_failed"
@@ -73,8 +76,16 @@ class TurnRecord(msgspec.Struct, frozen=True):
     extras: dict[str, Any] = {}
 
 
+class AnswerTokens(msgspec.Struct, frozen=True):
+    """The length of one assistant turn, by which its tokens are found in the samples."""
+
+    call_id: str
+    prompt_tokens: int
+    tokens: int
+
+
 class LoopMetrics(msgspec.Struct):
-    """Seconds spent, and interrupted generations."""
+    """Seconds spent, interrupted generations, and whether the context became too long."""
 
     generate_s: float = 0.0
     tool_s: float = 0.0
@@ -83,6 +94,8 @@ class LoopMetrics(msgspec.Struct):
     """How often the engine interrupted a generation and continued it."""
     num_cancelled: int = 0
     """How often a generation was cancelled."""
+    context_length_exceeded: bool = False
+    """Whether the agent `state` ended because its prompt left no room for an answer."""
 
 
 class LoopState(msgspec.Struct, kw_only=True):
@@ -120,6 +133,8 @@ class LoopState(msgspec.Struct, kw_only=True):
     """The name of the call that is running; the same name resumes it."""
     call_ids: list[str] = []
     """Calls that were answered completely."""
+    answers: list[AnswerTokens] = []
+    """The answers in `messages`, in order."""
     session_id: str = ""
     """The session that holds the calls."""
     session_url: str = ""
@@ -128,6 +143,11 @@ class LoopState(msgspec.Struct, kw_only=True):
     """The length of the first prompt, if a limit needs it."""
     tokens: int = 0
     """The length of the last call, or of the next prompt if a limit needs it."""
+    context: ContextState | None = None
+    """Edits of the context, notes and documents of the agent `state`; `messages` is then the full history,
+    of which the model is shown a view."""
+    penalty: float | None = None
+    """Replaces the reward: the prompt became too long for the model."""
     is_cancelled: bool = False
     is_scored: bool = False
     """Whether the final rewards have been computed."""
@@ -174,10 +194,12 @@ class LoopState(msgspec.Struct, kw_only=True):
 
     @property
     def reward_score(self) -> float | None:
-        """The interaction's score, else the sum of the final tool rewards, else None.
+        """The penalty, else the interaction's score, else the sum of the final tool rewards, else None.
 
         None if a reward could not be computed: the remaining ones are not the reward.
         """
+        if self.penalty is not None:
+            return self.penalty
         if any(fault.is_reward_failure for fault in self.faults):
             return None
         if self.score is not None:

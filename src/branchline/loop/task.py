@@ -25,6 +25,8 @@ ToolMethod = Literal["execute", "calc_reward", "release"]
 _MESSAGE_FIELDS = ("messages", "prompt")
 _SAMPLING_FIELDS = (*SAMPLING_FIELDS, "stop", "parallel_tool_calls", "response_format")
 _VERL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+DOCUMENT_NAME = "document"
+"""The name of a row's `document_content`."""
 _MAY_BE_ZERO = ("tool_response_length", "max_user_turns")
 
 
@@ -99,6 +101,8 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit, and tools are given by `tools`."""
     template: dict[str, Any] = {}
     """Arguments of the chat template."""
+    documents: dict[str, str] = {}
+    """Texts outside the context by name, for the tools of the agent `state`."""
     tool_method_arguments: dict[str, dict[ToolMethod, dict[str, Any]]] = {}
     """Further arguments of each tool's `execute`, `calc_reward` and `release`."""
     limits: LoopLimits | None = None
@@ -135,7 +139,8 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """A task from a row whose messages are Chat Completions messages under `messages` or `prompt`.
 
         A prompt that is a string becomes a user message. Null fields are absent; arrays are lists. verl's
-        `tools_kwargs` and `interaction_kwargs`, also in `extra_info`, become our fields.
+        `tools_kwargs` and `interaction_kwargs`, also in `extra_info`, become our fields. A text under
+        `document_content` becomes the document named `document`.
 
         >>> task = Task.read({"prompt": "2+2?", "answer": 4})
         >>> task.messages[0].content, task.extra
@@ -148,6 +153,10 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         values = replace_surrogates_deep(_to_lists({k: value for k, value in row.items() if k != field}))
         known = _drop_nulls({name: values.pop(name) for name in cls.__struct_fields__ if name in values})
         _add_verl_fields(known, values)
+        content = values.pop("document_content", None)
+        if content is not None:
+            _require_absent(known, "document_content", "documents")
+            known["documents"] = {DOCUMENT_NAME: content}
         if isinstance(known.get("limits"), dict):
             known["limit_fields"] = list(known["limits"])
         try:

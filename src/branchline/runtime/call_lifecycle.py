@@ -19,6 +19,7 @@ from typing import Any
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
+from branchline.core.context_edits import build_view
 from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, Engine, SamplingParams
@@ -30,7 +31,9 @@ from branchline.runtime.call_record import (
     CallRecord,
     CallRequest,
     CallResult,
+    new_call_id,
 )
+from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
@@ -64,7 +67,11 @@ async def run_call(
     sampling = sampling_record(engine, call_request.params)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):
-        turn = await prepare_call(managed, call_request, max_prompt_tokens)
+        is_conversation = call_request.raw_prompt is None and not call_request.is_compacted
+        compacts = managed.options.compaction is not None and is_conversation
+        turn = await prepare_call(managed, call_request, None if compacts else max_prompt_tokens)
+        if compacts:
+            turn = await _compact_prompt(managed, engine, call_request, turn, max_prompt_tokens)
         record.end_phase("prepare")
         if turn.images and not engine.supports_images:
             raise EngineInputError(
@@ -116,6 +123,9 @@ async def prepare_call(
     """
     managed.require_open()
     request, prompt, session = call_request.request, call_request.raw_prompt, managed.session
+    if managed.compactions.prefixes and not call_request.is_compacted:
+        view, _ = managed.compactions.view(request.messages, request.agent)
+        request = replace(request, messages=view.messages)
     if prompt is None:
         prepare = partial(session.prepare, request)
         length = sum([len(message.content) for message in request.messages])
@@ -126,6 +136,57 @@ async def prepare_call(
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
         raise ContextLengthError.for_prompt(len(turn.prompt_ids), max_prompt_tokens)
     return turn
+
+
+async def _compact_prompt(
+    managed: ManagedSession,
+    engine: Engine,
+    call_request: CallRequest,
+    turn: Turn,
+    max_prompt_tokens: int | None,
+) -> Turn:
+    """Returns the turn, or, if its prompt is too long for the session's `compaction`, one of the compacted
+    conversation: for this call and for all later ones that continue it."""
+    options = managed.options.compaction
+    assert options is not None
+    if len(turn.prompt_ids) > options.trigger_tokens:
+        async with managed.compactions.lock:
+            # Another call may have compacted the conversation in the meantime.
+            turn = await prepare_call(managed, call_request)
+            while len(turn.prompt_ids) > options.trigger_tokens and await _compact(
+                managed, engine, call_request, len(turn.prompt_ids) - options.target
+            ):
+                turn = await prepare_call(managed, call_request)
+    if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
+        raise ContextLengthError.for_prompt(len(turn.prompt_ids), max_prompt_tokens)
+    return turn
+
+
+async def _compact(managed: ManagedSession, engine: Engine, call_request: CallRequest, excess: int) -> bool:
+    """Adds an edit that shortens the conversation; returns False if nothing can be replaced."""
+    assert managed.options.compaction is not None
+    request, codec = call_request.request, managed.session.codec
+    view, edits = managed.compactions.view(request.messages, request.agent)
+    policy = managed.options.compaction.build_policy()
+    compaction = await asyncio.to_thread(plan_edit, policy, view, codec, excess)
+    if compaction is None:
+        return False
+    summary = ""
+    if compaction.summary_instruction:
+        summary_request = replace(request, messages=summary_prompt(view, compaction), resume_call_id="")
+        record = CallRecord(managed.id, "compaction", new_call_id(managed), managed.created_at)
+        record.agent, record.group = request.agent, managed.options.group
+        asked = CallRequest(summary_request, call_request.params, is_compacted=True)
+        async with aclosing(run_call(managed, engine, asked, record)) as events:
+            async for _ in events:
+                pass
+        assert record.result is not None, "a call yields its result or raises"
+        summary = record.result.message.content
+    edit = build_edit(view, edits, compaction, summary)
+    if build_view(request.messages, [*edits, edit]).messages == view.messages:
+        return False
+    await managed.add_compaction(compacted_prefix(request.messages, request.agent, edit))
+    return True
 
 
 def _prepare_raw_prompt(session: Session, request: Request, prompt: str | Ids) -> Turn:

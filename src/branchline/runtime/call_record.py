@@ -78,6 +78,8 @@ class CallRequest:
     """At most one tool call per answer."""
     raw_prompt: str | Ids | None = None
     """A prompt without a chat template, as text or ids; None for a conversation."""
+    is_compacted: bool = False
+    """Whether the conversation is used as it is, whatever the session's `compaction` says."""
     tool_choice: object = None
     """The `tool_choice` of Chat Completions, for an upstream. Engines leave the choice to the model."""
     upstream_options: Mapping[str, Any] | None = None

@@ -24,6 +24,7 @@ from branchline.engines.base import SamplingParams
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
 from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
 from branchline.export.trajectory import Trajectory
+from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
@@ -73,6 +74,8 @@ class SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call with other tools or template arguments continues the path, and counts as inexact."""
     dedupe: bool = False
     """Of several answers with equal ids to one prompt, samples have one."""
+    compaction: CompactionOptions | None = None
+    """Shortens long conversations, for agents that cannot do it themselves; None leaves them as they are."""
 
     def __post_init__(self) -> None:
         for name, sampling in (("sampling", self.sampling), ("sampling_defaults", self.sampling_defaults)):
@@ -111,7 +114,13 @@ class SessionEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     reason: str = ""
 
 
-SessionRecord = TreeDelta | Delivered | SessionOpened | SessionRewarded | SessionEnded
+class SessionCompacted(msgspec.Struct, frozen=True, array_like=True, tag="compacted"):
+    """A conversation was compacted."""
+
+    prefix: CompactedPrefix
+
+
+SessionRecord = TreeDelta | Delivered | SessionOpened | SessionRewarded | SessionEnded | SessionCompacted
 _decoder: msgspec.msgpack.Decoder[SessionRecord] = msgspec.msgpack.Decoder(
     SessionRecord, dec_hook=decode_array
 )
@@ -148,6 +157,8 @@ class ManagedSession:
     call_tasks: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Tasks of running calls, cancelled when the session is closed."""
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
+    compactions: SessionCompactions = field(default_factory=SessionCompactions, repr=False)
+    """The edits of conversations that the session has compacted."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the session is completed, finalized or aborted."""
     on_closed: Callable[[ManagedSession], Awaitable[None]] | None = field(default=None, repr=False)
@@ -238,6 +249,12 @@ class ManagedSession:
             await self._append_record(SessionRewarded(reward))
             self.rewards.append(reward)
 
+    async def add_compaction(self, prefix: CompactedPrefix) -> None:
+        """Applies an edit to all calls that begin with its messages, once the journal has it."""
+        self.require_open()
+        await self._append_record(SessionCompacted(prefix))
+        self.compactions.prefixes.append(prefix)
+
     async def end(self, state: SessionState, reason: str = "") -> None:
         """Sets the state. When that closes the session, its store calls the observers."""
         was_closed = self.is_closed
@@ -279,13 +296,17 @@ class ManagedSession:
             },
         )
 
-    def apply(self, record: SessionRewarded | SessionEnded | TreeDelta | Delivered) -> None:
+    def apply(
+        self, record: SessionRewarded | SessionEnded | SessionCompacted | TreeDelta | Delivered
+    ) -> None:
         """Applies a record that was read from the journal."""
         if isinstance(record, SessionRewarded):
             self.rewards.append(record.reward)
         elif isinstance(record, SessionEnded):
             self.state, self.reason = record.state, record.reason
             self.ended_event.set()
+        elif isinstance(record, SessionCompacted):
+            self.compactions.prefixes.append(record.prefix)
         else:
             self.session.apply_record(record)
 
@@ -351,7 +372,7 @@ class ManagedSession:
         reason = DropReason.EVALUATION if self.options.eval else DropReason.ABORTED
         return replace(trajectory, samples=(), report=export_nothing(tree, reason).report)
 
-    async def _append_record(self, record: SessionRewarded | SessionEnded) -> None:
+    async def _append_record(self, record: SessionRewarded | SessionEnded | SessionCompacted) -> None:
         if self.journal is not None:
             await asyncio.wrap_future(self.journal.append(self.id, encode_record(record)))
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from branchline.core.call import Call, Delivery
+from branchline.core.context_edits import read_summary
 from branchline.core.message import Message
 from branchline.core.sample import DropReason
 from branchline.timelines.fork_signals import (
     MAX_SIBLINGS_COMPARED,
     ForkSignals,
     have_common_message,
+    is_deletion,
     is_stub,
 )
 from branchline.tree.tree import NO_NODE, Node, Tree
@@ -39,7 +41,7 @@ class Cause(StrEnum):
     EDIT = "edit"
     """A message replaced by another."""
     CONTEXT_DELETE = "context_delete"
-    """Earlier messages removed, or shortened to a stub."""
+    """Earlier messages removed, shortened to a stub, or restored after that."""
     COMPACTION = "compaction"
     """A new conversation that quotes an earlier output."""
     SUB_AGENT = "sub_agent"
@@ -149,6 +151,13 @@ class _Classifier:
         is_same_message = branch.message.key == sibling.message.key
         if is_same_message and call.rewrite_reason:
             return Cause.THINK_STRIP if call.rewrite_reason == Cause.THINK_STRIP else Cause.TEMPLATE_REWRITE
+        if is_deletion(branch.message, sibling.message):
+            return Cause.CONTEXT_DELETE
+        if summary := read_summary(branch.message):
+            source = signals.summary_output(branch, summary)
+            if source is not None:
+                self._edges.append(Edge(Cause.COMPACTION, source, branch))
+            return Cause.COMPACTION
         spawn = signals.spawning_node(branch, strict=is_same_message)
         self._add_spawn_edge(spawn, branch)
         is_other_agent = call.agent != other.agent and call.agent != self._tree.calls[0].agent

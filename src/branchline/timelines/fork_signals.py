@@ -12,6 +12,7 @@ from functools import cached_property
 import msgspec
 
 from branchline.core.call import Call
+from branchline.core.context_edits import is_deletion_stub
 from branchline.core.message import Message, ToolCall
 from branchline.tree.tree import NO_NODE, Node, Tree
 
@@ -178,6 +179,15 @@ class ForkSignals:
                 return node
         return None
 
+    def summary_output(self, branch: Node, summary: str) -> Node | None:
+        """Returns the latest earlier output of the same agent whose text is this summary."""
+        call = self.first_call(branch)
+        for node in reversed(self._tree.nodes):
+            is_earlier = node.is_sampled and node.agent == call.agent and not self._is_later(node, call)
+            if is_earlier and node.message.content.strip() == summary:
+                return node
+        return None
+
     def is_side_call(self, branch: Node) -> bool:
         """Whether a branch is not continued and either lacks the main call's tools or quotes its task."""
         call = self.first_call(branch)
@@ -245,13 +255,20 @@ def have_common_message(new: Sequence[Message], old: Sequence[Message]) -> bool:
     return any(message.key in old_keys for message in new)
 
 
+def is_deletion(new: Message, old: Message) -> bool:
+    """Whether a message is the stub of another, or another is its stub and it was restored."""
+    return is_deletion_stub(new) != is_deletion_stub(old) and _has_same_tools(new, old)
+
+
 def is_stub(new: Message, old: Message) -> bool:
     """Whether a message is a shortened version of another: same role and tools, less text; never a user's."""
-    if new.role != old.role or new.role == "user":
-        return False
-    if [call.name for call in new.tool_calls] != [call.name for call in old.tool_calls]:
-        return False
-    return _payload_length(new) < _payload_length(old)
+    return new.role != "user" and _has_same_tools(new, old) and _payload_length(new) < _payload_length(old)
+
+
+def _has_same_tools(new: Message, old: Message) -> bool:
+    return new.role == old.role and [call.name for call in new.tool_calls] == [
+        call.name for call in old.tool_calls
+    ]
 
 
 def _payload_length(message: Message) -> int:

@@ -151,3 +151,30 @@ def test_attention_without_a_mask_is_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(EngineInputError, match="got 'flash_attention_2'"):
         hf.HfEngine(model)
+
+
+def test_long_rope_is_limited_to_the_lengths_at_which_keys_stay_valid(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [8.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    model = tiny_model(
+        kind="Phi3", max_position_embeddings=512, original_max_position_embeddings=64, rope_parameters=rope
+    )
+
+    async def body() -> None:
+        async with running_engine(model) as engine:
+            assert engine.max_context == 64
+            assert "longrope" in caplog.text
+            output = await collect(engine, prompt(1, 40), greedy(24))
+            with pytest.raises(EngineInputError, match="expected at most 64 together"):
+                await collect(engine, prompt(1, 41), greedy(24))
+        expected = full_logprobs(model, [*prompt(1, 40).tolist(), *output.ids], 40)
+        np.testing.assert_allclose(output.logprobs, expected[np.arange(24), output.ids], atol=1e-4)
+
+    run(body())

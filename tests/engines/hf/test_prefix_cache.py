@@ -25,7 +25,7 @@ def test_prefix_cache_stays_within_its_limit_and_finds_the_longest_prefix(
         assert cache.token_count <= limit
         if len(ids) <= limit:
             assert cache.find_longest(as_ids([*ids, 9]))[0] == len(ids), "the sequence just added is found"
-        entries = [entry.ids.tolist() for entry in cache._entries]
+        entries = [entry.ids.tolist() for entry in cache.entries]
         assert not any(a == b[: len(a)] for a in entries for b in entries if a is not b)
         for probe in added:
             best = max(
@@ -52,7 +52,7 @@ def test_cached_keys_and_values_use_the_counted_bytes() -> None:
                 work.step()
     held = sum(
         states.untyped_storage().nbytes()
-        for entry in work._prefix_cache._entries
+        for entry in work._prefix_cache.entries
         for pair in entry.kv
         for states in pair
     )

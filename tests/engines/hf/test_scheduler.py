@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import as_ids
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'branchline[hf]'")
@@ -60,6 +61,23 @@ def test_batch_memory_is_freed_when_nothing_runs() -> None:
         assert work._kv_cache.capacity == (1, 256)
         work.step()
     assert work._kv_cache.capacity == (0, 0)
+
+
+def test_batch_memory_is_freed_when_the_last_request_is_cancelled() -> None:
+    work = scheduler.Scheduler(tiny_model(), hf.HfConfig())
+    job = Job(prompt(1, 10), greedy(20), 0)
+    with torch.inference_mode():
+        work.add(job)
+        work.step()
+        work.remove(job)
+    assert work._kv_cache.capacity == (0, 0)
+
+
+def test_limits_suit_the_device_unless_they_are_given() -> None:
+    limits = scheduler.HfLimits.for_model(tiny_model(), hf.HfConfig(max_batch=3))
+    assert (limits.max_batch, limits.prefill_tokens, limits.threads) == (3, 512, 1)
+    with pytest.raises(EngineInputError, match="threads: got 0, expected 1 or more"):
+        hf.HfConfig(threads=0)
 
 
 def test_prompt_removed_half_way_leaves_no_nan_in_its_row() -> None:

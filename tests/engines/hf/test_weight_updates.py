@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from branchline.core.errors import EngineInputError
+from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import as_ids
 from branchline.engines.base import SamplingParams
 from tests.engines.tiny_model import (
@@ -22,6 +23,11 @@ from tests.engines.tiny_model import (
     tiny_model,
     torch,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+engine_module = pytest.importorskip("branchline.engines.hf.engine")
 
 
 def start_streams(
@@ -226,5 +232,93 @@ def test_tied_weights_that_differ_are_refused() -> None:
             await engine.update_weights(copies, version=1)
             output = await collect(engine, prompt(1, 30), greedy(5))
         assert output.ids == reference_ids(tied(1), prompt(1, 30), 5)
+
+    run(body())
+
+
+def test_weights_without_data_are_refused_before_anything_is_copied() -> None:
+    good = tiny_model(seed=1).state_dict()
+    name = "model.norm.weight"
+
+    async def body() -> None:
+        async with running_engine(tiny_model()) as engine:
+            with pytest.raises(EngineInputError, match=f"{name}.*meta"):
+                await engine.update_weights({**good, name: good[name].to("meta")}, version=1)
+            assert engine.version == 0
+            output = await collect(engine, prompt(1, 30), greedy(5))
+        assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 5)
+        assert output.versions == [0] * 5
+
+    run(body())
+
+
+def test_sharded_weights_are_refused_with_the_way_to_gather_them(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        good = tiny_model(seed=1).state_dict()
+        sharded = {name: distribute_tensor(value, mesh) for name, value in good.items()}
+
+        async def body() -> None:
+            async with running_engine(tiny_model()) as engine:
+                with pytest.raises(EngineInputError, match=r"full_tensor\(\)"):
+                    await engine.update_weights(sharded, version=1)
+                assert engine.version == 0
+                gathered = {name: value.full_tensor() for name, value in sharded.items()}
+                await engine.update_weights(gathered, version=1)
+                output = await collect(engine, prompt(1, 30), greedy(5))
+            assert output.ids == reference_ids(tiny_model(seed=1), prompt(1, 30), 5)
+
+        run(body())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_update_that_fails_halfway_samples_nothing_until_another_one_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = tiny_model(seed=1).state_dict()
+
+    async def body() -> None:
+        async with running_engine(tiny_model()) as engine:
+            copied = []
+
+            def fail_later(target: Tensor, value: Tensor) -> None:
+                copied.append(value)
+                if len(copied) == 3:
+                    raise RuntimeError("out of memory")
+                target.copy_(value)
+
+            monkeypatch.setattr(engine_module, "_copy_weight", fail_later)
+            with pytest.raises(EngineError, match="partly updated"):
+                await engine.update_weights(good, version=1)
+            monkeypatch.undo()
+            assert engine.version == 0
+            task = asyncio.create_task(collect(engine, prompt(1, 30), greedy(5)))
+            await asyncio.sleep(0.05)
+            with pytest.raises(EngineError, match="partly updated"):
+                await engine.resume()
+            assert not task.done()
+            await engine.update_weights(good, version=2)
+            output = await task
+        assert output.ids == reference_ids(tiny_model(seed=1), prompt(1, 30), 5)
+        assert output.versions == [2] * 5
+
+    run(body())
+
+
+def test_a_trainer_that_shares_the_model_may_leave_it_in_training_mode() -> None:
+    async def body() -> None:
+        model = tiny_model(attention_dropout=0.5)
+        async with running_engine(model) as engine:
+            model.train()
+            model.lm_head.eval()
+            output = await collect(engine, prompt(1, 30), greedy(20))
+            modes = [model.training, model.model.layers[0].training, model.lm_head.training]
+            assert modes == [True, True, False]
+        assert output.ids == reference_ids(tiny_model(), prompt(1, 30), 20)
 
     run(body())

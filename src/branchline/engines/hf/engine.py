@@ -37,10 +37,11 @@ from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, LogprobKind, SamplingParams
 from branchline.engines.hf.job import Job, StepOutput
 from branchline.engines.hf.scheduler import HfConfig, HfStats, Scheduler
-from branchline.engines.hf.validation import check_request, check_weights
+from branchline.engines.hf.validation import check_request, check_weights, find_max_context
 from branchline.engines.hf.vision import IMAGE_MODEL_TYPES, VisionEncoder
 
 T = TypeVar("T")
+_MIXED_WEIGHTS = "the weights are partly updated, expected another update before anything is sampled"
 
 
 class _TokenStream:
@@ -96,8 +97,7 @@ class HfEngine:
         self.name = name
         self.version = version
         self.logprob_kind: LogprobKind = config.logprob_kind
-        text_config = model.config.get_text_config()
-        self.max_context: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.max_context: int | None = find_max_context(model.config.get_text_config())
         self._model = model.eval()
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._vision = None if image_processor is None else VisionEncoder(model, image_processor)
@@ -105,7 +105,10 @@ class HfEngine:
         self._scheduler = Scheduler(model, config, self._vision)
         self._streams: dict[Job, _TokenStream] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._modules = list(model.modules())
         self._is_paused = False
+        self._has_mixed_weights = False
+        """An update failed halfway; nothing is sampled until another one succeeds."""
         self._is_closing = False
         self._is_closed = False
         self._submit_lock = threading.Lock()
@@ -207,7 +210,8 @@ class HfEngine:
         """Copies new weights into the model between two steps; generations continue after their own ids.
 
         Names and shapes are those of the model's `state_dict`; a weight tied to another may be left out.
-        Raises EngineInputError, and changes nothing, if they do not fit.
+        Raises EngineInputError, and changes nothing, if they do not fit. If copying fails, the engine keeps
+        its version and samples nothing until another update succeeds.
         """
         await asyncio.wrap_future(self._submit(partial(self._update_weights, weights, version)))
 
@@ -242,6 +246,8 @@ class HfEngine:
 
     def _run(self) -> None:
         try:
+            if (threads := self._scheduler.limits.threads) is not None:
+                torch.set_num_threads(threads)  # Of this thread only.
             with torch.inference_mode():
                 while not self._is_closed:
                     self._run_tasks()
@@ -252,7 +258,8 @@ class HfEngine:
 
     @property
     def _is_idle(self) -> bool:
-        return self._is_closed or self._is_paused or not self._scheduler.is_busy
+        is_stopped = self._is_closed or self._is_paused or self._has_mixed_weights
+        return is_stopped or not self._scheduler.is_busy
 
     def _run_tasks(self) -> None:
         with suppress(queue.Empty):
@@ -261,12 +268,19 @@ class HfEngine:
                 self._tasks.get_nowait()()
 
     def _step(self) -> None:
+        # A trainer that shares the model may have left it in training mode, which means dropout.
+        training = [module for module in self._modules if module.training]
+        for module in training:
+            module.training = False
         try:
             self._scheduler.step()
         except Exception as error:
             failure = EngineError(f"the model failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._scheduler.fail(failure)
+        finally:
+            for module in training:
+                module.training = True
         for output in self._scheduler.take_outputs():
             if output.job in self._streams:
                 self._streams[output.job].append(output)
@@ -304,6 +318,8 @@ class HfEngine:
         self._is_paused = True
 
     def _resume(self, version: int | None) -> None:
+        if self._has_mixed_weights:
+            raise EngineError(_MIXED_WEIGHTS)
         if version is not None and version != self.version:
             self._change_version(version)
         self._is_paused = False
@@ -311,10 +327,18 @@ class HfEngine:
     def _update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         own = self._model.state_dict()
         check_weights(weights, own)
-        self._change_version(version)
-        with torch.inference_mode(False), torch.no_grad():
-            for key, value in weights.items():
-                own[key].copy_(value)
+        self._flush(force=True)  # Pending tokens were sampled under the old version.
+        self._has_mixed_weights = True
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for key, value in weights.items():
+                    _copy_weight(own[key], value)
+        except Exception as error:
+            raise EngineError(f"{_MIXED_WEIGHTS}: {error}") from error
+        finally:
+            self._scheduler.invalidate()
+        self._has_mixed_weights = False
+        self.version = version
 
     def _change_version(self, version: int) -> None:
         self._flush(force=True)  # Pending tokens were sampled under the old version.
@@ -335,6 +359,10 @@ class HfEngine:
         self._streams.clear()
         self._scheduler.clear()
         self._run_tasks()
+
+
+def _copy_weight(target: Tensor, value: Tensor) -> None:
+    target.copy_(value)
 
 
 def _put_all(items: list[tuple[_TokenStream, Chunk | Exception]]) -> None:

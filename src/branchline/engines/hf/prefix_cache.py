@@ -8,7 +8,9 @@ entry is not kept, so a growing conversation is one entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,29 +44,33 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """Entries in order of use, the least recently used first."""
+    """Cached sequences. They are also kept sorted: the one with the longest common prefix is a neighbour."""
 
     def __init__(self, limit_bytes: int, token_bytes: int) -> None:
         self._limit = limit_bytes // token_bytes
-        self._entries: list[CachedPrefix] = []
+        self._by_key: OrderedDict[bytes, CachedPrefix] = OrderedDict()
+        """In order of use, the least recently used first."""
+        self._sorted_keys: list[bytes] = []
+        self.token_count = 0
         self.evictions = 0
         """Number of entries dropped to stay within the limit."""
 
     @property
-    def token_count(self) -> int:
-        return sum(len(entry.ids) for entry in self._entries)
+    def entries(self) -> Collection[CachedPrefix]:
+        return self._by_key.values()
 
     def find_longest(self, ids: PrefixKeys) -> tuple[int, CachedPrefix | None]:
         """The entry with the longest common prefix with `ids`, and the length of that prefix."""
+        place = bisect_left(self._sorted_keys, _sort_key(ids))
         best, found = 0, None
-        for entry in self._entries:
+        for key in self._sorted_keys[max(place - 1, 0) : place + 1]:
+            entry = self._by_key[key]
             if (size := common_prefix_length(ids, entry.ids)) > best:
                 best, found = size, entry
         return best, found
 
     def touch(self, entry: CachedPrefix) -> None:
-        self._entries.remove(entry)
-        self._entries.append(entry)
+        self._by_key.move_to_end(_sort_key(entry.ids))
 
     def add(self, ids: PrefixKeys, read: Callable[[], KeysValues]) -> None:
         """Adds a sequence; `read` copies its keys and values and is called only if it is kept."""
@@ -74,13 +80,28 @@ class PrefixCache:
             return
         if not 0 < len(ids) <= self._limit:
             return
-        self._entries = [
-            entry for entry in self._entries if common_prefix_length(entry.ids, ids) < len(entry.ids)
-        ]
+        key = _sort_key(ids)
+        place = bisect_left(self._sorted_keys, key)
+        # No entry is a prefix of another one, so a prefix of the new one is the entry before it.
+        if place and key.startswith(self._sorted_keys[place - 1]):
+            self._drop(self._sorted_keys[place - 1])
         while self.token_count > self._limit - len(ids):
-            del self._entries[0]
+            self._drop(next(iter(self._by_key)))
             self.evictions += 1
-        self._entries.append(CachedPrefix(ids.copy(), read()))
+        insort(self._sorted_keys, key)
+        self._by_key[key] = CachedPrefix(ids.copy(), read())
+        self.token_count += len(ids)
 
     def clear(self) -> None:
-        self._entries.clear()
+        self._by_key.clear()
+        self._sorted_keys.clear()
+        self.token_count = 0
+
+    def _drop(self, key: bytes) -> None:
+        self.token_count -= len(self._by_key.pop(key).ids)
+        del self._sorted_keys[bisect_left(self._sorted_keys, key)]
+
+
+def _sort_key(ids: PrefixKeys) -> bytes:
+    """Bytes that have a common prefix exactly as far as the ids do; all ids take the same number of bytes."""
+    return ids.astype(">i8").tobytes()

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from branchline.core.errors import EngineError, EngineInputError
@@ -33,22 +34,58 @@ _MIN_SHARED_TOKENS: Final = 16
 
 @dataclass(frozen=True)
 class HfConfig:
-    """Limits of the embedded engine."""
+    """Limits of the embedded engine. None: a value that suits the device of the model."""
 
-    max_batch: int = 64
-    """Maximum number of requests decoded together; others wait."""
-    batch_bytes: int = 4 * 2**30
-    """Keys and values of running requests (rows × the longest row); beyond it the latest requests wait."""
-    cache_bytes: int = 2**30
-    """Keys and values kept for later requests."""
-    prefill_tokens: int = 512
-    """Prompt ids computed in one step."""
+    max_batch: int | None = None
+    """Maximum number of requests decoded together; others wait. 64 on a CPU, 256 on a GPU."""
+    batch_bytes: int | None = None
+    """Keys and values of running requests (rows × the longest row); beyond it the latest requests wait. 4 GiB
+    on a CPU, half of the memory that the model leaves free on a GPU."""
+    cache_bytes: int | None = None
+    """Keys and values kept for later requests. 1 GiB on a CPU, a fifth of the free memory on a GPU."""
+    prefill_tokens: int | None = None
+    """Prompt ids computed in one step. 512 on a CPU, 8192 on a GPU."""
+    threads: int | None = None
+    """CPU threads of a step. One for models below 20 million parameters, for which the threads cost more
+    than they save; else as many as torch uses."""
     logprob_kind: LogprobKind = "raw"
 
     def __post_init__(self) -> None:
-        for field in ("max_batch", "prefill_tokens"):
-            if (value := getattr(self, field)) < 1:
+        for field in ("max_batch", "batch_bytes", "prefill_tokens", "threads"):
+            if (value := getattr(self, field)) is not None and value < 1:
                 raise EngineInputError(f"{field}: got {value}, expected 1 or more")
+        if self.cache_bytes is not None and self.cache_bytes < 0:
+            raise EngineInputError(f"cache_bytes: got {self.cache_bytes}, expected 0 or more")
+
+
+@dataclass(frozen=True)
+class HfLimits:
+    """The limits of an engine on its device."""
+
+    max_batch: int
+    batch_bytes: int
+    cache_bytes: int
+    prefill_tokens: int
+    threads: int | None
+    """None: as many as torch uses."""
+
+    @classmethod
+    def for_model(cls, model: Any, config: HfConfig) -> HfLimits:
+        """The limits that a config sets, and those that suit the model's device for all others."""
+        given = {name: getattr(config, name) for name in cls.__dataclass_fields__}
+        limits = asdict(_gpu_limits(model.device) if model.device.type == "cuda" else _CPU_LIMITS)
+        if model.device.type == "cpu" and model.num_parameters() < _SINGLE_THREAD_PARAMETERS:
+            limits["threads"] = 1
+        return cls(**limits | {name: value for name, value in given.items() if value is not None})
+
+
+_CPU_LIMITS = HfLimits(64, 4 * 2**30, 2**30, 512, None)
+_SINGLE_THREAD_PARAMETERS = 20_000_000
+
+
+def _gpu_limits(device: torch.device) -> HfLimits:
+    free, _ = torch.cuda.mem_get_info(device)
+    return HfLimits(256, free // 2, free // 5, 8192, None)
 
 
 @dataclass(frozen=True)
@@ -74,11 +111,12 @@ class Scheduler:
     """Schedules the jobs of one model."""
 
     def __init__(self, model: Any, config: HfConfig, vision: VisionEncoder | None = None) -> None:
-        self._config = config
+        self.limits = HfLimits.for_model(model, config)
+        self._logprob_kind = config.logprob_kind
         self._vision = vision
         check_compatibility(model)
-        self._kv_cache = BatchKvCache(model, config.batch_bytes, config.max_batch)
-        self._prefix_cache = PrefixCache(config.cache_bytes, self._kv_cache.token_bytes)
+        self._kv_cache = BatchKvCache(model, self.limits.batch_bytes, self.limits.max_batch)
+        self._prefix_cache = PrefixCache(self.limits.cache_bytes, self._kv_cache.token_bytes)
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._arrivals = 0
@@ -117,6 +155,8 @@ class Scheduler:
         """Removes a cancelled job; its keys and values are kept as a prefix."""
         if job in self._running:
             self._release_row(job)
+            if not self._running:
+                self._kv_cache.free()
         elif job in self._waiting:
             self._waiting.remove(job)
 
@@ -145,7 +185,7 @@ class Scheduler:
         prompts = self._select_prefills()
         if prompts:
             self._compute(
-                prompts, [min(job.num_pending_tokens, self._config.prefill_tokens) for job in prompts]
+                prompts, [min(job.num_pending_tokens, self.limits.prefill_tokens) for job in prompts]
             )
         self._ensure_capacity()
         if jobs := [job for job in self._running if job.num_pending_tokens == 1 and job not in prompts]:
@@ -158,7 +198,7 @@ class Scheduler:
     def _admit(self) -> None:
         for job in list(self._waiting):
             row = len(self._running)
-            if row == self._config.max_batch:
+            if row == self.limits.max_batch:
                 return
             found = self._find_prefix(job)
             if found is None:
@@ -245,7 +285,7 @@ class Scheduler:
 
         The oldest and the shortest prompt alternate, so that long and short ones do not delay each other.
         """
-        limit = self._config.prefill_tokens
+        limit = self.limits.prefill_tokens
         pending = [job for job in self._running if job.num_pending_tokens > 1]
         if not pending:
             return []
@@ -284,7 +324,7 @@ class Scheduler:
         if len(ready) < len(jobs):
             logits = logits[ready]
         jobs = [jobs[index] for index in ready]
-        draws = sample(logits, jobs, self._config.logprob_kind)
+        draws = sample(logits, jobs, self._logprob_kind)
         for job, token, logprob, raw in zip(jobs, draws.ids, draws.logprobs, draws.raw_logprobs, strict=True):
             if isfinite(raw):
                 self._advance(job, token, logprob)

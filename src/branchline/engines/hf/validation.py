@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from math import inf, isfinite
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +13,30 @@ from torch import Tensor
 from branchline.core.errors import EngineInputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import SamplingParams
+
+log = logging.getLogger("branchline.engines")
+
+
+def find_max_context(config: Any) -> int | None:
+    """Returns the longest sequence that a model can be given.
+
+    `longrope` rotates all keys differently once a sequence exceeds the original length. Cached keys would be
+    wrong from there on, so such a model is limited to that length.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return length
+    original = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    if original is not None and (length is None or original < length):
+        log.warning(
+            "model: longrope changes all keys of a sequence beyond %d tokens; the context is limited to that",
+            original,
+        )
+        return int(original)
+    return length
 
 
 def check_request(prompt_ids: Ids, params: SamplingParams, vocab_size: int, max_context: int | None) -> None:
@@ -43,7 +69,8 @@ def check_request(prompt_ids: Ids, params: SamplingParams, vocab_size: int, max_
 
 
 def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raises EngineInputError unless names and shapes fit and tied weights have equal values.
+    """Raises EngineInputError unless names and shapes fit, all weights have data here, and tied weights have
+    equal values.
 
     A weight that is tied to another one may be left out.
     """
@@ -53,6 +80,12 @@ def check_weights(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> N
     if missing := sorted(key for key in own.keys() - weights.keys() if own[key].data_ptr() not in updated):
         raise EngineInputError(f"weights: got no {missing[0]!r}, expected all {len(own)}")
     for key, value in weights.items():
+        if value.is_meta:
+            raise EngineInputError(f"weights[{key!r}]: got a meta tensor, expected one with data")
+        if hasattr(value, "full_tensor"):
+            raise EngineInputError(
+                f"weights[{key!r}]: got a DTensor, expected a plain tensor: call full_tensor() on every rank"
+            )
         if value.shape != own[key].shape:
             expected = tuple(own[key].shape)
             raise EngineInputError(f"weights[{key!r}]: got {tuple(value.shape)}, expected {expected}")
