@@ -141,11 +141,5 @@ class EpisodeRunner:
             failure = error
             log.warning("episode %s failed: %s: %s", session_id, type(error).__name__, error)
             await session.abort(f"{type(error).__name__}: {error}")
-        policy = self.export_policy or session.managed.default_export_policy
-        trajectory = Trajectory.from_session(
-            session.managed.session,
-            rewards=session.managed.rewards,
-            policy=policy,
-            failed=failure is not None,
-        )
+        trajectory = await asyncio.to_thread(session.managed.trajectory, self.export_policy)
         return trajectory, session.managed, failure

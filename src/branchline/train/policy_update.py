@@ -82,7 +82,9 @@ class PolicyUpdater:
         total = float(sum(row.weights.sum(dtype=np.float64) for row in rows))
         if not (loss_config.kl_coefficient or loss_config.entropy_coefficient):
             rows = [row for row in rows if (row.advantages * row.weights).any()]
-        batches = pack_rows(rows, self.config.max_batch_tokens, share_prefixes=loss_config.name != "gspo")
+        batches = pack_rows(
+            rows, self.config.max_batch_tokens, share_partial_answers=loss_config.name != "gspo"
+        )
         means = _WeightedMeans()
         if not batches:
             return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate}

