@@ -104,8 +104,9 @@ class PolicyUpdater:
                     old_logprobs=proximal[index] if proximal else None,
                     reference_logprobs=references[index] if references else None,
                 )
-                result.loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-                loss += result.loss.item()
+                batch_loss: Any = result.loss
+                batch_loss.backward()
+                loss += batch_loss.item()
                 size = len(outputs.logprobs)
                 if number == 0:
                     means.add_sampling_gap(outputs, batch)

@@ -134,9 +134,9 @@ def supervised_loss(model: Any, rows: list[TrainingRow], max_tokens: int, *, tra
     for batch in pack_rows(rows, max_tokens):
         outputs = forward_packed(model, batch)
         weights = torch.from_numpy(batch.weights[outputs.places.cpu().numpy()]).to(outputs.logprobs)
-        loss = -(weights * outputs.logprobs).sum() / total
+        loss: Any = -(weights * outputs.logprobs).sum() / total
         if train:
-            loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+            loss.backward()
         value += loss.item()
     return value
 
