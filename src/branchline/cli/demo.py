@@ -44,7 +44,7 @@ def add_demo(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of tasks and sampling (default: 0)")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: 50)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: 60)")
     parser.add_argument(
         "--run-folder", type=Path, metavar="DIR", help="folder of a new run (default: runs/demo-TIME)"
     )

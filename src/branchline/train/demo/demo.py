@@ -35,7 +35,7 @@ from branchline.train.policy_update import UpdateConfig
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step
 
 MODEL_FOLDER = Path(__file__).parent / "model"
-DEFAULT_STEPS = 50
+DEFAULT_STEPS = 60
 _LEARNED_GAIN = 0.3
 """The rise of the reward from which on a run counts as learned."""
 _EVALUATION_TASKS = 64
@@ -90,8 +90,11 @@ def demo_config(settings: DemoSettings) -> TrainerConfig:
         groups_per_step=4,
         group_size=8,
         seed=settings.seed,
+        # Dividing by a group's deviation would weigh lucky guesses most, and a higher learning rate loses
+        # skills of the warm start to the noise of the first steps.
+        normalise_std=False,
         # Small batches: the cost of dense attention grows with the square of a batch's tokens.
-        update=UpdateConfig(learning_rate=1e-3, schedule="linear", max_batch_tokens=384),
+        update=UpdateConfig(learning_rate=5e-4, schedule="linear", max_batch_tokens=384),
         engine=HfConfig(logprob_kind="processed", prefill_tokens=2048),
     )
 
