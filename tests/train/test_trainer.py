@@ -137,10 +137,30 @@ def test_an_interrupted_run_leaves_its_last_complete_step(policy: Path, tmp_path
 
 def test_a_run_folder_is_not_overwritten(policy: Path, tmp_path: Path) -> None:
     run_steps(create_trainer(policy, tmp_path / "run", steps=1))
-    with pytest.raises(InputError, match="has step-000001; pass resume=True"):
+    with pytest.raises(InputError, match="has a run; pass resume=True"):
         create_trainer(policy, tmp_path / "run", steps=2)
     with pytest.raises(InputError, match="seed: got 7, expected 0"):
         create_trainer(policy, tmp_path / "run", steps=2, seed=7, resume=True)
+
+
+def test_an_error_in_an_update_saves_no_half_step(policy: Path, tmp_path: Path) -> None:
+    trainer = create_trainer(policy, tmp_path / "run", steps=3)
+    update, calls = trainer._updater.update, []
+
+    def fail_in_the_second_step(*args: Any) -> dict[str, float]:
+        calls.append(update(*args))
+        if len(calls) == 2:
+            raise MemoryError("out of memory")
+        return calls[-1]
+
+    trainer._updater.update = fail_in_the_second_step  # type: ignore[assignment, method-assign]
+    with pytest.raises(MemoryError):
+        run_steps(trainer)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    # The run starts again, and so does its file of metrics.
+    resumed = create_trainer(policy, tmp_path / "run", steps=1, resume=True)
+    run_steps(resumed)
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
 def test_a_failed_episode_trains_nothing_and_the_others_continue(policy: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from branchline.core.errors import InputError, MissingExtraError
 
+METRICS_FILE = "metrics.jsonl"
 TrackerName = Literal["trackio", "wandb", "mlflow"]
 
 
@@ -22,7 +23,7 @@ class MetricsLog:
     def __init__(
         self, run_folder: Path, trackers: Sequence[TrackerName] = (), *, project: str = "branchline"
     ) -> None:
-        self.path = run_folder / "metrics.jsonl"
+        self.path = run_folder / METRICS_FILE
         self._project, self._name = project, run_folder.name
         self._trackers = [_open_tracker(name) for name in trackers]
         self._is_started = False
@@ -41,6 +42,8 @@ class MetricsLog:
 
     def truncate(self, step: int) -> None:
         """Removes the lines of steps after a checkpoint, which will run again."""
+        if not self.path.exists():
+            return
         lines = read_metrics(self.path)
         self.path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
 

@@ -22,6 +22,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ from branchline.train.checkpoints import (
     save_checkpoint,
 )
 from branchline.train.episodes import EpisodeGroup, EpisodeRunner, Rollout, SeededEngine
-from branchline.train.metrics import MetricsLog, TrackerName
+from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
 from branchline.train.policy_update import PolicyUpdater, UpdateConfig
 
 T = TypeVar("T")
@@ -127,22 +128,24 @@ class Trainer(Generic[T]):
         self._rollout, self._tasks = rollout, tasks
         self._model_folder = find_model_folder(model, MODEL_FILES)
         checkpoint = find_checkpoint(self.run_folder)
-        if checkpoint is not None and not resume:
+        if not resume and (checkpoint is not None or (self.run_folder / METRICS_FILE).exists()):
             raise InputError(
-                f"run_folder: {self.run_folder} has {checkpoint.name}; pass resume=True or another folder"
+                f"run_folder: {self.run_folder} has a run; pass resume=True to continue it, or another folder"
             )
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.codec = GenericCodec.open(self._model_folder)
         reference = self._load(self._model_folder) if config.update.loss.kl_coefficient else None
         self._updater = PolicyUpdater(self._load(checkpoint or self._model_folder), config.update, reference)
         self._state = CheckpointState(0, config.seed, 0)
+        self._is_updating = False
+        """True while weights, engine and state may differ."""
         self._metrics = MetricsLog(self._create_run_folder(), config.report_to)
         if checkpoint is not None:
             self._state = load_state(checkpoint)
             if self._state.seed != config.seed:
                 raise InputError(f"seed: got {config.seed}, expected {self._state.seed}, as in {checkpoint}")
             load_optimizer(checkpoint, self._updater.optimizer)
-            self._metrics.truncate(self._state.step)
+        self._metrics.truncate(self._state.step)
 
     @property
     def model(self) -> Any:
@@ -159,9 +162,10 @@ class Trainer(Generic[T]):
 
         async def run_all() -> list[dict[str, float]]:
             console, lines = Console(), []
-            async for result in self.steps():
-                lines.append(result.metrics)
-                console.print(describe_step(result.metrics), highlight=False)
+            async with aclosing(self.steps()) as steps:
+                async for result in steps:
+                    lines.append(result.metrics)
+                    console.print(describe_step(result.metrics), highlight=False)
             return lines
 
         return asyncio.run(run_all())
@@ -169,7 +173,8 @@ class Trainer(Generic[T]):
     async def steps(self) -> AsyncGenerator[StepResult, None]:
         """Runs the remaining steps and yields each when it is complete.
 
-        Whenever it ends, also by a cancellation or an error, the last complete step is saved as a checkpoint.
+        Whenever it ends, also by a cancellation or a failed agent, the last complete step is saved as a
+        checkpoint. Only after an error in an update, which may have changed some weights, nothing is saved.
         """
         config = self.config
         engine = SeededEngine(
@@ -201,7 +206,7 @@ class Trainer(Generic[T]):
                         batch.cancel()
                     await asyncio.gather(*batches, return_exceptions=True)
         finally:
-            if self.step:
+            if self.step and not self._is_updating:
                 self._save()
             self._metrics.close()
 
@@ -229,11 +234,13 @@ class Trainer(Generic[T]):
     ) -> dict[str, float]:
         """Updates the policy and the engine, and records the step."""
         rows = self.build_rows(groups)
+        self._is_updating = True
         updated = await asyncio.to_thread(self._updater.update, rows, self.step / self.config.steps)
         version = self.step + 1
         await engine.update_weights(self.model.state_dict(), version)
         sampled = sum(sum(group.answer_lengths) for group in groups)
         self._state = CheckpointState(version, self.config.seed, self._state.num_tokens + sampled)
+        self._is_updating = False
         metrics = {
             "step": float(version),
             **_episode_metrics(groups),
