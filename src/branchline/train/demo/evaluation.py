@@ -50,7 +50,9 @@ async def evaluate(
         )
         scores = [task.score(answer) for task, answer in zip(tasks, answers, strict=True)]
         transcript = describe_episode(sessions[0].managed.session.tree)
-    return Evaluation(sum(scores) / count, f"{transcript}\nexpected: {tasks[0].answer}, score {scores[0]:g}")
+    answer = answers[0] or "none: the conversation no longer fits the window"
+    transcript += f"\nanswer: {answer}\nexpected: {tasks[0].answer}, score {scores[0]:g}"
+    return Evaluation(sum(scores) / count, transcript)
 
 
 def session_client(client: AsyncOpenAI, session: GatewaySession) -> AsyncOpenAI:
