@@ -60,6 +60,8 @@ class Drift:
     sampled: int = 0
     delivered: int = 0
     """Sampled tokens of which at least one row trains something."""
+    shares: float = 0.0
+    """The sum of the shares of all tokens."""
     trained: int = 0
     """Trained tokens of all rows, those on several rows counted in each."""
     never_sampled: int = 0
@@ -73,7 +75,7 @@ class Drift:
         return {
             "delivered": self.delivered / max(1, self.sampled),
             "never_sampled": self.never_sampled / max(1, self.trained),
-            "repeated": max(0.0, self.trained / max(1, self.delivered) - 1),
+            "share": self.shares / max(1, self.delivered),
             "logprob_gap": self.logprob_gap / max(1, self.rows),
         }
 
@@ -103,6 +105,7 @@ class AblationTrainer(Trainer[ArchiveTask]):
             ]
             self.drift.sampled += sum(report.sampled_tokens for report in reports)
             self.drift.delivered += sum(report.trained_tokens for report in reports)
+        self.drift.shares += sum(float(row.sample.shares.sum(dtype=np.float64)) for row in sampled)
         self.drift.trained += sum(int((row.weights != 0).sum()) for row in rows)
         self.drift.logprob_gap += sum(logprob_gaps(self.model, sampled, rows))
         self.drift.rows += len(rows)
@@ -199,7 +202,7 @@ def plot_outcomes(path: Path, outcomes: Sequence[dict[str, Any]]) -> None:
 def describe_outcomes(outcomes: Sequence[dict[str, Any]]) -> str:
     """Returns a Markdown table of the variants."""
     lines = [
-        "| variant | reward, last tenth | tokens delivered | never sampled | repeated | logprob gap |",
+        "| variant | reward, last tenth | delivered | share of a token | never sampled | logprob gap |",
         "|---|---|---|---|---|---|",
     ]
     for variant in VARIANTS:
@@ -210,7 +213,7 @@ def describe_outcomes(outcomes: Sequence[dict[str, Any]]) -> str:
             values = {name: np.mean([run[name] for run in runs]) for name in Drift().summary}
             lines.append(
                 f"| {variant} | {' '.join(f'{value:.2f}' for value in last)} | {values['delivered']:.0%} | "
-                f"{values['never_sampled']:.1%} | {values['repeated']:.0%} | {values['logprob_gap']:.1e} |"
+                f"{values['share']:.2f} | {values['never_sampled']:.1%} | {values['logprob_gap']:.1e} |"
             )
     return "\n".join(lines)
 
