@@ -25,7 +25,7 @@ class Curve:
 
 def plot_curves(path: Path, title: str, curves: Sequence[Curve], *, chance: float, window: int = 5) -> None:
     """Writes a figure with the curves, each smoothed by a running mean, and the score of chance."""
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
         steps = range(1, len(curve.values) + 1)
@@ -37,7 +37,7 @@ def plot_curves(path: Path, title: str, curves: Sequence[Curve], *, chance: floa
             axes.plot(steps, curve.values, color=line.get_color(), alpha=0.25, linewidth=1)
     axes.axhline(chance, color="gray", linestyle=":", linewidth=1, label="chance")
     axes.set(title=title, xlabel="step", ylabel="reward", ylim=(0, 1.02))
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     axes.grid(alpha=0.2)
     figure.savefig(path)
 
