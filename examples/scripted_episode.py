@@ -1,4 +1,4 @@
-"""A scripted multi-agent episode recorded in one tree; `make demo` runs it.
+"""A scripted multi-agent episode recorded in one tree; `make example-tree` runs it.
 
 A session gets the requests and outputs of best-of-3, a sub-agent, a repair loop, a compaction and an edit,
 with a toy codec that uses bytes as tokens. Then the tree, its timelines, the cause of every fork and the

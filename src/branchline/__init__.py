@@ -51,6 +51,8 @@ if typing.TYPE_CHECKING:
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
     from branchline.timelines.timeline import Timeline, timelines_of
+    from branchline.train.policy_update import UpdateConfig
+    from branchline.train.trainer import Trainer, TrainerConfig
     from branchline.tree.journal import Journal
     from branchline.tree.session import Session
     from branchline.tree.tree import Tree
@@ -116,6 +118,10 @@ _MODULE_OF = {
     "read_parquet": "export.parquet",
     "write_jsonl": "export.jsonl",
     "write_parquet": "export.parquet",
+    # training
+    "Trainer": "train.trainer",
+    "TrainerConfig": "train.trainer",
+    "UpdateConfig": "train.policy_update",
     # errors
     "BranchlineError": "core.errors",
 }
@@ -158,9 +164,12 @@ __all__ = [
     "ToolCall",
     "ToolResult",
     "ToyCodec",
+    "Trainer",
+    "TrainerConfig",
     "Trajectory",
     "TrajectoryGroup",
     "Tree",
+    "UpdateConfig",
     "VllmEngine",
     "__version__",
     "agent",

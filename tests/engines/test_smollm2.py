@@ -221,7 +221,7 @@ def test_file_with_another_pretokenizer_is_refused(weights: dict[str, Any], tmp_
 
 # -- the real model --------------------------------------------------------------------------------------
 
-real = pytest.mark.skipif(not is_installed(), reason=f"needs {REQUIREMENT}: make demo")
+real = pytest.mark.skipif(not is_installed(), reason=f"needs {REQUIREMENT}: make example-tree")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from branchline import __version__
-from branchline.cli import doctor, merge, serve, tree
+from branchline.cli import demo, doctor, merge, serve, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
@@ -23,6 +23,7 @@ token is trained exactly once, in exactly the context it was sampled in.
 _EPILOG = """\
 examples:
   branchline serve --engine scripted      start a gateway for agents that records every call
+  branchline demo                         train a tiny model on a CPU and watch it learn
   branchline merge calls.jsonl            merge a log into timelines; list forks, causes and all tokens
   branchline tree calls.jsonl             print the same calls as a tree
   branchline doctor --tokenizer NAME      check what a model's chat template does to conversations
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     tree.add_tree(commands)
     doctor.add_doctor(commands)
     serve.add_serve(commands)
+    demo.add_demo(commands)
     return parser
 
 

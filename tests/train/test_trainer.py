@@ -1,0 +1,205 @@
+"""The trainer: engine and trainer agree, versions move with the weights, a run continues where it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from branchline.chat.generic.codec import GenericCodec  # noqa: E402
+from branchline.core.errors import BranchlineError, InputError  # noqa: E402
+from branchline.export.packing import TrainingRow  # noqa: E402
+from branchline.gateway.server import GatewaySession  # noqa: E402
+from branchline.train.metrics import read_metrics  # noqa: E402
+from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step  # noqa: E402
+from tests.train.test_packed_forward import row_logprobs  # noqa: E402
+from tests.train.tiny_policy import ask_twice, create_policy, create_trainer, small_config  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_policy(tmp_path_factory.mktemp("policy"))
+
+
+def run_steps(trainer: Trainer[str]) -> list[StepResult]:
+    async def collect() -> list[StepResult]:
+        return [result async for result in trainer.steps()]
+
+    return asyncio.run(collect())
+
+
+def weights_of(trainer: Trainer[str]) -> Any:
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.endswith("_time")}
+
+
+def test_new_tokens_carry_the_new_version_and_the_logprobs_of_the_trainers_weights(
+    policy: Path, tmp_path: Path
+) -> None:
+    trainer = create_trainer(policy, tmp_path / "run", steps=3)
+    before: dict[int, Any] = {}
+    rows: dict[int, list[TrainingRow]] = {}
+    build_rows = trainer.build_rows
+
+    def keep_rows(groups: Any) -> list[TrainingRow]:
+        # Called before the update of a step, with the weights that sampled its tokens.
+        rows[trainer.step] = build_rows(groups)
+        before[trainer.step] = [row_logprobs(trainer.model, row).detach() for row in rows[trainer.step]]
+        return rows[trainer.step]
+
+    trainer.build_rows = keep_rows  # type: ignore[method-assign]
+    start = weights_of(trainer)
+    results = run_steps(trainer)
+    assert (weights_of(trainer) != start).any()
+    assert sorted(rows) == [0, 1, 2]
+    for version, step_rows in rows.items():
+        for row, expected in zip(step_rows, before[version], strict=True):
+            trained = row.weights != 0
+            assert set(row.sample.response_versions[trained].tolist()) == {version}
+            engine = torch.from_numpy(row.sample.response_logprobs[trained]).double()
+            assert torch.allclose(engine, expected[torch.from_numpy(trained)], atol=1e-5)
+    for result in results:
+        assert result.metrics["sampling/sampling_logp_difference/max"] < 1e-5
+        assert result.metrics["staleness"] == 0
+        assert result.metrics["sampled_tokens"] == result.metrics["delivered_tokens"] > 0
+    assert "logprobs of engine and trainer differ by" in describe_step(results[0].metrics)
+    assert "logprobs of engine and trainer" not in describe_step(results[1].metrics)
+
+
+def test_a_resumed_run_continues_the_same_curve(policy: Path, tmp_path: Path) -> None:
+    whole = create_trainer(policy, tmp_path / "whole", steps=4)
+    expected = [without_times(result.metrics) for result in run_steps(whole)]
+    first = create_trainer(policy, tmp_path / "parts", steps=2)
+    run_steps(first)
+    second = create_trainer(policy, tmp_path / "parts", steps=4, resume=True)
+    assert second.step == 2
+    run_steps(second)
+    found = [without_times(line) for line in read_metrics(tmp_path / "parts" / "metrics.jsonl")]
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert [line["reward"] for line in found] == [line["reward"] for line in expected]
+    assert [line["num_tokens"] for line in found] == [line["num_tokens"] for line in expected]
+    assert torch.allclose(weights_of(second), weights_of(whole), atol=1e-4)
+    assert (weights_of(first) - weights_of(second)).abs().max() > 1e-3
+
+
+def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(policy: Path, tmp_path: Path) -> None:
+    trainer = create_trainer(policy, tmp_path / "run", steps=2, checkpoint_every=1, keep_checkpoints=1)
+    run_steps(trainer)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(
+        torch.cat([parameter.detach().flatten() for parameter in loaded.parameters()]), weights_of(trainer)
+    )
+    assert GenericCodec.open(folder).stop_ids == trainer.codec.stop_ids
+    assert (folder / "model.safetensors").exists()
+    assert json.loads((folder / "trainer_state.json").read_text())["step"] == 2
+
+
+def test_episodes_are_at_most_as_stale_as_allowed(policy: Path, tmp_path: Path) -> None:
+    results = run_steps(create_trainer(policy, tmp_path / "run", steps=5, max_staleness=2))
+    staleness = [result.metrics["staleness"] for result in results]
+    assert max(staleness) <= 2
+    assert max(staleness) > 0
+    assert [result.step for result in results] == [1, 2, 3, 4, 5]
+
+
+def test_an_interrupted_run_leaves_its_last_complete_step(policy: Path, tmp_path: Path) -> None:
+    async def interrupt() -> None:
+        trainer = create_trainer(policy, tmp_path / "run", steps=50)
+        started = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in trainer.steps():
+                started.set()
+
+        task = asyncio.create_task(consume())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(interrupt())
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    resumed = create_trainer(policy, tmp_path / "run", steps=len(lines) + 1, resume=True)
+    assert resumed.step == len(lines) >= 1
+    (result,) = run_steps(resumed)
+    assert result.step == len(lines) + 1
+
+
+def test_a_run_folder_is_not_overwritten(policy: Path, tmp_path: Path) -> None:
+    run_steps(create_trainer(policy, tmp_path / "run", steps=1))
+    with pytest.raises(InputError, match="has a run; pass resume=True"):
+        create_trainer(policy, tmp_path / "run", steps=2)
+    with pytest.raises(InputError, match="seed: got 7, expected 0"):
+        create_trainer(policy, tmp_path / "run", steps=2, seed=7, resume=True)
+
+
+def test_an_error_in_an_update_saves_no_half_step(policy: Path, tmp_path: Path) -> None:
+    trainer = create_trainer(policy, tmp_path / "run", steps=3)
+    update, calls = trainer._updater.update, []
+
+    def fail_in_the_second_step(*args: Any) -> dict[str, float]:
+        calls.append(update(*args))
+        if len(calls) == 2:
+            raise MemoryError("out of memory")
+        return calls[-1]
+
+    trainer._updater.update = fail_in_the_second_step  # type: ignore[assignment, method-assign]
+    with pytest.raises(MemoryError):
+        run_steps(trainer)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    # The run starts again, and so does its file of metrics.
+    resumed = create_trainer(policy, tmp_path / "run", steps=1, resume=True)
+    run_steps(resumed)
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+def test_a_failed_episode_trains_nothing_and_the_others_continue(policy: Path, tmp_path: Path) -> None:
+    async def fail_sometimes(session: GatewaySession, question: str) -> float:
+        reward = await ask_twice(session, question)
+        if session.id.endswith("-0"):
+            raise RuntimeError("the tool server is gone")
+        return reward
+
+    (result,) = run_steps(create_trainer(policy, tmp_path / "run", fail_sometimes, steps=1))
+    assert result.metrics["failed_episodes"] == 2
+    assert result.metrics["episodes"] == 6
+    assert 0 < result.metrics["delivered_tokens"] < result.metrics["sampled_tokens"]
+    failed = [trajectory for group in result.groups for trajectory in group.trajectories if trajectory.failed]
+    assert {trajectory.session[-2:] for trajectory in failed} == {"-0"}
+
+
+def test_an_agent_that_always_fails_ends_the_run_with_its_error(policy: Path, tmp_path: Path) -> None:
+    async def fail(session: GatewaySession, question: str) -> float:
+        raise RuntimeError("no key")
+
+    with pytest.raises(BranchlineError, match="all episodes failed, the first with RuntimeError: no key"):
+        run_steps(create_trainer(policy, tmp_path / "run", fail, steps=1))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_agent_may_post_its_reward_instead_of_returning_it(policy: Path, tmp_path: Path) -> None:
+    async def post(session: GatewaySession, question: str) -> None:
+        await session.reward(await ask_twice(session, question), tool_errors=0)
+
+    (posted,) = run_steps(create_trainer(policy, tmp_path / "posted", post, steps=1))
+    (returned,) = run_steps(create_trainer(policy, tmp_path / "returned", steps=1))
+    assert posted.metrics["reward"] == returned.metrics["reward"]
+
+
+def test_invalid_settings_are_refused_with_their_names() -> None:
+    with pytest.raises(InputError, match="group_size: got 1, expected 2 or more"):
+        small_config(group_size=1)
+    with pytest.raises(InputError, match=r"sampling\.temperature"):
+        TrainerConfig(sampling={"temperature": 0.5})
+    with pytest.raises(InputError, match="passes: got 0"):
+        small_config(update={"passes": 0})
