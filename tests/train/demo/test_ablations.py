@@ -81,6 +81,13 @@ def test_the_text_stays_and_every_other_token_is_counted(answers: list[str], rng
     assert np.isnan(again.sample.response_logprobs[trained]).all()
 
 
+def test_an_id_that_only_the_model_has_becomes_text() -> None:
+    unknown = TOKENIZER.vocab_size + 3
+    again, never_sampled = encode_again(TOKENIZER, make_text_row([[unknown]]))
+    assert f"<{unknown}>" in TOKENIZER.decode(again.sample.response_ids)
+    assert never_sampled == len(TOKENIZER.encode(f"<{unknown}>"))
+
+
 def test_the_gap_is_that_of_the_trained_and_the_sampled_tokens() -> None:
     model = create_model()
     own = make_text_row([TOKENIZER.encode("owner: Rosa").tolist()])

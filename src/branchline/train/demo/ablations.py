@@ -148,9 +148,10 @@ def encode_again(tokenizer: TokenizerDir, row: TrainingRow) -> tuple[TrainingRow
 
 
 def _byte_spans(tokenizer: TokenizerDir, ids: Ids) -> set[tuple[int, int]]:
-    """Returns the first and last byte of each token in the text of all."""
-    edges = np.cumsum([0, *(len(tokenizer.token_bytes(token)) for token in ids.tolist())]).tolist()
-    return set(pairwise(edges))
+    """Returns the first and last byte of each token in the text of all. An id that only the model has is
+    `<id>`, as in `decode`."""
+    texts = [tokenizer.token_bytes_or(token, b"<%d>" % token) for token in ids.tolist()]
+    return set(pairwise(np.cumsum([0, *map(len, texts)]).tolist()))
 
 
 def logprob_gaps(model: Any, sampled: Sequence[TrainingRow], trained: Sequence[TrainingRow]) -> list[float]:
