@@ -1,6 +1,7 @@
 """Settings of all tests: no deadlines, and no tests of packages that are not installed."""
 
 import gc
+import logging
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,3 +41,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()
+
+
+def pytest_runtest_teardown() -> None:
+    """Removes the log handler of a gateway: it writes to the stream that was captured in its test."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if type(handler).__name__ == "_BranchlineHandler"]:
+        root.removeHandler(handler)
