@@ -15,28 +15,28 @@ pytest.importorskip("matplotlib")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from branchline.chat.tokenizer import TokenizerDir  # noqa: E402
+from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.export.packing import TrainingRow  # noqa: E402
 from branchline.train.demo.ablations import Drift, encode_again, logprob_gaps  # noqa: E402
 from branchline.train.demo.demo import MODEL_FOLDER  # noqa: E402
 from branchline.train.demo.warm_start import create_model  # noqa: E402
 from tests.export.packed_rows import make_row  # noqa: E402
 
-TOKENIZER = TokenizerDir.open(MODEL_FOLDER)
-STOP = TOKENIZER.encode("<|im_end|>").tolist()
+CODEC = GenericCodec.open(MODEL_FOLDER)
+STOP = CODEC.encode("<|im_end|>").tolist()
 
 
 def respell(text: str, rng: Random) -> list[int]:
     """Returns ids of a text, encoded in pieces."""
     cuts = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(3))})
     parts = [text[start:end] for start, end in pairwise(cuts)]
-    return [token for part in parts for token in TOKENIZER.encode(part).tolist()]
+    return [token for part in parts for token in CODEC.encode(part).tolist()]
 
 
 def make_text_row(answers: list[list[int]]) -> TrainingRow:
     """Returns a row with a tool result after each answer but the last."""
-    prompt = TOKENIZER.encode("<|im_start|>user\nfind red-fox<|im_end|>\n<|im_start|>assistant\n").tolist()
-    between = TOKENIZER.encode("\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n").tolist()
+    prompt = CODEC.encode("<|im_start|>user\nfind red-fox<|im_end|>\n<|im_start|>assistant\n").tolist()
+    between = CODEC.encode("\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n").tolist()
     response: list[int] = []
     weights: list[float] = []
     for index, answer in enumerate(answers):
@@ -56,8 +56,8 @@ texts = st.lists(
 
 @given(texts)
 def test_a_row_in_the_tokenizers_own_spelling_is_unchanged(answers: list[str]) -> None:
-    row = make_text_row([TOKENIZER.encode(text).tolist() for text in answers])
-    again, never_sampled = encode_again(TOKENIZER, row)
+    row = make_text_row([CODEC.encode(text).tolist() for text in answers])
+    again, never_sampled = encode_again(CODEC, row)
     assert never_sampled == 0
     assert again.sample.prompt_ids.tolist() == row.sample.prompt_ids.tolist()
     assert again.sample.response_ids.tolist() == row.sample.response_ids.tolist()
@@ -69,11 +69,11 @@ def test_a_row_in_the_tokenizers_own_spelling_is_unchanged(answers: list[str]) -
 def test_the_text_stays_and_every_other_token_is_counted(answers: list[str], rng: Random) -> None:
     spelled = [respell(text, rng) for text in answers]
     row = make_text_row(spelled)
-    again, never_sampled = encode_again(TOKENIZER, row)
+    again, never_sampled = encode_again(CODEC, row)
     for before, after in ((row.sample.prompt_ids, again.sample.prompt_ids),
                           (row.sample.response_ids, again.sample.response_ids)):  # fmt: skip
-        assert TOKENIZER.decode(before) == TOKENIZER.decode(after)
-    own = [TOKENIZER.encode(text).tolist() for text in answers]
+        assert CODEC.decode(before) == CODEC.decode(after)
+    own = [CODEC.encode(text).tolist() for text in answers]
     assert (never_sampled > 0) == (own != spelled)
     assert never_sampled <= sum(map(len, own))
     trained = again.weights != 0
@@ -81,18 +81,17 @@ def test_the_text_stays_and_every_other_token_is_counted(answers: list[str], rng
     assert np.isnan(again.sample.response_logprobs[trained]).all()
 
 
-def test_an_id_that_only_the_model_has_becomes_text() -> None:
-    unknown = TOKENIZER.vocab_size + 3
-    again, never_sampled = encode_again(TOKENIZER, make_text_row([[unknown]]))
-    assert f"<{unknown}>" in TOKENIZER.decode(again.sample.response_ids)
-    assert never_sampled == len(TOKENIZER.encode(f"<{unknown}>"))
+def test_an_id_that_is_no_token_is_counted_too() -> None:
+    row = make_text_row([[*CODEC.encode("owner: Rosa").tolist(), 519]])
+    _, never_sampled = encode_again(CODEC, row)
+    assert never_sampled > 0
 
 
 def test_the_gap_is_that_of_the_trained_and_the_sampled_tokens() -> None:
     model = create_model()
-    own = make_text_row([TOKENIZER.encode("owner: Rosa").tolist()])
-    spelled = make_text_row([[token for char in "owner: Rosa" for token in TOKENIZER.encode(char).tolist()]])
-    again, _ = encode_again(TOKENIZER, spelled)
+    own = make_text_row([CODEC.encode("owner: Rosa").tolist()])
+    spelled = make_text_row([[token for char in "owner: Rosa" for token in CODEC.encode(char).tolist()]])
+    again, _ = encode_again(CODEC, spelled)
     (gap,) = logprob_gaps(model, [spelled], [again])
     (found,) = logprob_gaps(model, [own], [own])
     engine_sum = float(spelled.sample.response_logprobs.sum())

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from openai import AsyncOpenAI
 
-from branchline.chat.tokenizer import TokenizerDir
+from branchline.chat.base import Codec
 from branchline.core.sample import Sample
-from branchline.core.token_arrays import Ids, as_ids
+from branchline.core.token_arrays import Ids
 from branchline.export.packing import TrainingRow, pack_rows
 from branchline.export.samples import ExportPolicy
 from branchline.train.demo.archive import CHANCE, ArchiveTask
@@ -90,13 +90,12 @@ class AblationTrainer(Trainer[ArchiveTask]):
         rollout = archive_rollout(client)
         super().__init__(MODEL_FOLDER, rollout, ArchiveTask.draw, config, run_folder=run_folder)
         self._is_encoded_again = variant == "re-encoded"
-        self._tokenizer = TokenizerDir.open(MODEL_FOLDER)
         self.drift = Drift()
 
     def build_rows(self, groups: Sequence[EpisodeGroup]) -> list[TrainingRow]:
         sampled = rows = super().build_rows(groups)
         if self._is_encoded_again:
-            pairs = [encode_again(self._tokenizer, row) for row in sampled]
+            pairs = [encode_again(self.codec, row) for row in sampled]
             rows = [row for row, _ in pairs]
             self.drift.never_sampled += sum(count for _, count in pairs)
         for group in groups:
@@ -112,7 +111,7 @@ class AblationTrainer(Trainer[ArchiveTask]):
         return rows
 
 
-def encode_again(tokenizer: TokenizerDir, row: TrainingRow) -> tuple[TrainingRow, int]:
+def encode_again(codec: Codec, row: TrainingRow) -> tuple[TrainingRow, int]:
     """Returns a row whose text is decoded and encoded again, and how many of its trained tokens were never
     sampled. The engine's logprobs do not fit other tokens, so the row has none."""
     sample = row.sample
@@ -123,10 +122,10 @@ def encode_again(tokenizer: TokenizerDir, row: TrainingRow) -> tuple[TrainingRow
     parts: list[tuple[Ids, float, float]] = []
     never_sampled = 0
     for start, end in pairwise([0, *changes.tolist(), len(ids)]):
-        encoded = as_ids(tokenizer.encode(tokenizer.decode(ids[start:end])))
+        encoded = codec.encode(codec.decode(ids[start:end]))
         parts.append((encoded, float(weights[start:end].mean()), float(advantages[start])))
         if weights[start]:
-            never_sampled += len(_byte_spans(tokenizer, encoded) - _byte_spans(tokenizer, ids[start:end]))
+            never_sampled += len(_byte_spans(codec, encoded) - _byte_spans(codec, ids[start:end]))
     new_weights, new_advantages = (
         np.concatenate([np.full(len(part[0]), part[place], np.float32) for part in parts]) for place in (1, 2)
     )
@@ -147,11 +146,10 @@ def encode_again(tokenizer: TokenizerDir, row: TrainingRow) -> tuple[TrainingRow
     return TrainingRow(new_sample, new_weights[response], new_advantages[response]), never_sampled
 
 
-def _byte_spans(tokenizer: TokenizerDir, ids: Ids) -> set[tuple[int, int]]:
-    """Returns the first and last byte of each token in the text of all. An id that only the model has is
-    `<id>`, as in `decode`."""
-    texts = [tokenizer.token_bytes_or(token, b"<%d>" % token) for token in ids.tolist()]
-    return set(pairwise(np.cumsum([0, *map(len, texts)]).tolist()))
+def _byte_spans(codec: Codec, ids: Ids) -> set[tuple[int, int]]:
+    """Returns the first and last byte of each token in the text of all."""
+    edges = np.cumsum([0, *(len(codec.token_bytes(token)) for token in ids.tolist())]).tolist()
+    return set(pairwise(edges))
 
 
 def logprob_gaps(model: Any, sampled: Sequence[TrainingRow], trained: Sequence[TrainingRow]) -> list[float]:
