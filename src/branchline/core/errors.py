@@ -16,6 +16,7 @@
     │   └── ToolUnavailableError  a tool's server is gone; the trajectory ends and is not trained
     ├── InteractionError        an interaction could not start, respond or score
     ├── JournalError            the journal could not be opened, written or read
+    ├── SinkError               the results of a rollout could not be written
     ├── MissingExtraError       a package of an optional extra is not installed (also an ImportError)
     └── ExportError             samples must not be trained on without an explicit option
         └── MissingLogprobsError
@@ -159,6 +160,10 @@ class ContextLengthError(EngineInputError):
 
 class JournalError(BranchlineError):
     """The journal could not be opened, written or read."""
+
+
+class SinkError(BranchlineError):
+    """The results of a rollout could not be written; a resumed rollout writes them again."""
 
 
 class MissingExtraError(BranchlineError, ImportError):

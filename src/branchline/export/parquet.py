@@ -78,6 +78,12 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[Sample]:
                 yield make_sample({name: rows[index] for name, rows in values.items()}, payloads)
 
 
+def read_sessions(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the session of each sample of a file."""
+    sessions: list[str] = pq.read_table(Path(path), columns=["session"]).column("session").to_pylist()
+    return sessions
+
+
 def _row_groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
     group: list[Sample] = []
     tokens = 0

@@ -9,6 +9,7 @@ Every trained token of the trajectory is in `samples`, whose shares count it onc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,6 +48,8 @@ class Trajectory:
     parent_answers: Mapping[int, int] = field(default_factory=dict)
     """The answer that each answer continues, by node id. A repeated answer, a spawned sub-agent and a
     compacted conversation continue the answer that they come from."""
+    fork_causes: Mapping[str, int] = field(default_factory=dict)
+    """The number of forks by cause."""
 
     @classmethod
     def from_session(
@@ -117,6 +120,7 @@ class Trajectory:
             failed=failed,
             report=export.report,
             parent_answers=_parent_answers(tree, fork_report),
+            fork_causes=Counter(fork.cause.value for fork in fork_report.forks),
         )
 
     @classmethod
@@ -156,6 +160,23 @@ class Trajectory:
             failed=failed,
         )
         return replace(trajectory, history=main, additional_histories=tuple(additional_histories))
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message of the main history if the model sampled it, else an empty text."""
+        if self.history is None or len(self.history.messages) - 1 not in self.history.sampled:
+            return ""
+        return self.history.messages[-1].content
+
+    def with_reward(self, reward: float) -> Trajectory:
+        """Returns the trajectory with a reward for the whole episode. Samples whose timelines have a reward
+        of their own keep it."""
+        samples = [
+            sample if any(not span.call and not span.tool for span in sample.rewards) else
+            replace(sample, reward=reward)
+            for sample in self.samples
+        ]  # fmt: skip
+        return replace(self, reward=reward, samples=tuple(samples))
 
     @property
     def episode_reward(self) -> float | None:

@@ -88,13 +88,13 @@ def _timeline_view(timeline: Timeline) -> dict[str, Any]:
         "calls": [call.id for call in timeline.calls],
         "exact": timeline.exact,
         "answers": [asdict(answer) for answer in timeline.answers],
-        "messages": [_message_view(message) for message in timeline.messages],
+        "messages": [message_view(message) for message in timeline.messages],
         "authors": timeline.authors,
         "spans": [(node.start, node.end) for node in timeline.nodes],
     }
 
 
-def _message_view(message: Message) -> dict[str, Any]:
+def message_view(message: Message) -> dict[str, Any]:
     """A message in Chat Completions form. Media appear with their digests; samples have their data."""
     view = write_message(msgspec.structs.replace(message, parts=()) if message.media else message)
     if message.media:

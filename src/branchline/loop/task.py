@@ -149,8 +149,8 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not isinstance(row, Mapping):
             raise InputError(f"task: got {row!r}, expected an object")
         field = next((name for name in _MESSAGE_FIELDS if row.get(name) is not None), _MESSAGE_FIELDS[0])
-        prompt = _to_lists(row.get(field))
-        values = replace_surrogates_deep(_to_lists({k: value for k, value in row.items() if k != field}))
+        prompt = to_lists(row.get(field))
+        values = replace_surrogates_deep(to_lists({k: value for k, value in row.items() if k != field}))
         known = _drop_nulls({name: values.pop(name) for name in cls.__struct_fields__ if name in values})
         _add_verl_fields(known, values)
         content = values.pop("document_content", None)
@@ -257,7 +257,7 @@ def _expected(name: str, hint: object) -> str:
     return f"{kind}, or null for no limit" if choices else kind
 
 
-def _to_lists(value: Any) -> Any:
+def to_lists(value: Any) -> Any:
     """A copy in which arrays and their numbers are Python lists and numbers, at any depth."""
     try:
         return _to_lists_nested(value)

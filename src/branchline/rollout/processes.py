@@ -1,0 +1,82 @@
+"""Shell commands as processes of their own: with all their children, they end when they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from branchline.loop.timeouts import finish_despite_cancel
+
+_TAIL_CHARS = 400
+_MAX_OUTPUT_BYTES = 4 * 1024 * 1024
+"""How much of the end of an output is read back."""
+_TERMINATE_S = 2.0
+"""How long a cancelled command may take to end by itself."""
+
+
+@dataclass(frozen=True)
+class EndedCommand:
+    """A command that has ended."""
+
+    exit_code: int
+    """Negative: the number of the signal that ended it."""
+    output: str
+    """The end of stdout and stderr together."""
+
+    @property
+    def tail(self) -> str:
+        return self.output.strip()[-_TAIL_CHARS:]
+
+
+async def run_command(
+    command: str, environment: Mapping[str, str], *, stdin: bytes = b"", log_file: Path | None = None
+) -> EndedCommand:
+    """Runs a command in a shell until it ends; stdout and stderr go to `log_file`.
+
+    Whatever happens, no process of it is left: when the command has ended, its background processes are
+    killed, and if the caller is cancelled, the command is terminated first.
+    """
+    with tempfile.TemporaryFile() as source, _open_log(log_file) as log:
+        source.write(stdin)
+        source.seek(0)
+        process = await asyncio.create_subprocess_shell(
+            command, stdin=source, stdout=log, stderr=log, env=dict(environment), start_new_session=True
+        )
+        try:
+            exit_code = await process.wait()
+        except asyncio.CancelledError:
+            await finish_despite_cancel(_terminate(process))
+            raise
+        finally:
+            _signal_group(process.pid, signal.SIGKILL)
+        size = log.tell() if log.seekable() else 0
+        log.seek(max(0, size - _MAX_OUTPUT_BYTES))
+        return EndedCommand(exit_code, log.read().decode(errors="replace"))
+
+
+def _open_log(log_file: Path | None) -> IO[bytes]:
+    if log_file is None:
+        return tempfile.TemporaryFile()
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    return log_file.open("w+b")
+
+
+async def _terminate(process: asyncio.subprocess.Process) -> None:
+    _signal_group(process.pid, signal.SIGTERM)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), _TERMINATE_S)
+    _signal_group(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """Sends a signal to all processes of the command; its process group has the id of its shell."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,356 @@
+"""A rollout: n sessions for each task, run by agents, scored, and written to sinks as each ends.
+
+The life of a session: it is opened at the gateway; its runner runs the agent; it is marked as completed; its
+reward is computed and posted; it is finalized, read as a trajectory and written to every sink. With a
+journal, each of these steps survives the process, and `resume` continues at the step that was reached.
+
+A session that fails, hangs or is aborted ends alone: no other session notices. Every session that was opened
+ends in exactly one status and is written once, also when the rollout is cancelled.
+
+    async with Gateway(engine=engine, codec=codec) as gateway:
+        rollout = Rollout(gateway, run, reward=reward, sinks=[JsonlSink(folder)], config=RolloutConfig(n=8))
+        stats = await rollout.run(read_tasks("tasks.jsonl"))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from branchline.core.errors import InputError, SessionError
+from branchline.export.samples import ExportPolicy
+from branchline.export.trajectory import Trajectory
+from branchline.gateway.server import Gateway
+from branchline.rollout.judge import RelativeJudge
+from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
+from branchline.rollout.runners import Runner, RunnerSpec, make_runner, select_runner
+from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_result import EndCause, SessionEnd, SessionJob
+from branchline.rollout.session_runner import SessionRunner
+from branchline.rollout.sinks import Sink
+from branchline.rollout.stats import RolloutStats
+from branchline.rollout.tasks import RolloutTask, read_tasks
+
+log = logging.getLogger("branchline.rollout")
+
+_SINK_GRACE_S = 10.0
+"""How long a cancelled rollout waits for sinks."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How many sessions run, for how long, and what happens to those that do not finish."""
+
+    n: int = 1
+    """Sessions of each task."""
+    concurrency: int = 64
+    """Sessions that run at the same time."""
+    runner_concurrency: Mapping[str, int] = field(default_factory=dict)
+    """The same for the runner of an `agent_name`."""
+    timeout_s: float | None = None
+    """Time limit of an agent; scoring has its own."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """How often a session that ended for a cause is run again: `{"timeout": 1, "connection": 2}`."""
+    oversample: int = 0
+    """Sessions of each task beyond `n`; when n have finished, the others are aborted."""
+    stop_after: int | None = None
+    """When this many tasks have a finished session and no running one, the others are aborted."""
+    max_staleness: int | None = None
+    """A session with a token sampled more than this many policy versions ago is aborted when it ends."""
+    require_reward: bool = False
+    """A session without a reward fails."""
+    reward_workers: int = 8
+    reward_timeout_s: float | None = 600.0
+    session: Mapping[str, Any] = field(default_factory=dict)
+    """Options of every session: `sampling`, `limits`, `agent_reward`, `history`, …"""
+    export_policy: ExportPolicy | None = None
+    """Which outputs become samples; None: the sessions' own policy."""
+
+    def __post_init__(self) -> None:
+        leasts = (("n", 1), ("concurrency", 1), ("oversample", 0), ("reward_workers", 1), ("stop_after", 1),
+                  ("max_staleness", 0))  # fmt: skip
+        for name, least in leasts:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{name}: got {value}, expected {least} or more")
+        for name, limit in self.runner_concurrency.items():
+            if limit < 1:
+                raise InputError(f"runner_concurrency.{name}: got {limit}, expected 1 or more")
+        for cause, times in self.retries.items():
+            if cause not in set(EndCause) or times < 0:
+                expected = ", ".join(EndCause)
+                raise InputError(f"retries: got {cause}={times}, expected a cause and 0 or more: {expected}")
+
+
+class _TaskSessions:
+    """The sessions of one task."""
+
+    def __init__(self, task: RolloutTask, runner: Runner, size: int) -> None:
+        self.task = task
+        self.runner = runner
+        self.open_slots = size
+        """Sessions that have not ended, or not begun."""
+        self.finished = 0
+        self.completed: list[SessionJob] = []
+        """Sessions whose agents are done and that wait for the judge."""
+        self.agents: set[asyncio.Task[None]] = set()
+        """Tasks whose agents run."""
+        self.stop_cause: EndCause | None = None
+        self.is_ended = False
+
+    def stop(self, cause: EndCause) -> None:
+        """Aborts the sessions whose agents run, and starts no more."""
+        if self.stop_cause is None and not self.is_ended:
+            self.stop_cause = cause
+            for task in self.agents:
+                task.cancel()
+
+
+class Rollout:
+    """Runs tasks."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        runners: RunnerSpec | Mapping[str, RunnerSpec],
+        *,
+        reward: RewardFunction | VerifierCommand | None = None,
+        judge: RelativeJudge | None = None,
+        sinks: Sequence[Sink] = (),
+        config: RolloutConfig | None = None,
+        resume: bool = False,
+        stats: RolloutStats | None = None,
+    ) -> None:
+        """`runners` is one agent for all tasks without an `agent_name`, or agents by name. With `resume`,
+        sessions that the gateway's journal knows are not run again; `stats` are then those of the sessions
+        that the sinks have."""
+        if reward is not None and judge is not None:
+            raise InputError("judge: got a judge and a reward function, expected one of them")
+        self.config = config = config or RolloutConfig()
+        specs = runners if isinstance(runners, Mapping) else {"": runners}
+        self._runners = {name: make_runner(spec) for name, spec in specs.items()}
+        self._gateway = SessionGateway(gateway, config.export_policy)
+        scorer = None
+        if reward is not None:
+            scorer = RewardScorer(reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
+        self._sessions = SessionRunner(
+            self._gateway,
+            scorer,
+            options=config.session,
+            timeout_s=config.timeout_s,
+            max_staleness=config.max_staleness,
+            require_reward=config.require_reward,
+        )
+        self._judge = judge
+        self._sinks = list(sinks)
+        self._resume = resume
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._groups: list[_TaskSessions] = []
+        self._finished_tasks = 0
+        self.stats = stats or RolloutStats()
+
+    async def run(self, tasks: object) -> RolloutStats:
+        """Runs all tasks (see `read_tasks`) and returns the figures of their sessions.
+
+        Raises InputError, before anything runs, for a task that names an unknown agent. Raises SinkError if a
+        sink fails; running sessions are then aborted. Failures of sessions are in the figures.
+        """
+        self._groups = self._plan(read_tasks(tasks))
+        by_runner: dict[str, list[_TaskSessions]] = {}
+        for group in self._groups:
+            by_runner.setdefault(group.task.agent_name, []).append(group)
+        try:
+            async with asyncio.TaskGroup() as running:
+                for name, groups in by_runner.items():
+                    running.create_task(self._dispatch(running, name, groups))
+            for group in self._groups:
+                await self._end_group(group)
+        except* Exception as errors:
+            raise _first_error(errors) from errors
+        finally:
+            await self._end_interrupted()
+        return self.stats
+
+    def _plan(self, tasks: Sequence[RolloutTask]) -> list[_TaskSessions]:
+        groups: list[_TaskSessions] = []
+        size = self.config.n + self.config.oversample
+        for index, task in enumerate(tasks):
+            try:
+                runner = select_runner(self._runners, task.agent_name)
+            except InputError as error:
+                raise InputError(f"tasks[{index}].{error}") from error
+            groups.append(_TaskSessions(task, runner, size))
+        for name in self.config.runner_concurrency:
+            if name not in self._runners and name not in {task.agent_name for task in tasks}:
+                raise InputError(f"runner_concurrency: got {name!r}, expected one of {sorted(self._runners)}")
+        return groups
+
+    async def _dispatch(self, running: asyncio.TaskGroup, name: str, groups: Sequence[_TaskSessions]) -> None:
+        """Starts the sessions of one runner in order, each when the runner and the rollout have a place."""
+        limit = self.config.runner_concurrency.get(name, self.config.concurrency)
+        places = asyncio.Semaphore(limit)
+
+        def release(_task: object = None) -> None:
+            places.release()
+            self._slots.release()
+
+        for group in groups:
+            for slot in range(group.open_slots):
+                await places.acquire()
+                await self._slots.acquire()
+                if group.stop_cause is not None:
+                    release()
+                    break
+                running.create_task(self._run_slot(group, slot)).add_done_callback(release)
+
+    async def _run_slot(self, group: _TaskSessions, slot: int) -> None:
+        """Runs one session of a task, again if its cause is retried, until it has ended or waits for the
+        judge; the last session of a task ends the task."""
+        retries: dict[str, int] = dict(self.config.retries)
+        for attempt in count():
+            if group.stop_cause is not None:
+                break
+            end = await self._run_session(group, SessionJob(group.task, slot, attempt))
+            if end.cause == EndCause.INTERRUPTED:
+                continue  # by the end of an earlier process
+            cause = str(end.cause or "")
+            if retries.get(cause, 0) < 1:
+                break
+            retries[cause] -= 1
+        group.open_slots -= 1
+        if self.config.oversample and group.finished + len(group.completed) >= self.config.n:
+            group.stop(EndCause.EARLY_STOP)
+        if group.open_slots == 0:
+            await self._end_group(group)
+
+    async def _run_session(self, group: _TaskSessions, job: SessionJob) -> SessionEnd:
+        """Runs or recovers a session and writes it, unless it has to wait for the judge."""
+        known = await self._gateway.find_state(job.session_id) if self._resume else None
+        if known is not None and known[0] != "completed":
+            return await self._recover(group, job, SessionEnd.from_state(*known))
+        try:
+            # A session that an earlier process completed has still to be scored.
+            end = SessionEnd() if known is not None else await self._run_agent(group, job)
+            if end.cause is None and self._judge is not None:
+                group.completed.append(job)
+                return end
+            if end.cause is None:
+                end = await self._sessions.score(job)
+        except asyncio.CancelledError:
+            await self._finish(group, job, SessionEnd(EndCause.INTERRUPTED))
+            raise
+        return await self._finish(group, job, end)
+
+    async def _run_agent(self, group: _TaskSessions, job: SessionJob) -> SessionEnd:
+        """Runs the agent; an early stop ends it, and nothing but the agent."""
+        task = asyncio.current_task()
+        assert task is not None
+        group.agents.add(task)
+        try:
+            return await self._sessions.run_agent(job, group.runner)
+        except asyncio.CancelledError:
+            if group.stop_cause is None or task.uncancel() > 0:
+                raise
+            return SessionEnd(group.stop_cause)
+        finally:
+            group.agents.discard(task)
+
+    async def _recover(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
+        """Writes a session of an earlier process to the sinks that do not have it."""
+        if not all(sink.contains(job.session_id) for sink in self._sinks):
+            return await self._finish(group, job, end)
+        group.finished += end.cause is None
+        return end
+
+    async def _finish(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
+        """Ends a session, reads it and writes it; returns how it ended.
+
+        A cancellation waits for that, and gives up a sink that blocks: the journal has the session.
+        """
+        work = asyncio.create_task(self._end_and_write(group, job, end))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work}, timeout=_SINK_GRACE_S)
+            if not work.done():
+                log.warning("session %s: not written, because a sink blocks", job.session_id)
+            elif not work.cancelled() and (error := work.exception()) is not None:
+                log.warning("session %s: not written: %s", job.session_id, error)
+            raise
+        finally:
+            work.cancel()
+
+    async def _end_and_write(self, group: _TaskSessions, job: SessionJob, end: SessionEnd) -> SessionEnd:
+        try:
+            result = await self._sessions.finish(job, end)
+        except SessionError as error:
+            if error.kind != "unknown":
+                raise
+            return end  # it was never opened
+        for sink in self._sinks:
+            if not sink.contains(result.session):
+                await sink.write(result)
+        self.stats.add(result.line)
+        group.finished += result.status == "finished"
+        self._gateway.release(result.session)
+        if result.status == "failed":
+            log.warning("session %s failed: %s", result.session, result.end.reason)
+        return result.end
+
+    async def _end_group(self, group: _TaskSessions) -> None:
+        """Judges the sessions of a task whose agents are done, and ends the task; once."""
+        if group.is_ended:
+            return
+        group.is_ended = True
+        if self._judge is not None and group.completed:
+            await self._judge_group(group, self._judge)
+        uid = group.task.uid
+        if group.finished:
+            self._finished_tasks += 1
+        elif group.stop_cause is None:
+            log.error("task %s: all sessions failed, the first with %s", uid, self.stats.errors.get(uid))
+        for sink in self._sinks:
+            await sink.end_prompt(group.task, "finished" if group.finished else "failure")
+        if self._finished_tasks == self.config.stop_after:
+            for other in self._groups:
+                other.stop(EndCause.EARLY_STOP)
+
+    async def _judge_group(self, group: _TaskSessions, judge: RelativeJudge) -> None:
+        jobs, ends = group.completed[:], [SessionEnd()] * len(group.completed)
+        trajectories: list[Trajectory] = []
+        for index, job in enumerate(jobs):
+            trajectory, _ = await self._gateway.read(job.session_id)
+            trajectories.append(trajectory)
+            ends[index] = self._sessions.check_staleness(trajectory)
+        valid = [index for index, end in enumerate(ends) if end.cause is None]
+        scores = await judge.score_group(group.task.row, [trajectories[index] for index in valid])
+        for index, score in zip(valid, scores, strict=True):
+            if score is None:
+                ends[index] = SessionEnd(EndCause.JUDGE_ERROR, "the judge gave no score")
+            else:
+                await self._gateway.post_reward(jobs[index].session_id, {"score": score, "source": "judge"})
+        for job, end in zip(jobs, ends, strict=True):
+            group.completed.remove(job)
+            await self._finish(group, job, end)
+
+    async def _end_interrupted(self) -> None:
+        """Ends the sessions that still wait for the judge, and closes the sinks."""
+        for group in self._groups:
+            for job in group.completed:
+                await self._finish(group, job, SessionEnd(EndCause.INTERRUPTED))
+            group.completed = []
+        for sink in self._sinks:
+            await sink.close()
+
+
+def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """Returns the first error of a group of groups."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error

@@ -1,0 +1,218 @@
+"""Runners: what runs an agent on a task in a session. Each is a small value that can be sent elsewhere.
+
+    FunctionRunner(run)                    async def run(task, session), or a plain function, or "module:name"
+    CommandRunner("my-agent --once")       any program; it gets the session's URL and key as environment
+    RemoteRunner("http://host/run")        a service that gets the task and the URL, and completes the session
+    LoopRunner()                           the agents of the loop's registry, by the task's `agent_name`
+
+A runner returns when the agent is done, or raises. What it returns, if anything, is the session's reward. An
+agent needs only the session's URL and key, so it may run anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from branchline.core.errors import InputError
+from branchline.engines.client import HttpClient, ServerConfig
+from branchline.loop.agents import AgentContext, find_agent, run_agent
+from branchline.loop.http_model import HttpModel
+from branchline.loop.registry import InteractionRegistry, ToolRegistry, is_async_callable
+from branchline.loop.state import LoopState
+from branchline.loop.task import LoopLimits, Task
+from branchline.loop.timeouts import run_in_thread
+from branchline.rollout.processes import run_command
+from branchline.rollout.rewards import RewardData
+from branchline.rollout.session_gateway import AgentSession
+from branchline.rollout.session_result import EndCause, RunnerError
+from branchline.rollout.tasks import RolloutTask
+
+RunnerFunction = Callable[[Any, AgentSession], Awaitable[RewardData | None] | RewardData | None]
+_SECRET_PREFIX = "BRANCHLINE_"
+"""Variables that hold keys of engines and of the gateway; agents do not get them."""
+_SUBMIT_TIMEOUT_S = 60.0
+
+
+class Runner(Protocol):
+    """Runs an agent on a task."""
+
+    async def run(self, task: RolloutTask, session: AgentSession) -> RewardData | None:
+        """Returns when the agent is done: its reward, or None if it has posted one or a reward function will
+        give it."""
+        ...
+
+
+@dataclass(frozen=True)
+class FunctionRunner:
+    """Calls a function of (task, session); the task is the row. A plain function runs in a thread."""
+
+    function: RunnerFunction | str
+
+    def __post_init__(self) -> None:
+        function = self._load()
+        if not callable(function):
+            raise InputError(f"agent: got {function!r}, expected a function of (task, session)")
+        try:
+            inspect.signature(function).bind("task", "session")
+        except TypeError as error:
+            raise InputError(f"agent: expected a function of (task, session), but {error}") from error
+
+    async def run(self, task: RolloutTask, session: AgentSession) -> RewardData | None:
+        function = self._load()
+        if is_async_callable(function):
+            value = function(task.row, session)
+        else:
+            value = await run_in_thread(function, task.row, session)
+        return await value if inspect.isawaitable(value) else value
+
+    def _load(self) -> RunnerFunction:
+        if isinstance(self.function, str):
+            function: RunnerFunction = load_object(self.function, "agent")
+            return function
+        return self.function
+
+
+@dataclass(frozen=True)
+class CommandRunner:
+    """Runs a shell command; any exit code but 0 fails the session.
+
+    It gets `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `BRANCHLINE_TASK`
+    (the row as JSON), `BRANCHLINE_PROMPT` (its prompt as text) and `BRANCHLINE_SESSION`.
+    """
+
+    command: str
+    log_folder: Path | None = None
+    """Output goes to a file for each session in this folder."""
+
+    def __post_init__(self) -> None:
+        if not self.command.strip():
+            raise InputError(f"command: got {self.command!r}, expected a shell command")
+
+    async def run(self, task: RolloutTask, session: AgentSession) -> None:
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(_SECRET_PREFIX)},
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+            "ANTHROPIC_API_KEY": session.api_key,
+            "BRANCHLINE_TASK": msgspec.json.encode(task.row).decode(),
+            "BRANCHLINE_PROMPT": task.prompt,
+            "BRANCHLINE_SESSION": session.id,
+        }
+        log_file = None if self.log_folder is None else self.log_folder / f"{session.id}.log"
+        ended = await run_command(self.command, environment, log_file=log_file)
+        if ended.exit_code != 0:
+            raise RunnerError(EndCause.EXIT_CODE, f"exit code {ended.exit_code}: {ended.tail}")
+
+
+@dataclass(frozen=True)
+class RemoteRunner:
+    """Sends the task and the session to a service, and waits until the session is completed.
+
+    The service gets `{"task": …, "session": {"id", "base_url", "anthropic_base_url", "api_key"}}` and answers
+    at once. Its agent marks the session as complete: `POST {anthropic_base_url}/complete` with the API key.
+    """
+
+    url: str
+    api_key: str = ""
+
+    def __post_init__(self) -> None:
+        ServerConfig(self.url)
+
+    async def run(self, task: RolloutTask, session: AgentSession) -> None:
+        names = ("id", "base_url", "anthropic_base_url", "api_key")
+        body = {"task": task.row, "session": {name: getattr(session, name) for name in names}}
+        config = ServerConfig(self.url, api_key=self.api_key, read_timeout_s=_SUBMIT_TIMEOUT_S)
+        parts = urlsplit(self.url)
+        client = HttpClient(config, f"{parts.scheme}://{parts.netloc}")
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        try:
+            response = client.request("POST", path, msgspec.json.encode(body))
+            status, content = await response.read()
+            await response.close()
+        finally:
+            await client.close()
+        if status // 100 != 2:
+            text = content[:200].decode(errors="replace")
+            raise RunnerError(EndCause.CONNECTION, f"{self.url}: got status {status}, expected 2xx: {text}")
+        await session.wait()
+
+
+@dataclass(frozen=True)
+class LoopRunner:
+    """Runs the agents of the loop's registry: `single_turn`, `tool`, `state`, and those with @agent."""
+
+    name: str = ""
+    """The agent of tasks without an `agent_name`."""
+    tools: ToolRegistry | None = None
+    interactions: InteractionRegistry | None = None
+    limits: LoopLimits | None = None
+
+    async def run(self, task: RolloutTask, session: AgentSession) -> None:
+        row = {**task.row, "agent_name": task.agent_name or self.name}
+        async with HttpModel(session.base_url, session.api_key, session.control_key) as model:
+            context = AgentContext(model, self.tools, self.interactions, self.limits)
+            await run_agent(LoopState.begin(Task.read(row)), context)
+
+
+RunnerSpec = Runner | RunnerFunction | str
+
+
+def make_runner(spec: RunnerSpec) -> Runner:
+    """Returns a runner: one that is given, that of a function, or that of `module:function`. A name without
+    a colon is an agent of the loop's registry."""
+    if isinstance(spec, str) and ":" not in spec:
+        find_agent(spec)
+        return LoopRunner(spec)
+    if isinstance(spec, str):
+        return FunctionRunner(spec)
+    runner: Any = spec
+    return runner if hasattr(runner, "run") else FunctionRunner(runner)
+
+
+def select_runner(runners: Mapping[str, Runner], agent_name: str) -> Runner:
+    """Returns the runner of a task: by name, else an agent of the loop's registry.
+
+    The runner with the empty name works on tasks without an `agent_name`. Raises InputError for an unknown
+    name.
+    """
+    if agent_name in runners:
+        return runners[agent_name]
+    try:
+        find_agent(agent_name)
+    except InputError as error:
+        known = sorted(name for name in runners if name)
+        registered = str(error).partition("one of ")[2]
+        raise InputError(f"agent_name: got {agent_name!r}, expected one of {known} or {registered}") from None
+    return LoopRunner(agent_name)
+
+
+def load_object(path: str, what: str) -> Any:
+    """Returns what `module:name` names; modules of the working directory are found too.
+
+    Raises InputError if there is none, or if importing the module fails.
+    """
+    module_name, separator, name = path.partition(":")
+    if not separator or not module_name or not name:
+        raise InputError(f"{what}: got {path!r}, expected MODULE:FUNCTION")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise InputError(
+            f"{what}: got {path!r}, which cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return found

@@ -1,0 +1,148 @@
+"""Runs one session: opens it, runs the agent, scores it, ends it and reads its result.
+
+Nothing here raises because of an agent, a reward function or a bad reward: each becomes the end of the
+session, with its cause. What is raised is a cancellation, or a failure of the gateway itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from branchline.core.errors import BranchlineError, SessionError
+from branchline.export.trajectory import Trajectory
+from branchline.loop.timeouts import finish_despite_cancel, with_timeout
+from branchline.rollout.rewards import RewardData, RewardScorer
+from branchline.rollout.runners import Runner
+from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd, SessionJob, SessionResult
+
+_GRACE_S = 5.0
+"""How long a cancelled agent may take to end before it is abandoned."""
+
+
+class SessionRunner:
+    """Runs sessions, one call of each method per session and step."""
+
+    def __init__(
+        self,
+        gateway: SessionGateway,
+        scorer: RewardScorer | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        max_staleness: int | None = None,
+        require_reward: bool = False,
+    ) -> None:
+        self._gateway = gateway
+        self._scorer = scorer
+        self._options = options or {}
+        self._timeout_s = timeout_s
+        self._max_staleness = max_staleness
+        self._require_reward = require_reward
+        self._started: dict[str, float] = {}
+        self._exceptions: dict[str, Exception] = {}
+
+    async def run(self, job: SessionJob, runner: Runner) -> SessionResult:
+        """Runs a session from its start to its result."""
+        end = await self.run_agent(job, runner)
+        if end.cause is None:
+            end = await self.score(job)
+        return await self.finish(job, end)
+
+    async def run_agent(self, job: SessionJob, runner: Runner) -> SessionEnd:
+        """Opens the session and runs the agent until it is done; posts the reward that it returns."""
+        # A session that is being opened in a thread would stay open after a cancellation.
+        session = await finish_despite_cancel(self._gateway.open(job, self._options))
+        self._started[job.session_id] = time.perf_counter()
+
+        async def run() -> RewardData | None:
+            try:
+                return await runner.run(job.task, session)
+            except TimeoutError as error:  # the agent's own
+                raise RunnerError(EndCause.RUNNER_ERROR, f"TimeoutError: {error}") from error
+
+        try:
+            reward = await with_timeout(run(), self._timeout_s, _GRACE_S)
+        except TimeoutError as error:
+            self._exceptions[job.session_id] = error
+            return SessionEnd(EndCause.TIMEOUT, str(error))
+        except Exception as error:
+            self._exceptions[job.session_id] = error
+            return SessionEnd.from_error(error)
+        if reward is not None:
+            end = await self._post_reward(job, reward)
+            if end.cause is not None:
+                return end
+        state, reason = await self._gateway.end(job.session_id, "completed")
+        return SessionEnd.from_state(state, reason)
+
+    async def score(self, job: SessionJob) -> SessionEnd:
+        """Computes and posts the reward of a session whose agent is done."""
+        session_id = job.session_id
+        if self._scorer is not None or self._max_staleness is not None:
+            trajectory, _ = await self._gateway.read(session_id)
+            end = self.check_staleness(trajectory)
+            if end.cause is not None:
+                return end
+            if self._scorer is not None:
+                try:
+                    reward = await self._scorer.score(SessionResult(job, SessionEnd(), trajectory))
+                except Exception as error:
+                    self._exceptions[session_id] = error
+                    return replace(SessionEnd.from_error(error), cause=EndCause.REWARD_ERROR)
+                end = await self._post_reward(job, reward)
+                if end.cause is not None:
+                    return end
+        if self._require_reward and not self._gateway.rewards(session_id):
+            return SessionEnd(EndCause.NO_REWARD, "the agent returned no reward and posted none")
+        return SessionEnd()
+
+    def check_staleness(self, trajectory: Trajectory) -> SessionEnd:
+        """Returns the end of a session whose tokens are too many versions old, else a finished one."""
+        if self._max_staleness is None:
+            return SessionEnd()
+        trained = [sample.response_versions[sample.response_mask != 0] for sample in trajectory.samples]
+        now = self._gateway.version
+        staleness = now - min((int(versions.min()) for versions in trained if len(versions)), default=now)
+        if staleness <= self._max_staleness:
+            return SessionEnd()
+        return SessionEnd(EndCause.STALE, f"{staleness} versions old, expected at most {self._max_staleness}")
+
+    async def finish(self, job: SessionJob, end: SessionEnd) -> SessionResult:
+        """Ends the session and returns its result. Raises SessionError if it was never opened.
+
+        A session that was closed at the gateway, by its agent for example, ends as the gateway says.
+        """
+        session_id = job.session_id
+        state, reason = await self._gateway.end(
+            session_id, "finalized" if end.cause is None else "aborted", end.gateway_reason
+        )
+        if (state == "finalized") != (end.cause is None):
+            end = SessionEnd.from_state(state, reason) if state == "aborted" else end
+        trajectory, figures = await self._gateway.read(session_id)
+        started = self._started.pop(session_id, None)
+        return SessionResult(
+            job,
+            end,
+            replace(trajectory, failed=end.cause is not None),
+            self._gateway.rewards(session_id),
+            figures.calls,
+            figures.answer_lengths,
+            figures.truncated_answers,
+            0.0 if started is None else time.perf_counter() - started,
+            self._gateway.version,
+            self._exceptions.pop(session_id, None),
+        )
+
+    async def _post_reward(self, job: SessionJob, reward: RewardData) -> SessionEnd:
+        try:
+            await self._gateway.post_reward(job.session_id, reward)
+        except SessionError:
+            return SessionEnd.from_state(*(await self._gateway.end(job.session_id, "aborted")))
+        except BranchlineError as error:
+            self._exceptions[job.session_id] = error
+            return SessionEnd(EndCause.REWARD_ERROR, str(error))
+        return SessionEnd()

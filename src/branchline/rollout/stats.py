@@ -1,0 +1,115 @@
+"""The figures of a rollout: sessions by status, why they failed, tokens sampled and delivered, forks.
+
+They are sums over the lines of `trajectories.jsonl`, so they can be computed again from the file at any time:
+`stats.json` is a copy that is easy to read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PromptStatus = Literal["finished", "failure"]
+_MAX_REASONS = 100
+_OTHER = "other"
+_MAX_REASON_CHARS = 200
+
+
+@dataclass
+class RolloutStats:
+    """Sums over the sessions of a rollout."""
+
+    sessions: int = 0
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    failure_reasons: Counter[str] = field(default_factory=Counter)
+    """Failed sessions by cause and error."""
+    abort_reasons: Counter[str] = field(default_factory=Counter)
+    """Aborted sessions by cause."""
+    sampled_tokens: int = 0
+    delivered_tokens: int = 0
+    """Sampled tokens that samples of finished sessions train."""
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens that no sample trains, by reason."""
+    forks: int = 0
+    fork_causes: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    samples: int = 0
+    prompts: dict[str, PromptStatus] = field(default_factory=dict)
+    """Each task by its uid: `finished` if one of its sessions is."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Why the first session of each failed task failed."""
+    rewards: list[float] = field(default_factory=list)
+    """The rewards of finished sessions."""
+    _seen: set[str] = field(default_factory=set, repr=False)
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[Mapping[str, Any]]) -> RolloutStats:
+        """Returns the figures of lines of `trajectories.jsonl`."""
+        stats = cls()
+        for line in lines:
+            stats.add(line)
+        return stats
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds a session, as `SessionResult.line` has it; one that was added before is not counted again."""
+        if line["session"] in self._seen:
+            return
+        self._seen.add(line["session"])
+        status, cause, metrics = line["status"], line.get("cause", ""), line.get("metrics", {})
+        self.sessions += 1
+        setattr(self, status, getattr(self, status) + 1)
+        reason = ": ".join([part for part in (cause, " ".join(line.get("error", "").split())) if part])
+        reason = reason[:_MAX_REASON_CHARS]
+        if status == "failed":
+            is_known = reason in self.failure_reasons or len(self.failure_reasons) < _MAX_REASONS
+            self.failure_reasons[reason if is_known else _OTHER] += 1
+        elif status == "aborted":
+            self.abort_reasons[cause] += 1
+        elif line.get("reward") is not None:
+            self.rewards.append(line["reward"])
+        self.sampled_tokens += metrics.get("sampled_tokens", 0)
+        self.delivered_tokens += metrics.get("delivered_tokens", 0)
+        self.dropped_tokens.update(line.get("dropped_tokens", {}))
+        self.forks += metrics.get("forks", 0)
+        self.fork_causes.update(line.get("fork_causes", {}))
+        self.calls += metrics.get("calls", 0)
+        self.samples += metrics.get("samples", 0)
+        self._add_to_prompt(line["uid"], status, reason)
+
+    def _add_to_prompt(self, uid: str, status: str, reason: str) -> None:
+        if status == "finished":
+            self.prompts[uid] = "finished"
+            self.errors.pop(uid, None)
+        elif self.prompts.get(uid) != "finished":
+            self.prompts[uid] = "failure"
+            self.errors.setdefault(uid, reason)
+
+    @property
+    def reward_mean(self) -> float | None:
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `stats.json`."""
+        statuses = Counter(self.prompts.values())
+        return {
+            "sessions": self.sessions,
+            "finished": self.finished,
+            "failed": self.failed,
+            "aborted": self.aborted,
+            "failure_reasons": dict(self.failure_reasons.most_common()),
+            "abort_reasons": dict(self.abort_reasons.most_common()),
+            "sampled_tokens": self.sampled_tokens,
+            "delivered_tokens": self.delivered_tokens,
+            "dropped_tokens": dict(self.dropped_tokens.most_common()),
+            "forks": self.forks,
+            "fork_causes": dict(self.fork_causes.most_common()),
+            "calls": self.calls,
+            "samples": self.samples,
+            "reward_mean": self.reward_mean,
+            "prompts": {"finished": statuses["finished"], "failure": statuses["failure"]},
+            "errors": dict(list(self.errors.items())[:_MAX_REASONS]),
+        }

@@ -1,0 +1,71 @@
+"""Rollouts on a scripted engine: a gateway on loopback, agents that ask it over HTTP, and their results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from branchline.chat.toy import ToyCodec
+from branchline.engines.scripted import ReplyRule, ScriptedEngine, replies
+from branchline.gateway.server import Gateway
+
+AsyncTest = Callable[[], Coroutine[Any, Any, None]]
+
+
+def run(test: AsyncTest) -> None:
+    """Runs an async test with a timeout; no task may be left over."""
+
+    async def main() -> None:
+        await asyncio.wait_for(test(), 30)
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        assert not left, left
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def scripted_gateway(
+    rule: ReplyRule | None = None, journal: Path | None = None
+) -> AsyncIterator[Gateway]:
+    codec = ToyCodec.chatml()
+    engine = ScriptedEngine(codec, rule or replies("ok"))
+    async with Gateway(engine=engine, codec=codec, journal=journal) as gateway:
+        yield gateway
+
+
+def scripted_engine(gateway: Gateway) -> Any:
+    """The engine of a gateway made by `scripted_gateway`."""
+    return gateway.app.router.engine
+
+
+async def ask(session: Any, *messages: str | Mapping[str, Any], agent: str = "") -> dict[str, Any]:
+    """Asks the session's model; strings are user and assistant messages in turn. Returns the answer."""
+    wire = [
+        {"role": ("user", "assistant")[index % 2], "content": message}
+        if isinstance(message, str)
+        else message
+        for index, message in enumerate(messages)
+    ]
+    async with httpx.AsyncClient() as http:
+        response = await http.post(
+            f"{session.base_url}/chat/completions",
+            json={"model": "any", "messages": wire},
+            headers={
+                "authorization": f"Bearer {session.api_key}",
+                **({"x-branchline-agent": agent} if agent else {}),
+            },
+        )
+    response.raise_for_status()
+    message: dict[str, Any] = response.json()["choices"][0]["message"]
+    return message
+
+
+async def ask_once(task: Mapping[str, Any], session: Any) -> float:
+    """An agent with one turn; its reward is that of the task, or 1."""
+    await ask(session, str(task["prompt"]))
+    return float(task.get("score", 1.0))
