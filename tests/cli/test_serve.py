@@ -210,7 +210,7 @@ def test_only_the_built_in_model_has_a_default_limit(
     options: dict[str, object], expected: int | None
 ) -> None:
     defaults: dict[str, object] = {"engine": "hf", "model": None, "default_max_tokens": None}
-    assert serve._default_max_tokens(Namespace(**{**defaults, **options})) == expected
+    assert serve.default_max_tokens(Namespace(**{**defaults, **options})) == expected
 
 
 @pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])

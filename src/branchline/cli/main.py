@@ -1,7 +1,8 @@
 """The `branchline` command: parses the options, runs one command and turns errors into exit codes.
 
-A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success,
-1 the doctor found the template unsafe, 2 bad input (with one sentence on stderr), 130 interrupted.
+A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success, 1 the
+doctor found the template unsafe or no session of a run finished, 2 bad input (with one sentence on stderr),
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from branchline import __version__
-from branchline.cli import demo, doctor, merge, serve, tree
+from branchline.cli import demo, doctor, export_run, merge, run, serve, stats, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
@@ -23,6 +24,8 @@ token is trained exactly once, in exactly the context it was sampled in.
 _EPILOG = """\
 examples:
   branchline serve --engine scripted      start a gateway for agents that records every call
+  branchline run tasks.jsonl --agent my_agent:run --reward my_agent:score --n 8 --out runs/first
+                                          run an agent on tasks; record, score and write every session
   branchline demo                         train a tiny model on a CPU and watch it learn
   branchline merge calls.jsonl            merge a log into timelines; list forks, causes and all tokens
   branchline tree calls.jsonl             print the same calls as a tree
@@ -38,9 +41,9 @@ _EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     options = build_parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
+    execute: Callable[[argparse.Namespace], str | tuple[str, int]] = options.run
     try:
-        output = run(options)
+        output = execute(options)
         text, code = output if isinstance(output, tuple) else (output, 0)
         _write(text)
     except BranchlineError as error:
@@ -69,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     tree.add_tree(commands)
     doctor.add_doctor(commands)
     serve.add_serve(commands)
+    run.add_run(commands)
+    stats.add_stats(commands)
+    export_run.add_export(commands)
     demo.add_demo(commands)
     return parser
 

@@ -76,8 +76,8 @@ def add_serve(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_engine_options(parser.add_argument_group("engine"))
-    _add_embedded_engine_options(parser.add_argument_group("embedded engine (--engine hf)"))
+    add_engine_options(parser.add_argument_group("engine"))
+    add_embedded_engine_options(parser.add_argument_group("embedded engine (--engine hf)"))
     server_options = parser.add_argument_group("server")
     _add_server_options(server_options)
     _add_image_options(server_options)
@@ -86,7 +86,7 @@ def add_serve(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine",
         choices=ENGINE_NAMES,
@@ -162,7 +162,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_embedded_engine_options(group: argparse._ArgumentGroup) -> None:
+def add_embedded_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)"
     )
@@ -299,7 +299,7 @@ async def _serve(
             admin_key=options.admin_key or os.environ.get(ADMIN_KEY_ENV, ""),
             auth=not options.no_auth,
             max_in_flight=options.max_in_flight,
-            default_max_tokens=_default_max_tokens(options),
+            default_max_tokens=default_max_tokens(options),
             public_url=options.public_url,
             drain_s=options.drain_s,
             idle_s=options.idle_s,
@@ -341,7 +341,7 @@ def _startup_message(gateway: Gateway, base_url: str, api_key: str) -> str:
     )
 
 
-def _default_max_tokens(options: argparse.Namespace) -> int | None:
+def default_max_tokens(options: argparse.Namespace) -> int | None:
     """The option's value; SmolLM2 gets a limit of its own, because it often generates no stop token."""
     if options.default_max_tokens is None and options.engine == "hf" and not options.model:
         return _DEFAULT_MODEL_MAX_TOKENS

@@ -298,7 +298,7 @@ class Rollout:
         group.finished += result.status == "finished"
         self._gateway.release(result.session)
         if result.status == "failed":
-            log.warning("session %s failed: %s", result.session, result.end.reason)
+            log.warning("session %s failed: %s", result.session, result.end.reason.replace("\n", " / "))
         return result.end
 
     async def _end_group(self, group: _TaskSessions) -> None:

@@ -112,7 +112,7 @@ class CommandRunner:
         log_file = None if self.log_folder is None else self.log_folder / f"{session.id}.log"
         ended = await run_command(self.command, environment, log_file=log_file)
         if ended.exit_code != 0:
-            raise RunnerError(EndCause.EXIT_CODE, f"exit code {ended.exit_code}: {ended.tail}")
+            raise RunnerError(EndCause.EXIT_CODE, f"exit code {ended.exit_code}\n{ended.tail}")
 
 
 @dataclass(frozen=True)

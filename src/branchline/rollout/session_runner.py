@@ -120,8 +120,7 @@ class SessionRunner:
         state, reason = await self._gateway.end(
             session_id, "finalized" if end.cause is None else "aborted", end.gateway_reason
         )
-        if (state == "finalized") != (end.cause is None):
-            end = SessionEnd.from_state(state, reason) if state == "aborted" else end
+        end = SessionEnd.from_state(state, reason)
         trajectory, figures = await self._gateway.read(session_id)
         started = self._started.pop(session_id, None)
         return SessionResult(

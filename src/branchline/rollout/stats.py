@@ -62,8 +62,9 @@ class RolloutStats:
         status, cause, metrics = line["status"], line.get("cause", ""), line.get("metrics", {})
         self.sessions += 1
         setattr(self, status, getattr(self, status) + 1)
-        reason = ": ".join([part for part in (cause, " ".join(line.get("error", "").split())) if part])
-        reason = reason[:_MAX_REASON_CHARS]
+        # The first line: what follows, such as the output of a command, differs between sessions.
+        error = line.get("error", "").partition("\n")[0]
+        reason = ": ".join([part for part in (cause, error) if part])[:_MAX_REASON_CHARS]
         if status == "failed":
             is_known = reason in self.failure_reasons or len(self.failure_reasons) < _MAX_REASONS
             self.failure_reasons[reason if is_known else _OTHER] += 1

@@ -1,0 +1,152 @@
+"""Options of the commands that run agents on tasks: `run` and `train`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from branchline.core.errors import InputError
+
+if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
+    from branchline.rollout.judge import RelativeJudge
+    from branchline.rollout.rewards import RewardFunction, VerifierCommand
+    from branchline.rollout.runners import Runner
+
+JUDGE_KEY_ENV = "BRANCHLINE_JUDGE_KEY"
+AGENT_HELP = """\
+TASKS is a JSONL or Parquet file, or a Hugging Face dataset as NAME:SPLIT. A row is an object; `id` names it
+and `agent_name` selects an agent. All other fields are for the agent and the reward.
+
+An agent is one of:
+  --agent module:function     async def function(task, session): task is the row; session has base_url,
+                              api_key, anthropic_base_url and id. It may return the reward.
+  --agent NAME=module:function   for the tasks whose agent_name is NAME; repeatable
+  --agent NAME                an agent of the loop: single_turn, tool, …
+  --command "shell command"   any program. It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+                              ANTHROPIC_API_KEY, BRANCHLINE_TASK (the row as JSON), BRANCHLINE_PROMPT and
+                              BRANCHLINE_SESSION. Any exit code but 0 fails the session.
+  --agent-url URL             a service that gets the task and the session, and completes the session:
+                              POST {anthropic_base_url}/complete
+
+A reward is a number, or an object with a score, from one of:
+  the agent                   what it returns, or posts with session.reward(…)
+  --reward module:function    def function(task, trajectory), or async; trajectory.answer is the last answer
+  --reward-command "command"  gets BRANCHLINE_TASK and the session's line on stdin; prints the reward as its
+                              last line, or exits with 0 (reward 1) or 1 (reward 0)
+  --judge-url, --judge-model  an LLM that scores the sessions of each task relative to each other
+"""
+
+
+def add_agent_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the tasks, the agents and the rewards."""
+    parser.add_argument("tasks", metavar="TASKS", help="a JSONL or Parquet file, or a dataset: NAME:SPLIT")
+    agents = parser.add_argument_group("agent")
+    agents.add_argument(
+        "--agent",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="a function of (task, session); or NAME=MODULE:FUNCTION, or an agent of the loop; repeatable",
+    )
+    agents.add_argument("--command", metavar="COMMAND", help="a shell command that runs the agent")
+    agents.add_argument("--agent-url", metavar="URL", help="a service that runs the agent")
+    agents.add_argument(
+        "--agent-reward", action="store_true", help="the session's API key may post rewards, too"
+    )
+    agents.add_argument("--timeout-s", type=float, metavar="S", help="time limit of an agent (default: none)")
+    rewards = parser.add_argument_group("reward")
+    rewards.add_argument("--reward", metavar="MODULE:FUNCTION", help="a function of (task, trajectory)")
+    rewards.add_argument(
+        "--reward-command", metavar="COMMAND", help="a shell command that verifies a session"
+    )
+
+
+def add_judge_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("judge")
+    group.add_argument(
+        "--judge-url",
+        metavar="URL",
+        help=f"an OpenAI-compatible server, with /v1; its key is read from {JUDGE_KEY_ENV}",
+    )
+    group.add_argument("--judge-model", metavar="NAME", help="the model that judges")
+    group.add_argument("--judge-rubric", type=Path, metavar="FILE", help="a text that says what is good")
+
+
+def build_runners(options: argparse.Namespace, log_folder: Path | None = None) -> dict[str, Runner]:
+    """Returns the agents by name; that of the empty name is for tasks without one. Raises InputError for two
+    agents of one name, and for none."""
+    from branchline.rollout.runners import CommandRunner, RemoteRunner, make_runner
+
+    runners: dict[str, Runner] = {}
+
+    def add(name: str, runner: Runner) -> None:
+        if name in runners:
+            what = f"--agent: got {name!r} twice" if name else "--agent, --command, --agent-url: got several"
+            raise InputError(f"{what}, expected one; name others: --agent NAME=MODULE:FUNCTION")
+        runners[name] = runner
+
+    for text in options.agent:
+        name, separator, path = text.partition("=")
+        add(name if separator else "", make_runner(path if separator else text))
+    if options.command is not None:
+        add("", CommandRunner(options.command, log_folder))
+    if options.agent_url is not None:
+        add("", RemoteRunner(options.agent_url))
+    if not runners:
+        raise InputError("agent: got none, expected --agent MODULE:FUNCTION, --command or --agent-url")
+    return runners
+
+
+def build_reward(options: argparse.Namespace) -> RewardFunction | VerifierCommand | None:
+    """Returns the reward function or command, or None."""
+    from branchline.rollout.rewards import VerifierCommand, check_reward_function
+    from branchline.rollout.runners import load_object
+
+    if options.reward and options.reward_command:
+        raise InputError("--reward, --reward-command: got both, expected one of them")
+    if options.reward_command:
+        return VerifierCommand(options.reward_command)
+    if not options.reward:
+        return None
+    function: RewardFunction = load_object(options.reward, "reward")
+    check_reward_function(function)
+    return function
+
+
+def build_judge(options: argparse.Namespace) -> RelativeJudge | None:
+    from branchline.rollout.judge import DEFAULT_RUBRIC, ChatEndpoint, RelativeJudge
+
+    if not options.judge_url:
+        if options.judge_model or options.judge_rubric:
+            raise InputError("--judge-url: got none, expected the address of the judge's server")
+        return None
+    if not options.judge_model:
+        raise InputError("--judge-model: got none, expected the name of the judge's model")
+    try:
+        rubric = DEFAULT_RUBRIC if options.judge_rubric is None else options.judge_rubric.read_text()
+    except OSError as error:
+        raise InputError(f"--judge-rubric: {error}, expected a text file") from error
+    key = os.environ.get(JUDGE_KEY_ENV, "")
+    return RelativeJudge(ChatEndpoint(options.judge_url, options.judge_model, key), rubric)
+
+
+def parse_count(text: str) -> tuple[str, int]:
+    """Reads NAME=N."""
+    name, _, number = text.rpartition("=")
+    if not name or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=N")
+    return name, int(number)
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a JSON object")
+    return value

@@ -1,0 +1,77 @@
+"""`branchline stats`: the figures of a run, computed from the lines of its sessions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from branchline.cli.render import format_count, pluralize, sanitize, to_text
+
+_DESCRIPTION = """\
+Prints the figures of a run: sessions by status, why sessions failed, tokens sampled and delivered, forks.
+They are computed from trajectories.jsonl, so the run may still be writing it.
+"""
+_MAX_REASONS = 10
+
+
+def add_stats(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = commands.add_parser("stats", help="print the figures of a run", description=_DESCRIPTION)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, as in stats.json")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> str:
+    """The figures, as a table or as JSON."""
+    from branchline.rollout.run_folder import find_run_folder
+    from branchline.rollout.stats import RolloutStats
+
+    stats = RolloutStats.from_lines(find_run_folder(options.folder).lines()).to_json()
+    if options.json:
+        return msgspec.json.encode(stats).decode() + "\n"
+    return render_stats(stats, options.folder)
+
+
+def render_stats(stats: Mapping[str, Any], folder: Path) -> str:
+    """The figures as text."""
+    table = Table.grid(padding=(0, 2))
+    counts = ", ".join(f"{format_count(stats[name])} {name}" for name in ("finished", "failed", "aborted"))
+    table.add_row("sessions", f"{format_count(stats['sessions'])}: {counts}")
+    prompts = stats["prompts"]
+    table.add_row(
+        "tasks", f"{format_count(prompts['finished'])} finished, {format_count(prompts['failure'])} failed"
+    )
+    if stats["reward_mean"] is not None:
+        table.add_row("reward", f"{stats['reward_mean']:.4f} (mean of finished sessions)")
+    sampled, delivered = stats["sampled_tokens"], stats["delivered_tokens"]
+    percent = f" ({delivered / sampled:.1%})" if sampled else ""
+    samples = pluralize(stats["samples"], "sample")
+    table.add_row(
+        "tokens",
+        f"{format_count(sampled)} sampled, {format_count(delivered)} delivered{percent} in {samples}",
+    )
+    causes = ", ".join(f"{cause} {format_count(count)}" for cause, count in stats["fork_causes"].items())
+    table.add_row("forks", format_count(stats["forks"]) + (f": {causes}" if causes else ""))
+    dropped = ", ".join(
+        f"{reason} {format_count(count)}" for reason, count in stats["dropped_tokens"].items()
+    )
+    if dropped:
+        table.add_row("dropped tokens", dropped)
+    lines: list[RenderableType] = [table]
+    for name, title in (("failure_reasons", "failed"), ("abort_reasons", "aborted")):
+        reasons = list(stats[name].items())
+        lines += [
+            Text(f"  {title} {count} × {sanitize(reason, 200)}") for reason, count in reasons[:_MAX_REASONS]
+        ]
+        if len(reasons) > _MAX_REASONS:
+            lines.append(Text(f"  {len(reasons) - _MAX_REASONS} more reasons; --json lists them all"))
+    lines.append(Text(f"folder: {folder}"))
+    return to_text(*lines)
