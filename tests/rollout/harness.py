@@ -38,11 +38,6 @@ async def scripted_gateway(
         yield gateway
 
 
-def scripted_engine(gateway: Gateway) -> Any:
-    """The engine of a gateway made by `scripted_gateway`."""
-    return gateway.app.router.engine
-
-
 async def ask(session: Any, *messages: str | Mapping[str, Any], agent: str = "") -> dict[str, Any]:
     """Asks the session's model; strings are user and assistant messages in turn. Returns the answer."""
     wire = [

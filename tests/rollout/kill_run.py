@@ -102,7 +102,7 @@ def install(failpoint: Failpoint) -> None:
         return ended
 
     sinks.append_lines = append_lines
-    SessionGateway.end = end_session  # type: ignore[method-assign]
+    SessionGateway.end = end_session  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from branchline.core.errors import InputError, SinkError
 from branchline.rollout.judge import RelativeJudge
 from branchline.rollout.rollout import Rollout, RolloutConfig
-from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink, read_lines
+from branchline.rollout.sinks import JsonlSink, MemorySink, ParquetSink, Sink, read_lines
 from tests.rollout.harness import ask, ask_once, run, scripted_gateway
 
 TASKS = [{"id": str(index), "prompt": f"question {index}"} for index in range(4)]
@@ -281,7 +281,7 @@ async def chaotic_agent(task: Mapping[str, Any], session: Any) -> Any:
                 raise ConnectionResetError("client left")
     if kind == "bad_posted_reward":
         async with httpx.AsyncClient() as http:
-            for body in (
+            for content in (
                 '{"score": "much"}',
                 "no json",
                 '{"score": NaN}',
@@ -289,7 +289,7 @@ async def chaotic_agent(task: Mapping[str, Any], session: Any) -> Any:
             ):
                 response = await http.post(
                     f"{session.anthropic_base_url}/reward",
-                    content=body,
+                    content=content,
                     headers={"authorization": f"Bearer {session.control_key}"},
                 )
                 assert response.status_code == 400
@@ -330,7 +330,7 @@ def test_whatever_agents_do_each_session_ends_once_and_alone(tmp_path: Path) -> 
         ]
         async with scripted_gateway(journal=tmp_path / "journal") as gateway:
             config = RolloutConfig(n=2, concurrency=50, require_reward=True)
-            sinks = [JsonlSink(tmp_path), ParquetSink(tmp_path / "samples", rows_per_file=3)]
+            sinks: list[Sink] = [JsonlSink(tmp_path), ParquetSink(tmp_path / "samples", rows_per_file=3)]
             stats = await Rollout(gateway, chaotic_agent, sinks=sinks, config=config).run(tasks)
         lines = list(read_lines(tmp_path / "trajectories.jsonl"))
         assert len(lines) == len({line["session"] for line in lines}) == 4 * len(EXPECTED)

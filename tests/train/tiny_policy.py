@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from openai import AsyncOpenAI  # noqa: E402
 
 from branchline.gateway.server import GatewaySession  # noqa: E402
-from branchline.train.demo.demo import MODEL_FOLDER  # noqa: E402
+from branchline.train.demo import MODEL_FOLDER  # noqa: E402
 from branchline.train.policy_update import UpdateConfig  # noqa: E402
 from branchline.train.trainer import Trainer, TrainerConfig  # noqa: E402
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from branchline import __version__
-from branchline.cli import demo, doctor, export_run, merge, run, serve, stats, tree
+from branchline.cli import demo, doctor, export_run, merge, run, serve, stats, train, tree
 from branchline.core.errors import BranchlineError
 
 _DESCRIPTION = """\
@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_doctor(commands)
     serve.add_serve(commands)
     run.add_run(commands)
+    train.add_train(commands)
     stats.add_stats(commands)
     export_run.add_export(commands)
     demo.add_demo(commands)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +43,7 @@ _SECRET_PREFIX = "BRANCHLINE_"
 _SUBMIT_TIMEOUT_S = 60.0
 
 
+@runtime_checkable
 class Runner(Protocol):
     """Runs an agent on a task."""
 
@@ -168,6 +169,16 @@ class LoopRunner:
 RunnerSpec = Runner | RunnerFunction | str
 
 
+@dataclass(frozen=True)
+class DispatchRunner:
+    """Runs each task by the runner of its `agent_name`."""
+
+    runners: Mapping[str, Runner]
+
+    async def run(self, task: RolloutTask, session: AgentSession) -> RewardData | None:
+        return await select_runner(self.runners, task.agent_name).run(task, session)
+
+
 def make_runner(spec: RunnerSpec) -> Runner:
     """Returns a runner: one that is given, that of a function, or that of `module:function`. A name without
     a colon is an agent of the loop's registry."""
@@ -176,8 +187,7 @@ def make_runner(spec: RunnerSpec) -> Runner:
         return LoopRunner(spec)
     if isinstance(spec, str):
         return FunctionRunner(spec)
-    runner: Any = spec
-    return runner if hasattr(runner, "run") else FunctionRunner(runner)
+    return spec if isinstance(spec, Runner) else FunctionRunner(spec)
 
 
 def select_runner(runners: Mapping[str, Runner], agent_name: str) -> Runner:

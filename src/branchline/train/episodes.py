@@ -1,8 +1,9 @@
 """Runs the episodes of a training step: sessions of a gateway, driven by the user's agent, in groups.
 
-An agent is an async function of a session and a task. It may use any client that can set a base URL and a
-key, and returns the reward. An episode whose agent raises is failed: it is logged, trains nothing and does
-not count in its group.
+An agent is an async function of a session and a task, or any runner of `rollout/runners.py`. It may use any
+client that can set a base URL and a key. Its reward is what it returns or posts, or that of a reward
+function. An episode whose agent raises is failed: it is logged, trains nothing and does not count in its
+group.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import Chunk, SamplingParams
 from branchline.engines.hf.engine import HfEngine
 from branchline.export.samples import ExportPolicy
-from branchline.export.trajectory import Trajectory, TrajectoryGroup
+from branchline.export.trajectory import TrajectoryGroup
 from branchline.gateway.server import Gateway, GatewaySession
-from branchline.timelines.causes import classify_forks
+from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
+from branchline.rollout.runners import Runner
+from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_result import RunnerError, SessionJob, SessionResult
+from branchline.rollout.session_runner import SessionRunner
+from branchline.rollout.tasks import RolloutTask
 
 log = logging.getLogger("branchline.train")
 
 T = TypeVar("T")
-Rollout = Callable[[GatewaySession, T], Awaitable[float | None]]
+AgentFunction = Callable[[GatewaySession, T], Awaitable[float | None]]
 """Runs one episode; returns its reward, or None if it has posted rewards to the session."""
 
 
@@ -84,62 +90,66 @@ class EpisodeGroup:
 
 
 @dataclass(frozen=True)
+class AgentFunctionRunner(Generic[T]):
+    """Runs an agent that is a function of (session, task)."""
+
+    function: AgentFunction[T]
+
+    async def run(self, task: RolloutTask, session: Any) -> float | None:
+        return await self.function(session, task.row)
+
+
 class EpisodeRunner:
     """Runs groups of episodes in a gateway."""
 
-    gateway: Gateway
-    rollout: Rollout[Any]
-    export_policy: ExportPolicy | None = None
-    sampling: dict[str, Any] | None = None
-    """Overrides the sampling parameters of the agent's requests."""
-    timeout_s: float | None = None
-    """Time limit of an episode."""
+    def __init__(
+        self,
+        gateway: Gateway,
+        agent: Runner,
+        *,
+        reward: RewardFunction | VerifierCommand | None = None,
+        export_policy: ExportPolicy | None = None,
+        sampling: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`sampling` overrides the sampling parameters of the agent's requests, `timeout_s` is the time limit
+        of an episode."""
+        self._gateway = SessionGateway(gateway, export_policy)
+        self._agent = agent
+        self._sessions = SessionRunner(
+            self._gateway,
+            None if reward is None else RewardScorer(reward),
+            options={"sampling": sampling or {}},
+            timeout_s=timeout_s,
+            require_reward=True,
+        )
 
     async def run_group(self, task: Any, group_id: str, size: int) -> EpisodeGroup:
         """Runs `size` episodes of a task at the same time."""
-        results = await asyncio.gather(
-            *(self._run_episode(task, group_id, f"{group_id}-{index}") for index in range(size))
-        )
+        name = task.get("agent_name") if isinstance(task, dict) else None
+        group = RolloutTask(group_id, task, name or "")
+        results = await asyncio.gather(*(self._run_episode(SessionJob(group, slot)) for slot in range(size)))
         causes: Counter[str] = Counter()
-        lengths: list[int] = []
-        truncated = calls = 0
-        for _, managed, _ in results:
-            tree = managed.session.tree
-            calls += len(tree.calls)
-            causes.update(fork.cause.value for fork in classify_forks(tree).forks if tree.calls)
-            for node in tree.nodes:
-                if node.output is not None and node.sampled_ids is not None:
-                    lengths.append(len(node.sampled_ids))
-                    truncated += node.output.finish_reason == "length"
-            self.gateway.app.router.release_session(managed.id)
-            self.gateway.sessions.evict(managed)
+        for result in results:
+            causes.update(result.trajectory.fork_causes)
         return EpisodeGroup(
-            TrajectoryGroup([trajectory for trajectory, _, _ in results], group_id),
+            TrajectoryGroup([result.trajectory for result in results], group_id),
             causes,
-            calls,
-            lengths,
-            truncated,
-            [error for _, _, error in results if error is not None],
+            sum(result.calls for result in results),
+            [length for result in results for length in result.answer_lengths],
+            sum(result.truncated_answers for result in results),
+            [_error(result) for result in results if result.end.cause is not None],
         )
 
-    async def _run_episode(
-        self, task: Any, group_id: str, session_id: str
-    ) -> tuple[Trajectory, Any, Exception | None]:
-        session = await self.gateway.session(
-            id=session_id, agent="main", group=group_id, sampling=self.sampling or {}
-        )
-        failure: Exception | None = None
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                reward = await self.rollout(session, task)
-            if reward is not None:
-                await session.reward(reward)
-            if session.managed.reward is None:
-                raise ValueError("the agent returned no reward and posted none")
-            await session.sessions.end_session(session.managed, "finalized")
-        except Exception as error:
-            failure = error
-            log.warning("episode %s failed: %s: %s", session_id, type(error).__name__, error)
-            await session.abort(f"{type(error).__name__}: {error}")
-        trajectory = await asyncio.to_thread(session.managed.trajectory, self.export_policy)
-        return trajectory, session.managed, failure
+    async def _run_episode(self, job: SessionJob) -> SessionResult:
+        result = await self._sessions.run(job, self._agent)
+        if result.end.cause is not None:
+            log.warning("episode %s failed: %s", result.session, result.end.reason)
+        self._gateway.release(result.session)
+        return result
+
+
+def _error(result: SessionResult) -> Exception:
+    cause = result.end.cause
+    assert cause is not None, "a finished session has no error"
+    return result.exception or RunnerError(cause, result.end.error)

@@ -43,6 +43,8 @@ from branchline.export.packing import TrainingRow
 from branchline.export.samples import ExportPolicy
 from branchline.gateway.server import Gateway
 from branchline.loop.timeouts import finish_despite_cancel
+from branchline.rollout.rewards import RewardFunction, VerifierCommand
+from branchline.rollout.runners import Runner
 from branchline.train.checkpoints import (
     CheckpointState,
     find_checkpoint,
@@ -50,7 +52,13 @@ from branchline.train.checkpoints import (
     load_state,
     save_checkpoint,
 )
-from branchline.train.episodes import EpisodeGroup, EpisodeRunner, Rollout, SeededEngine
+from branchline.train.episodes import (
+    AgentFunction,
+    AgentFunctionRunner,
+    EpisodeGroup,
+    EpisodeRunner,
+    SeededEngine,
+)
 from branchline.train.metrics import METRICS_FILE, MetricsLog, TrackerName
 from branchline.train.policy_update import PolicyUpdater, UpdateConfig
 
@@ -113,19 +121,23 @@ class Trainer(Generic[T]):
     def __init__(
         self,
         model: str | Path,
-        rollout: Rollout[T],
+        rollout: AgentFunction[T] | Runner,
         tasks: Sequence[T] | Callable[[Random], T],
         config: TrainerConfig | None = None,
         *,
         run_folder: str | Path,
+        reward: RewardFunction | VerifierCommand | None = None,
         resume: bool = False,
         device: str | None = None,
     ) -> None:
-        """`model` is a folder or a Hugging Face name. `tasks` is a sequence to draw from, or a function that
-        draws one. A run folder that has a checkpoint is continued with `resume` and refused without."""
+        """`model` is a folder or a Hugging Face name. `rollout` is a function of (session, task), or a runner
+        of `rollout/runners.py`. `tasks` is a sequence to draw from, or a function that draws one. `reward` is
+        a function of (task, trajectory), for agents that return no reward. A run folder that has a checkpoint
+        is continued with `resume` and refused without."""
         self.config = config = config or TrainerConfig()
         self.run_folder = Path(run_folder)
-        self._rollout, self._tasks = rollout, tasks
+        self._agent: Runner = rollout if isinstance(rollout, Runner) else AgentFunctionRunner(rollout)
+        self._tasks, self._reward = tasks, reward
         self._model_folder = find_model_folder(model, MODEL_FILES)
         checkpoint = find_checkpoint(self.run_folder)
         if not resume and (checkpoint is not None or (self.run_folder / METRICS_FILE).exists()):
@@ -185,10 +197,11 @@ class Trainer(Generic[T]):
             async with Gateway(engine=engine, codec=self.codec) as gateway:
                 runner = EpisodeRunner(
                     gateway,
-                    self._rollout,
-                    config.export_policy,
-                    {"temperature": config.update.temperature, **config.sampling},
-                    config.episode_timeout_s,
+                    self._agent,
+                    reward=self._reward,
+                    export_policy=config.export_policy,
+                    sampling={"temperature": config.update.temperature, **config.sampling},
+                    timeout_s=config.episode_timeout_s,
                 )
                 try:
                     while self.step < config.steps:

@@ -17,9 +17,12 @@ pytest.importorskip("matplotlib")
 
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.cli.main import main  # noqa: E402
-from branchline.train.demo import demo  # noqa: E402
+from branchline.train.demo import (
+    MODEL_FOLDER,
+    demo,
+)
 from branchline.train.demo.archive import CHANCE  # noqa: E402
-from branchline.train.demo.demo import MODEL_FOLDER, describe_result, summarise  # noqa: E402
+from branchline.train.demo.demo import describe_result, summarise  # noqa: E402
 from branchline.train.demo.evaluation import evaluate  # noqa: E402
 from branchline.train.metrics import read_metrics  # noqa: E402
 from branchline.train.trainer import StepResult  # noqa: E402

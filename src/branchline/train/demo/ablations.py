@@ -30,10 +30,10 @@ from branchline.core.sample import Sample
 from branchline.core.token_arrays import Ids
 from branchline.export.packing import TrainingRow, pack_rows
 from branchline.export.samples import ExportPolicy
+from branchline.train.demo import MODEL_FOLDER
 from branchline.train.demo.archive import CHANCE, ArchiveTask
 from branchline.train.demo.curves import Curve, plot_curves
 from branchline.train.demo.demo import (
-    MODEL_FOLDER,
     DemoSettings,
     archive_rollout,
     create_client,

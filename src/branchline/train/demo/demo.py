@@ -26,15 +26,15 @@ from rich.text import Text
 from branchline.core.errors import InputError
 from branchline.engines.hf.scheduler import HfConfig
 from branchline.gateway.server import GatewaySession
+from branchline.train.demo import MODEL_FOLDER
 from branchline.train.demo.archive import CHANCE, ArchiveTask, run_archive_agent
 from branchline.train.demo.curves import Curve, plot_curves
 from branchline.train.demo.evaluation import Evaluation, evaluate, session_client
-from branchline.train.episodes import Rollout
+from branchline.train.episodes import AgentFunction
 from branchline.train.metrics import read_metrics
 from branchline.train.policy_update import UpdateConfig
 from branchline.train.trainer import StepResult, Trainer, TrainerConfig, describe_step
 
-MODEL_FOLDER = Path(__file__).parent / "model"
 DEFAULT_STEPS = 60
 _LEARNED_GAIN = 0.3
 """The rise of the reward from which on a run counts as learned."""
@@ -74,7 +74,7 @@ class DemoResult:
         return json.dumps(asdict(self))
 
 
-def archive_rollout(client: AsyncOpenAI) -> Rollout[ArchiveTask]:
+def archive_rollout(client: AsyncOpenAI) -> AgentFunction[ArchiveTask]:
     """Returns the agent's episode for a trainer. All sessions share the connections of the client."""
 
     async def rollout(session: GatewaySession, task: ArchiveTask) -> float:
