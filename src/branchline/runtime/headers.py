@@ -7,5 +7,4 @@ RESUME_HEADER = "x-branchline-resume"
 MAX_TOKENS_HEADER = "x-branchline-max-tokens"
 """A limit on the answer's length that the session's own sampling cannot raise."""
 IDEMPOTENCY_HEADER = "idempotency-key"
-"""Random text that identifies a request of the control API. A request that is sent again with the same key has
-one effect."""
+"""Random text that identifies a request of the control API. Requests with the same key have one effect."""

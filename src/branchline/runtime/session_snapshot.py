@@ -49,7 +49,7 @@ class SessionSnapshot:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     is_eval: bool = False
     """An evaluation session is never exported."""
-    export_policy: ExportPolicy = ExportPolicy()
+    export_policy: ExportPolicy = field(default_factory=ExportPolicy)
     """The policy of `export` and `trajectory` if the caller gives none."""
 
     @property
