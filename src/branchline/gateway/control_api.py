@@ -3,7 +3,7 @@
 POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /snapshot /wait
 POST /sessions/{id}/reward|complete|finalize|abort      (the session's api_key may complete it)
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
-GET /healthz · /metrics
+GET /healthz · /metrics · /openapi.json
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_bo
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.export_options import ExportOptions, read_export_policy, read_export_query
 from branchline.gateway.metrics import GatewayMetrics
+from branchline.gateway.openapi import build_document
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import (
@@ -80,6 +81,7 @@ class ControlApi:
         self._config = config
         self._engine_requests: dict[str, asyncio.Task[None]] = {}
         """Changes of the engines by their idempotency keys, the oldest first."""
+        self._openapi_document = b""
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
 
     def _routes(self) -> list[Route]:
@@ -87,6 +89,7 @@ class ControlApi:
         return [
             Route("/healthz", self._health, methods=["GET"]),
             Route("/metrics", self._render_metrics, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
             admin("POST", "/sessions", self._open),
             admin("GET", "/sessions", self._list),
             session("DELETE", "", self._delete),
@@ -250,6 +253,12 @@ class ControlApi:
     async def _render_metrics(self, http: HttpRequest) -> Response:
         self._metrics.sessions.set(len(self._sessions))
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _openapi(self, http: HttpRequest) -> Response:
+        """The description of both APIs. It holds no secrets, so it needs no key."""
+        if not self._openapi_document:
+            self._openapi_document = build_document(self._config)
+        return Response(self._openapi_document, media_type="application/json")
 
     async def _read_body(self, http: HttpRequest) -> Any:
         """The decoded body, or None if there is none; it must be encodable for the journal."""

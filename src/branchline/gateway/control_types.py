@@ -1,14 +1,16 @@
-"""The answers of the control API as types: the OpenAPI document is made from them, and `Client` returns them.
+"""Bodies and answers of the control API as types.
 
-`gateway/views.py` builds the answers. A test compares the answer of every operation with its type.
+The OpenAPI document is made from them, and `Client` returns them. `gateway/views.py` builds the answers. A
+test compares the answer of every operation with its type.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from branchline.core.sample import AnswerSpan
 from branchline.runtime.managed_session import SessionState
 
 
@@ -99,3 +101,115 @@ class HealthState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     sessions: int
     """Sessions in memory."""
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A message in the tree, and the ids that it added."""
+
+    id: int
+    parent: int
+    """0 is the root, which is not listed."""
+    role: str
+    text: str
+    ids: list[int]
+    spans: list[tuple[int, Literal["template", "context", "sampled"]]]
+    """How many ids, and where they come from."""
+    cause: str | None
+    """Why a branch begins here; null if none does."""
+    call: str | None
+    """The call that sampled it; null for context."""
+    finish: str | None
+    source: int | None
+    """The node that it repeats as context."""
+
+
+class TreeView(msgspec.Struct, frozen=True, kw_only=True):
+    """Every node of a session."""
+
+    nodes: list[NodeView]
+
+
+class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """A root-to-leaf path as aligned arrays."""
+
+    id: int
+    """The id of its leaf."""
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float | None]
+    versions: list[int]
+    agent: str | None
+    calls: list[str]
+    exact: bool
+    answers: list[AnswerSpan]
+    messages: list[dict[str, Any]]
+    authors: list[str]
+    """Who wrote each message."""
+    spans: list[tuple[int, int]]
+    """Where the ids of each message begin and end."""
+
+
+class TimelineList(msgspec.Struct, frozen=True, kw_only=True):
+    """Every timeline of a session."""
+
+    timelines: list[TimelineView]
+
+
+class TrajectoryView(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a session."""
+
+    history: TimelineView | None
+    additional_histories: list[TimelineView]
+    reward: float | None
+    rewards: list[dict[str, Any]]
+    metrics: dict[str, float]
+
+
+class ModelSession(msgspec.Struct, frozen=True, kw_only=True):
+    """The session that an API key opens, and its calls."""
+
+    id: str
+    state: SessionState
+    created: float
+    calls: list[str]
+
+
+class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a session ends."""
+
+    reason: str = ""
+
+
+class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The version of the new weights; without one the weights are the old ones."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+
+
+class AddEngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address of a server, and the version of the weights that it has loaded."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1)]
+    version: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+
+
+class RemoveEngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The name of an engine."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class ErrorView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was refused or failed, in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request."""
+    code: str | int | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Every error of the control API."""
+
+    error: ErrorView
