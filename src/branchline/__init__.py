@@ -18,6 +18,8 @@ if typing.TYPE_CHECKING:
     from branchline.chat.generic.codec import GenericCodec
     from branchline.chat.renderers_codec.codec import RenderersCodec
     from branchline.chat.toy import ToyCodec
+    from branchline.client.async_client import AsyncClient
+    from branchline.client.client import Client
     from branchline.core.call import Generation, Request
     from branchline.core.errors import BranchlineError
     from branchline.core.message import Message, ToolCall
@@ -47,6 +49,7 @@ if typing.TYPE_CHECKING:
     from branchline.loop.tools.base import BaseTool, ToolResult
     from branchline.loop.tools.functions import tool
     from branchline.runtime.compaction import Compaction, DropLeastImportant, DropOldest, Summarize
+    from branchline.runtime.session_snapshot import SessionSnapshot
     from branchline.timelines.causes import classify_forks
     from branchline.timelines.log import read_log
     from branchline.timelines.merge import merge
@@ -80,7 +83,10 @@ _MODULE_OF = {
     "SglangEngine": "engines.sglang",
     "VllmEngine": "engines.vllm",
     # gateway
+    "AsyncClient": "client.async_client",
+    "Client": "client.client",
     "Gateway": "gateway.server",
+    "SessionSnapshot": "runtime.session_snapshot",
     # agent loop
     "BaseTool": "loop.tools.base",
     "CancelToken": "loop.timeouts",
@@ -129,9 +135,11 @@ _MODULE_OF = {
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncClient",
     "BaseTool",
     "BranchlineError",
     "CancelToken",
+    "Client",
     "Compaction",
     "ContextOptions",
     "CreditPolicy",
@@ -157,6 +165,7 @@ __all__ = [
     "ScriptedEngine",
     "Session",
     "SessionModel",
+    "SessionSnapshot",
     "SglangEngine",
     "Summarize",
     "Task",
