@@ -52,14 +52,14 @@ _GAP = "sampling/sampling_logp_difference"
 class ShopSettings:
     """What a run is defined by."""
 
-    steps: int = 150
+    steps: int = 130
     groups: int = 8
     group_size: int = 8
     learning_rate: float = 3e-5
-    demonstrations: int = 800
-    warm_start_passes: int = 3
+    demonstrations: int = 500
+    warm_start_passes: int = 4
     warm_start_rate: float = 2e-4
-    evaluation_tasks: int = 256
+    evaluation_tasks: int = 200
     max_staleness: int = 0
     max_batch_tokens: int = 2048
     seed: int = 0
@@ -112,11 +112,11 @@ class ShopAgent:
     """The agent's episode for a trainer. It counts the tokens that its responses report."""
 
     def __init__(self, client: AsyncOpenAI) -> None:
-        self._client = client
+        self.client = client
         self.completion_tokens = 0
 
     async def rollout(self, session: GatewaySession, task: ShopTask) -> float:
-        result = await run_shop_agent(session_client(self._client, session), task)
+        result = await run_shop_agent(session_client(self.client, session), task)
         self.completion_tokens += result.completion_tokens
         return task.score(result.answer)
 
@@ -251,7 +251,7 @@ class _ShopRun:
         )
         steps_at = time.monotonic()
         longest_s = 0.0
-        async with aclosing(trainer.steps()) as steps:
+        async with self._agent.client, aclosing(trainer.steps()) as steps:
             async for result in steps:
                 print(describe_step(result.metrics), flush=True)
                 self.training_s = time.monotonic() - steps_at

@@ -81,10 +81,10 @@ def write_tool_folder(source: Path, folder: Path) -> None:
 class ShopDemonstratorConfig:
     """Probabilities of the right step at each decision."""
 
-    looks_up: float = 0.75
+    looks_up: float = 0.7
     """For each item: call `price` with it."""
-    calculates: float = 0.65
-    answers: float = 0.85
+    calculates: float = 0.6
+    answers: float = 0.8
 
 
 PERFECT = ShopDemonstratorConfig(1, 1, 1)
