@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +31,6 @@ from branchline.chat.generic.codec import GenericCodec
 from branchline.core.errors import BranchlineError
 from branchline.engines.smollm2 import convert_gguf, smollm2_folder
 from branchline.gateway.server import Gateway, GatewaySession
-from branchline.train.demo.curves import Curve, plot_curves
 from branchline.train.demo.demo import create_client
 from branchline.train.demo.evaluation import Evaluation, describe_episode, session_client
 from branchline.train.episodes import SeededEngine
@@ -42,70 +38,15 @@ from branchline.train.metrics import METRICS_FILE, read_metrics
 from branchline.train.policy_update import UpdateConfig
 from branchline.train.trainer import Trainer, TrainerConfig, describe_step
 from examples.smollm2_gpu.shop import ShopTask, run_shop_agent
+from examples.smollm2_gpu.summary import (
+    RunSummary,
+    ShopSettings,
+    describe_summary,
+    plot,
+    summarise,
+    write_summary,
+)
 from examples.smollm2_gpu.warm_start import collect_demonstrations, train_warm_start, write_tool_folder
-
-SUMMARY_FILE = "summary.json"
-_GAP = "sampling/sampling_logp_difference"
-
-
-@dataclass(frozen=True)
-class ShopSettings:
-    """What a run is defined by."""
-
-    steps: int = 130
-    groups: int = 8
-    group_size: int = 8
-    learning_rate: float = 3e-5
-    demonstrations: int = 500
-    warm_start_passes: int = 4
-    warm_start_rate: float = 2e-4
-    evaluation_tasks: int = 200
-    max_staleness: int = 0
-    max_batch_tokens: int = 2048
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The outcome of a run; `None` where it was stopped before something was measured."""
-
-    device: str
-    software: str
-    date: str
-    settings: ShopSettings
-    steps: int
-    episodes: int
-    failed_episodes: int
-    first_reward: float
-    """The mean over the first tenth of all steps."""
-    last_reward: float
-    """The mean over the last tenth."""
-    score_demonstrations: float
-    score_before: float
-    score_after: float | None
-    score_without_prices: float | None
-    """Scores on held-out tasks."""
-    sampled_tokens: int
-    client_tokens: int
-    """The completion tokens in the `usage` of all responses, as the agent's client has counted them."""
-    trained_tokens: int
-    tokens_without_advantage: int
-    """Sampled tokens of groups whose episodes all have the same reward: they are delivered, with weight."""
-    dropped_tokens: int
-    first_gap_mean: float
-    first_gap_max: float
-    gap_max: float
-    """Differences between the log-probabilities of engine and trainer, before the update of a step."""
-    warm_start_seconds: float
-    training_seconds: float
-    seconds: float
-    """Everything, from the start of the script."""
-
-    @property
-    def unaccounted_tokens(self) -> int:
-        """Sampled tokens that are in none of the counts; 0 unless there is a fault."""
-        accounted = self.trained_tokens + self.tokens_without_advantage + self.dropped_tokens
-        return self.sampled_tokens - accounted
 
 
 class ShopAgent:
@@ -217,7 +158,11 @@ def run(
             asyncio.run(shop_run.run())
         finally:
             if shop_run.before is not None and trainer.step:
-                summary = shop_run.summarise(score, warm_start_s)
+                metrics = read_metrics(out / METRICS_FILE)
+                measured = {**shop_run.measured, "score_demonstrations": score}
+                measured["warm_start_seconds"] = round(warm_start_s, 1)
+                measured["seconds"] = round(time.monotonic() - started_at, 1)
+                summary = summarise(settings, metrics, device, **measured)
                 write_summary(out, summary)
     return summary
 
@@ -275,94 +220,17 @@ class _ShopRun:
         trainer = self._trainer
         return await evaluate(trainer.model, trainer.codec, count, seed=seed, has_prices=has_prices)
 
-    def summarise(self, demonstrations: float, warm_start_s: float) -> RunSummary:
-        """Returns the outcome from the metrics of the steps done."""
-        assert self.before is not None
-        metrics = read_metrics(self._trainer.run_folder / METRICS_FILE)
-        counts = {name: round(sum(line[name] for line in metrics)) for name in _COUNTS}
-        rewards = [line["reward"] for line in metrics]
-        size = max(1, len(rewards) // 10)
-        gaps = [line[f"{_GAP}/max"] for line in metrics if f"{_GAP}/max" in line]
-        first = next((line for line in metrics if f"{_GAP}/mean" in line), {})
-        return RunSummary(
-            device=_describe_device(self._trainer.device),
-            software=f"PyTorch {torch.__version__}, transformers {transformers.__version__}, float32",
-            date=datetime.now(UTC).date().isoformat(),
-            settings=self._settings,
-            steps=len(metrics),
-            first_reward=sum(rewards[:size]) / size,
-            last_reward=sum(rewards[-size:]) / size,
-            score_demonstrations=demonstrations,
-            score_before=self.before.score,
-            score_after=None if self.after is None else self.after.score,
-            score_without_prices=None if self.control is None else self.control.score,
-            client_tokens=self._agent.completion_tokens,
-            dropped_tokens=counts["sampled_tokens"] - counts.pop("delivered_tokens"),
-            first_gap_mean=first.get(f"{_GAP}/mean", 0.0),
-            first_gap_max=first.get(f"{_GAP}/max", 0.0),
-            gap_max=max(gaps, default=0.0),
-            warm_start_seconds=round(warm_start_s, 1),
-            training_seconds=round(self.training_s, 1),
-            seconds=round(time.monotonic() - self._started_at, 1),
-            **counts,
-        )
-
-
-_COUNTS = ("episodes", "failed_episodes", "sampled_tokens", "delivered_tokens", "trained_tokens",
-           "tokens_without_advantage")  # fmt: skip
-
-
-def _describe_device(device: str) -> str:
-    if device.startswith("cuda"):
-        return str(torch.cuda.get_device_name(device))
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
-def write_summary(out: Path, summary: RunSummary) -> None:
-    """Writes `summary.json` and `table.md`."""
-    (out / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=1) + "\n")
-    (out / "table.md").write_text(describe_summary(summary) + "\n")
-
-
-def describe_summary(summary: RunSummary) -> str:
-    """Returns the outcome as a Markdown table."""
-
-    def percent(score: float | None) -> str:
-        return "not measured" if score is None else f"{score:.1%}"
-
-    settings = summary.settings
-    rows = {
-        "device": f"{summary.device}, {summary.software}, {summary.date}",
-        "steps": f"{summary.steps} of {settings.groups} groups × {settings.group_size} episodes; "
-        f"{summary.episodes:,} episodes, {summary.failed_episodes} failed",
-        "reward, first and last tenth of steps": f"{summary.first_reward:.3f} → {summary.last_reward:.3f}",
-        "held-out tasks solved, before and after": f"{percent(summary.score_before)} → "
-        f"{percent(summary.score_after)} of {settings.evaluation_tasks}",
-        "the same after training, if no price can be looked up": percent(summary.score_without_prices),
-        "score of the demonstrations of the warm start": percent(summary.score_demonstrations),
-        "sampled tokens, in the trees and by the client's count": f"{summary.sampled_tokens:,} and "
-        f"{summary.client_tokens:,}",
-        "of these trained": f"{summary.trained_tokens:,}",
-        "of these in groups without an advantage": f"{summary.tokens_without_advantage:,}",
-        "of these dropped": f"{summary.dropped_tokens:,}",
-        "of these unaccounted for": f"{summary.unaccounted_tokens:,}",
-        "logprobs of engine and trainer differ by": f"{summary.first_gap_mean:.1e} (mean) and "
-        f"{summary.first_gap_max:.1e} (max) in the first step, {summary.gap_max:.1e} (max) in all",
-        "seconds": f"{summary.seconds:.0f} in all, {summary.warm_start_seconds:.0f} for the warm start, "
-        f"{summary.training_seconds:.0f} for the steps",
-    }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-
-
-def plot(folder: Path) -> Path:
-    """Draws the curve of a run from its metrics."""
-    metrics = read_metrics(folder / METRICS_FILE)
-    if not metrics:
-        raise BranchlineError(f"--plot: got {folder}, expected a folder with {METRICS_FILE}")
-    curve = Curve("mean reward of a step", [line["reward"] for line in metrics])
-    path = folder / "curve.png"
-    plot_curves(path, "SmolLM2-135M learns to use two tools", [curve], window=10)
-    return path
+    @property
+    def measured(self) -> dict[str, float | None]:
+        """What the metrics of the steps do not have, as fields of a `RunSummary`."""
+        evaluations = (self.before, self.after, self.control)
+        names = ("score_before", "score_after", "score_without_prices")
+        scores = {
+            name: None if found is None else found.score
+            for name, found in zip(names, evaluations, strict=True)
+        }
+        tokens = self._agent.completion_tokens
+        return {**scores, "client_tokens": tokens, "training_seconds": round(self.training_s, 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -397,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if (options.out / METRICS_FILE).exists():
             raise BranchlineError(f"--out: {options.out} has a run, expected a new folder")
-        settings = replace(defaults, **{name: getattr(options, name) for name in asdict(defaults)})
+        settings = ShopSettings(**{name: getattr(options, name) for name in asdict(defaults)})
         summary = run(
             options.model or smollm2_folder(),
             options.out,
