@@ -64,12 +64,13 @@ class RunSummary:
     """The completion tokens in the `usage` of all responses, as the agent's client has counted them."""
     trained_tokens: int
     tokens_without_advantage: int
-    """Sampled tokens of groups whose episodes all have the same reward: they are delivered, with weight."""
+    """Sampled tokens of groups whose episodes all have the same reward: they cannot change the weights."""
     dropped_tokens: int
-    first_gap_mean: float
-    first_gap_max: float
-    gap_max: float
-    """Differences between the log-probabilities of engine and trainer, before the update of a step."""
+    first_gap_mean: float | None
+    first_gap_max: float | None
+    gap_max: float | None
+    """Differences between the log-probabilities of engine and trainer, before the update of a step. The first
+    is that of the first step in which a group has an advantage."""
     warm_start_seconds: float
     training_seconds: float
     seconds: float
@@ -100,9 +101,9 @@ def summarise(
         first_reward=sum(rewards[:size]) / size,
         last_reward=sum(rewards[-size:]) / size,
         dropped_tokens=counts["sampled_tokens"] - counts.pop("delivered_tokens"),
-        first_gap_mean=first.get(f"{_GAP}/mean", 0.0),
-        first_gap_max=first.get(f"{_GAP}/max", 0.0),
-        gap_max=max(gaps, default=0.0),
+        first_gap_mean=first.get(f"{_GAP}/mean"),
+        first_gap_max=first.get(f"{_GAP}/max"),
+        gap_max=max(gaps, default=None),
         **counts,
         **measured,
     )
@@ -126,6 +127,9 @@ def describe_summary(summary: RunSummary) -> str:
     def percent(score: float | None) -> str:
         return "not measured" if score is None else f"{score:.1%}"
 
+    def number(value: float | None) -> str:
+        return "not measured" if value is None else f"{value:.1e}"
+
     settings = summary.settings
     rows = {
         "device": f"{summary.device}, {summary.software}, {summary.date}",
@@ -142,8 +146,8 @@ def describe_summary(summary: RunSummary) -> str:
         "of these in groups without an advantage": f"{summary.tokens_without_advantage:,}",
         "of these dropped": f"{summary.dropped_tokens:,}",
         "of these unaccounted for": f"{summary.unaccounted_tokens:,}",
-        "logprobs of engine and trainer differ by": f"{summary.first_gap_mean:.1e} (mean) and "
-        f"{summary.first_gap_max:.1e} (max) in the first step, {summary.gap_max:.1e} (max) in all",
+        "logprobs of engine and trainer differ by": f"{number(summary.first_gap_mean)} (mean) and "
+        f"{number(summary.first_gap_max)} (max) in the first step, {number(summary.gap_max)} (max) in all",
         "seconds": f"{summary.seconds:.0f} in all, {summary.warm_start_seconds:.0f} for the warm start, "
         f"{summary.training_seconds:.0f} for the steps",
     }

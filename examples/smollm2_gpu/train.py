@@ -92,6 +92,8 @@ def create_warm_start(source: Path, folder: Path, settings: ShopSettings, device
     print(f"{settings.demonstrations} demonstrations, score {demonstrations.score:.2f}", flush=True)
     torch.manual_seed(settings.seed)
     auto: Any = transformers.AutoModelForCausalLM
+    logs: Any = transformers.utils.logging
+    logs.disable_progress_bar()
     model = auto.from_pretrained(str(source), dtype=torch.float32).to(device)
     train_warm_start(
         model,
