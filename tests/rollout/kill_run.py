@@ -21,7 +21,7 @@ from branchline.rollout import sinks
 from branchline.rollout.judge import RelativeJudge
 from branchline.rollout.rollout import Rollout, RolloutConfig
 from branchline.rollout.run_folder import RunFolder
-from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_gateway import LocalGateway
 from branchline.rollout.stats import RolloutStats
 from branchline.rollout.tasks import read_tasks
 from tests.rollout.harness import ask, scripted_gateway
@@ -89,20 +89,20 @@ async def run_tasks(
 
 def install(failpoint: Failpoint) -> None:
     """Installs the points that are in the library."""
-    append, end = sinks.append_lines, SessionGateway.end
+    append, end = sinks.append_lines, LocalGateway.end
 
     def append_lines(path: Path, lines: Any) -> None:
         append(path, lines)
         failpoint.reach("samples_written" if path.name == sinks.SAMPLES_FILE else "line_written")
 
-    async def end_session(gateway: SessionGateway, session_id: str, state: Any, reason: str = "") -> Any:
+    async def end_session(gateway: LocalGateway, session_id: str, state: Any, reason: str = "") -> Any:
         ended = await end(gateway, session_id, state, reason)
         if state == "finalized":
             failpoint.reach("finalized")
         return ended
 
     sinks.append_lines = append_lines
-    SessionGateway.end = end_session  # type: ignore[method-assign, assignment]
+    LocalGateway.end = end_session  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

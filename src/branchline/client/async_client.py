@@ -40,6 +40,7 @@ _WAIT_S = 30.0
 """How long one request waits for the end of a session; proxies cut longer ones."""
 _POLL_S = 0.5
 _CONCURRENT_READS = 8
+_END_ACTIONS = {"completed": "complete", "finalized": "finalize", "aborted": "abort"}
 
 
 class AsyncClient:
@@ -204,20 +205,22 @@ class AsyncClientSession(SessionAddress):
 
     async def complete(self, reason: str = "") -> None:
         """Marks the agent as done; later rewards and calls are still accepted."""
-        await self._end("complete", {"reason": reason})
+        await self.end("completed", reason)
 
     async def abort(self, reason: str = "") -> None:
         """Ends the session as failed; its samples are not exported."""
-        await self._end("abort", {"reason": reason})
+        await self.end("aborted", reason)
 
     async def finalize(self, policy: ExportPolicy | None = None, *, reason: str = "") -> Export:
         """Ends the session and returns its samples and report."""
-        await self._end("finalize", {"reason": reason, "return": "session"})
+        await self.end("finalized", reason)
         return await self.export(policy)
 
-    async def _end(self, action: str, body: dict[str, str]) -> None:
-        path = f"{self._path}/{action}"
-        await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)
+    async def end(self, state: SessionState, reason: str = "") -> SessionStateView:
+        """Sets the state and returns it; reads nothing else. A session that has the state keeps its reason."""
+        body = {"reason": reason, **({"return": "session"} if state == "finalized" else {})}
+        path = f"{self._path}/{_END_ACTIONS[state]}"
+        return await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""

@@ -28,7 +28,13 @@ from branchline.client.async_client import (
 from branchline.core.errors import InputError
 from branchline.export.samples import Export, ExportPolicy
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
-from branchline.gateway.control_types import EngineState, HealthState, PolicyState, SessionView
+from branchline.gateway.control_types import (
+    EngineState,
+    HealthState,
+    PolicyState,
+    SessionStateView,
+    SessionView,
+)
 from branchline.runtime.managed_session import SessionState
 from branchline.runtime.session_snapshot import SessionSnapshot
 from branchline.tree.tree import Tree
@@ -207,6 +213,10 @@ class ClientSession(SessionAddress):
     def complete(self, reason: str = "") -> None:
         """Marks the agent as done; later rewards and calls are still accepted."""
         self._thread.run(self._session.complete(reason))
+
+    def end(self, state: SessionState, reason: str = "") -> SessionStateView:
+        """Sets the state and returns it; reads nothing else. A session that has the state keeps its reason."""
+        return self._thread.run(self._session.end(state, reason))
 
     def abort(self, reason: str = "") -> None:
         """Ends the session as failed; its samples are not exported."""

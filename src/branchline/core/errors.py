@@ -13,6 +13,7 @@
     │   └── EngineInputError    the engine cannot do what was requested: unsupported, out of range
     │       └── ContextLengthError  the prompt exceeds the model's context
     ├── GatewayError            a gateway cannot be reached, or something else answered for it
+    │   └── NodeLostError       the gateway of a session is gone, and the session with it
     ├── ToolError               a tool could not be set up, or its server is not reachable
     │   └── ToolUnavailableError  a tool's server is gone; the trajectory ends and is not trained
     ├── InteractionError        an interaction could not start, respond or score
@@ -119,6 +120,10 @@ class GatewayError(BranchlineError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NodeLostError(GatewayError):
+    """The gateway of a session is gone for good; the session is run again at another one."""
 
 
 class ToolError(BranchlineError):

@@ -28,7 +28,7 @@ from branchline.gateway.server import Gateway
 from branchline.rollout.judge import RelativeJudge
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import Runner, RunnerSpec, make_runner, select_runner
-from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_gateway import LocalGateway, SessionGateway
 from branchline.rollout.session_result import EndCause, SessionEnd, SessionJob
 from branchline.rollout.session_runner import SessionRunner
 from branchline.rollout.sinks import Sink
@@ -37,6 +37,7 @@ from branchline.rollout.tasks import RolloutTask, read_tasks
 
 log = logging.getLogger("branchline.rollout")
 
+_NODE_LOST_RETRIES = 3
 _SINK_GRACE_S = 10.0
 """How long a cancelled rollout waits for sinks."""
 
@@ -115,7 +116,7 @@ class Rollout:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: Gateway | SessionGateway,
         runners: RunnerSpec | Mapping[str, RunnerSpec],
         *,
         reward: RewardFunction | VerifierCommand | None = None,
@@ -125,15 +126,15 @@ class Rollout:
         resume: bool = False,
         stats: RolloutStats | None = None,
     ) -> None:
-        """`runners` is one agent for all tasks without an `agent_name`, or agents by name. With `resume`,
-        sessions that the gateway's journal knows are not run again; `stats` are then those of the sessions
-        that the sinks have."""
+        """`gateway` is that of this process, or a `GatewayPool`. `runners` is one agent for all tasks without
+        an `agent_name`, or agents by name. With `resume`, sessions that a journal or `stats` know are not run
+        again; `stats` are then those of the sessions that the sinks have."""
         if reward is not None and judge is not None:
             raise InputError("judge: got a judge and a reward function, expected one of them")
         self.config = config = config or RolloutConfig()
         specs = runners if isinstance(runners, Mapping) else {"": runners}
         self._runners = {name: make_runner(spec) for name, spec in specs.items()}
-        self._gateway = SessionGateway(gateway, config.export_policy)
+        self._gateway = LocalGateway(gateway) if isinstance(gateway, Gateway) else gateway
         scorer = None
         if reward is not None:
             scorer = RewardScorer(reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
@@ -141,6 +142,7 @@ class Rollout:
             self._gateway,
             scorer,
             options=config.session,
+            export_policy=config.export_policy,
             timeout_s=config.timeout_s,
             max_staleness=config.max_staleness,
             require_reward=config.require_reward,
@@ -210,7 +212,7 @@ class Rollout:
     async def _run_slot(self, group: _TaskSessions, slot: int) -> None:
         """Runs one session of a task, again if its cause is retried, until it has ended or waits for the
         judge; the last session of a task ends the task."""
-        retries: dict[str, int] = dict(self.config.retries)
+        retries: dict[str, int] = {EndCause.NODE_LOST: _NODE_LOST_RETRIES, **self.config.retries}
         for attempt in count():
             if group.stop_cause is not None:
                 break
@@ -229,7 +231,14 @@ class Rollout:
 
     async def _run_session(self, group: _TaskSessions, job: SessionJob) -> SessionEnd:
         """Runs or recovers a session and writes it, unless it has to wait for the judge."""
-        known = await self._gateway.find_state(job.session_id) if self._resume else None
+        known = None
+        if self._resume:
+            written = self.stats.causes.get(job.session_id)
+            if written is not None and all(sink.contains(job.session_id) for sink in self._sinks):
+                # Also if the journal is gone, with the machine that had it.
+                group.finished += written == ""
+                return SessionEnd(EndCause(written) if written else None)
+            known = await self._gateway.find_state(job.session_id)
         if known is not None and known[0] != "completed":
             return await self._recover(group, job, SessionEnd.from_state(*known))
         try:
@@ -296,7 +305,7 @@ class Rollout:
                 await sink.write(result)
         self.stats.add(result.line)
         group.finished += result.status == "finished"
-        self._gateway.release(result.session)
+        await self._gateway.release(result.session)
         if result.status == "failed":
             log.warning("session %s failed: %s", result.session, result.end.reason.replace("\n", " / "))
         return result.end
@@ -323,16 +332,16 @@ class Rollout:
         jobs, ends = group.completed[:], [SessionEnd()] * len(group.completed)
         trajectories: list[Trajectory] = []
         for index, job in enumerate(jobs):
-            trajectory, _ = await self._gateway.read(job.session_id)
+            trajectory, _, ends[index] = await self._sessions.read(job)
             trajectories.append(trajectory)
-            ends[index] = self._sessions.check_staleness(trajectory)
         valid = [index for index, end in enumerate(ends) if end.cause is None]
         scores = await judge.score_group(group.task.row, [trajectories[index] for index in valid])
         for index, score in zip(valid, scores, strict=True):
             if score is None:
                 ends[index] = SessionEnd(EndCause.JUDGE_ERROR, "the judge gave no score")
             else:
-                await self._gateway.post_reward(jobs[index].session_id, {"score": score, "source": "judge"})
+                reward = {"score": score, "source": "judge"}
+                ends[index] = await self._sessions.post_reward(jobs[index], reward)
         for job, end in zip(jobs, ends, strict=True):
             group.completed.remove(job)
             await self._finish(group, job, end)

@@ -1,7 +1,7 @@
 """The sessions of a rollout at a gateway: opened, rewarded, ended and read, by their ids.
 
 A rollout uses a gateway through these few operations, and an agent through `AgentSession`: a URL and keys. So
-the agents may run in other processes, and a gateway in another process needs only this class again.
+agents and gateways may be in other processes: `GatewayPool` has the same operations for gateways at URLs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from branchline.export.trajectory import Trajectory
 from branchline.gateway.server import Gateway
 from branchline.rollout.session_result import SessionJob
 from branchline.runtime.managed_session import ManagedSession, SessionState
+from branchline.runtime.session_snapshot import SessionSnapshot
 
 
 class AgentSession(Protocol):
@@ -58,68 +59,96 @@ class AgentSession(Protocol):
 
 @dataclass(frozen=True)
 class SessionFigures:
-    """Counts of a session's tree."""
+    """What a result has besides the trajectory: counts of the session's tree, and its rewards."""
 
     calls: int = 0
     answer_lengths: tuple[int, ...] = ()
     truncated_answers: int = 0
+    rewards: tuple[Mapping[str, Any], ...] = ()
+    version: int = 0
+    """The policy version when the session was read."""
+
+    @classmethod
+    def from_snapshot(cls, snapshot: SessionSnapshot, version: int) -> SessionFigures:
+        nodes = snapshot.tree.nodes
+        outputs = [node for node in nodes if node.output is not None and node.sampled_ids is not None]
+        lengths = tuple([len(node.sampled_ids) for node in outputs if node.sampled_ids is not None])
+        truncated = sum(node.output is not None and node.output.finish_reason == "length" for node in outputs)
+        return cls(len(snapshot.tree.calls), lengths, truncated, tuple(snapshot.rewards), version)
 
 
-class SessionGateway:
-    """The gateway of this process."""
+class SessionGateway(Protocol):
+    """Where the sessions of a rollout are. NodeLostError says that a session is gone with its gateway."""
 
-    def __init__(self, gateway: Gateway, export_policy: ExportPolicy | None = None) -> None:
-        self._gateway = gateway
-        self._export_policy = export_policy
-
-    @property
-    def version(self) -> int:
-        """The policy version that samples now."""
-        return self._gateway.app.router.version
-
-    async def open(self, job: SessionJob, options: Mapping[str, Any]) -> AgentSession:
-        names = {"uid": job.task.uid, "slot": job.slot, "attempt": job.attempt}
-        metadata = {**names, "agent_name": job.task.agent_name}
-        return await self._gateway.session(
-            **{"agent": "main", "group": job.task.uid, "metadata": metadata, **options}, id=job.session_id
-        )
+    async def open(self, job: SessionJob, options: Mapping[str, Any]) -> AgentSession: ...
 
     async def find_state(self, session_id: str) -> tuple[SessionState, str] | None:
         """Returns state and reason of a session, also of an earlier process; None if there is none."""
+        ...
+
+    async def post_reward(self, session_id: str, reward: object) -> None:
+        """Adds a number, an object with a score, or a list of them. Raises MessageError for anything else."""
+        ...
+
+    async def end(self, session_id: str, state: SessionState, reason: str = "") -> tuple[SessionState, str]:
+        """Ends a session unless it is closed already; returns its state and reason."""
+        ...
+
+    async def read(
+        self, session_id: str, policy: ExportPolicy | None = None
+    ) -> tuple[Trajectory, SessionFigures]:
+        """Returns the trajectory of a session as it is now, and its figures."""
+        ...
+
+    async def release(self, session_id: str) -> None:
+        """Frees the memory of a closed session; a journal keeps it."""
+        ...
+
+
+def session_options(job: SessionJob, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of the session of a job, as `POST /sessions` takes them."""
+    names = {"uid": job.task.uid, "slot": job.slot, "attempt": job.attempt}
+    metadata = {**names, "agent_name": job.task.agent_name}
+    return {"agent": "main", "group": job.task.uid, "metadata": metadata, **options, "id": job.session_id}
+
+
+class LocalGateway:
+    """The gateway of this process."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def open(self, job: SessionJob, options: Mapping[str, Any]) -> AgentSession:
+        return await self._gateway.session(**session_options(job, options))
+
+    async def find_state(self, session_id: str) -> tuple[SessionState, str] | None:
         try:
             managed = await asyncio.to_thread(self._gateway.sessions.get, session_id)
         except SessionError:
             return None
         return managed.state, managed.reason
 
-    def rewards(self, session_id: str) -> list[dict[str, Any]]:
-        return self._find(session_id).rewards[:]
-
     async def post_reward(self, session_id: str, reward: object) -> None:
-        """Adds a number, an object with a score, or a list of them. Raises MessageError for anything else."""
         await self._find(session_id).post_reward(reward)
 
     async def end(self, session_id: str, state: SessionState, reason: str = "") -> tuple[SessionState, str]:
-        """Ends a session unless it is closed already; returns its state and reason."""
         managed = self._find(session_id)
         if not managed.is_closed:
             await managed.end(state, reason)
         return managed.state, managed.reason
 
-    async def read(self, session_id: str) -> tuple[Trajectory, SessionFigures]:
-        """Returns the trajectory of a session as it is now, and its counts."""
-        return await asyncio.to_thread(self._read, self._find(session_id))
+    async def read(
+        self, session_id: str, policy: ExportPolicy | None = None
+    ) -> tuple[Trajectory, SessionFigures]:
+        return await asyncio.to_thread(self._read, self._find(session_id), policy)
 
-    def _read(self, managed: ManagedSession) -> tuple[Trajectory, SessionFigures]:
-        trajectory = managed.trajectory(self._export_policy)
-        tree = managed.session.snapshot()
-        outputs = [node for node in tree.nodes if node.output is not None and node.sampled_ids is not None]
-        lengths = tuple([len(node.sampled_ids) for node in outputs if node.sampled_ids is not None])
-        truncated = sum(node.output is not None and node.output.finish_reason == "length" for node in outputs)
-        return trajectory, SessionFigures(len(tree.calls), lengths, truncated)
+    def _read(
+        self, managed: ManagedSession, policy: ExportPolicy | None
+    ) -> tuple[Trajectory, SessionFigures]:
+        snapshot, version = managed.snapshot(), self._gateway.app.router.version
+        return snapshot.trajectory(policy), SessionFigures.from_snapshot(snapshot, version)
 
-    def release(self, session_id: str) -> None:
-        """Frees the memory of a closed session; a journal keeps it."""
+    async def release(self, session_id: str) -> None:
         self._gateway.app.router.release_session(session_id)
         self._gateway.sessions.evict(self._find(session_id))
 

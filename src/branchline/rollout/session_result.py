@@ -51,9 +51,17 @@ class EndCause(StrEnum):
     """The run ended before the session; a resumed run starts it again."""
     SESSION_ABORTED = "session_aborted"
     """Somebody aborted it at the gateway."""
+    NODE_LOST = "node_lost"
+    """Its gateway, or the process of its agent, is gone; it is run again."""
 
 
-_ABORTED_CAUSES = (EndCause.STALE, EndCause.EARLY_STOP, EndCause.INTERRUPTED, EndCause.SESSION_ABORTED)
+_ABORTED_CAUSES = (
+    EndCause.STALE,
+    EndCause.EARLY_STOP,
+    EndCause.INTERRUPTED,
+    EndCause.SESSION_ABORTED,
+    EndCause.NODE_LOST,
+)
 
 
 class RunnerError(Exception):

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from branchline.core.errors import BranchlineError, SessionError
+from branchline.core.errors import BranchlineError, NodeLostError, SessionError
+from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.loop.timeouts import finish_despite_cancel, with_timeout
 from branchline.rollout.rewards import RewardData, RewardScorer
 from branchline.rollout.runners import Runner
-from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_gateway import SessionFigures, SessionGateway
 from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd, SessionJob, SessionResult
+from branchline.runtime.managed_session import SessionState
 
 _GRACE_S = 5.0
 """How long a cancelled agent may take to end before it is abandoned."""
@@ -32,6 +34,7 @@ class SessionRunner:
         scorer: RewardScorer | None = None,
         *,
         options: Mapping[str, Any] | None = None,
+        export_policy: ExportPolicy | None = None,
         timeout_s: float | None = None,
         max_staleness: int | None = None,
         require_reward: bool = False,
@@ -39,6 +42,7 @@ class SessionRunner:
         self._gateway = gateway
         self._scorer = scorer
         self._options = options or {}
+        self._export_policy = export_policy
         self._timeout_s = timeout_s
         self._max_staleness = max_staleness
         self._require_reward = require_reward
@@ -55,7 +59,10 @@ class SessionRunner:
     async def run_agent(self, job: SessionJob, runner: Runner) -> SessionEnd:
         """Opens the session and runs the agent until it is done; posts the reward that it returns."""
         # A session that is being opened in a thread would stay open after a cancellation.
-        session = await finish_despite_cancel(self._gateway.open(job, self._options))
+        try:
+            session = await finish_despite_cancel(self._gateway.open(job, self._options))
+        except NodeLostError as error:
+            return SessionEnd(EndCause.NODE_LOST, str(error))
         self._started[job.session_id] = time.perf_counter()
 
         async def run() -> RewardData | None:
@@ -73,43 +80,50 @@ class SessionRunner:
             self._exceptions[job.session_id] = error
             return SessionEnd.from_error(error)
         if reward is not None:
-            end = await self._post_reward(job, reward)
+            end = await self.post_reward(job, reward)
             if end.cause is not None:
                 return end
-        state, reason = await self._gateway.end(job.session_id, "completed")
+        try:
+            state, reason = await self._gateway.end(job.session_id, "completed")
+        except NodeLostError as error:
+            return SessionEnd(EndCause.NODE_LOST, str(error))
         return SessionEnd.from_state(state, reason)
 
     async def score(self, job: SessionJob) -> SessionEnd:
         """Computes and posts the reward of a session whose agent is done."""
+        if self._scorer is None and self._max_staleness is None and not self._require_reward:
+            return SessionEnd()
         session_id = job.session_id
-        if self._scorer is not None or self._max_staleness is not None:
-            trajectory, _ = await self._gateway.read(session_id)
-            end = self.check_staleness(trajectory)
-            if end.cause is not None:
-                return end
-            if self._scorer is not None:
-                try:
-                    reward = await self._scorer.score(SessionResult(job, SessionEnd(), trajectory))
-                except Exception as error:
-                    self._exceptions[session_id] = error
-                    return replace(SessionEnd.from_error(error), cause=EndCause.REWARD_ERROR)
-                end = await self._post_reward(job, reward)
-                if end.cause is not None:
-                    return end
-        if self._require_reward and not self._gateway.rewards(session_id):
+        trajectory, figures, end = await self.read(job)
+        if end.cause is not None:
+            return end
+        if self._scorer is not None:
+            try:
+                reward = await self._scorer.score(SessionResult(job, SessionEnd(), trajectory))
+            except Exception as error:
+                self._exceptions[session_id] = error
+                return replace(SessionEnd.from_error(error), cause=EndCause.REWARD_ERROR)
+            return await self.post_reward(job, reward)
+        if self._require_reward and not figures.rewards:
             return SessionEnd(EndCause.NO_REWARD, "the agent returned no reward and posted none")
         return SessionEnd()
 
-    def check_staleness(self, trajectory: Trajectory) -> SessionEnd:
-        """Returns the end of a session whose tokens are too many versions old, else a finished one."""
+    async def read(self, job: SessionJob) -> tuple[Trajectory, SessionFigures, SessionEnd]:
+        """Returns the session as it is now; its end is that of a session that is gone, or whose tokens are
+        too many versions old, else that of a finished one."""
+        try:
+            trajectory, figures = await self._gateway.read(job.session_id, self._export_policy)
+        except NodeLostError as error:
+            return *_lost_session(job), SessionEnd(EndCause.NODE_LOST, str(error))
         if self._max_staleness is None:
-            return SessionEnd()
+            return trajectory, figures, SessionEnd()
         trained = [sample.response_versions[sample.response_mask != 0] for sample in trajectory.samples]
-        now = self._gateway.version
+        now = figures.version
         staleness = now - min((int(versions.min()) for versions in trained if len(versions)), default=now)
         if staleness <= self._max_staleness:
-            return SessionEnd()
-        return SessionEnd(EndCause.STALE, f"{staleness} versions old, expected at most {self._max_staleness}")
+            return trajectory, figures, SessionEnd()
+        error = f"{staleness} versions old, expected at most {self._max_staleness}"
+        return trajectory, figures, SessionEnd(EndCause.STALE, error)
 
     async def finish(self, job: SessionJob, end: SessionEnd) -> SessionResult:
         """Ends the session and returns its result. Raises SessionError if it was never opened.
@@ -117,31 +131,42 @@ class SessionRunner:
         A session that was closed at the gateway, by its agent for example, ends as the gateway says.
         """
         session_id = job.session_id
-        state, reason = await self._gateway.end(
-            session_id, "finalized" if end.cause is None else "aborted", end.gateway_reason
-        )
-        end = SessionEnd.from_state(state, reason)
-        trajectory, figures = await self._gateway.read(session_id)
+        state: SessionState = "finalized" if end.cause is None else "aborted"
+        try:
+            end = SessionEnd.from_state(*(await self._gateway.end(session_id, state, end.gateway_reason)))
+            trajectory, figures = await self._gateway.read(session_id, self._export_policy)
+        except NodeLostError as error:
+            end = SessionEnd(EndCause.NODE_LOST, str(error))
+            trajectory, figures = _lost_session(job)
         started = self._started.pop(session_id, None)
         return SessionResult(
             job,
             end,
             replace(trajectory, failed=end.cause is not None),
-            self._gateway.rewards(session_id),
+            list(figures.rewards),
             figures.calls,
             figures.answer_lengths,
             figures.truncated_answers,
             0.0 if started is None else time.perf_counter() - started,
-            self._gateway.version,
+            figures.version,
             self._exceptions.pop(session_id, None),
         )
 
-    async def _post_reward(self, job: SessionJob, reward: RewardData) -> SessionEnd:
+    async def post_reward(self, job: SessionJob, reward: RewardData) -> SessionEnd:
+        """Posts a reward; returns the end of a session that does not take it, else a finished one."""
         try:
-            await self._gateway.post_reward(job.session_id, reward)
-        except SessionError:
-            return SessionEnd.from_state(*(await self._gateway.end(job.session_id, "aborted")))
+            try:
+                await self._gateway.post_reward(job.session_id, reward)
+            except SessionError:
+                return SessionEnd.from_state(*(await self._gateway.end(job.session_id, "aborted")))
+        except NodeLostError as error:
+            return SessionEnd(EndCause.NODE_LOST, str(error))
         except BranchlineError as error:
             self._exceptions[job.session_id] = error
             return SessionEnd(EndCause.REWARD_ERROR, str(error))
         return SessionEnd()
+
+
+def _lost_session(job: SessionJob) -> tuple[Trajectory, SessionFigures]:
+    """What is left of a session whose gateway is gone."""
+    return Trajectory((), session=job.session_id, failed=True), SessionFigures()

@@ -44,7 +44,8 @@ class RolloutStats:
     """Why the first session of each failed task failed."""
     rewards: list[float] = field(default_factory=list)
     """The rewards of finished sessions."""
-    _seen: set[str] = field(default_factory=set, repr=False)
+    causes: dict[str, str] = field(default_factory=dict, repr=False)
+    """The sessions that were added, and why each failed or was aborted; empty: it finished."""
 
     @classmethod
     def from_lines(cls, lines: Iterable[Mapping[str, Any]]) -> RolloutStats:
@@ -56,9 +57,9 @@ class RolloutStats:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds a session, as `SessionResult.line` has it; one that was added before is not counted again."""
-        if line["session"] in self._seen:
+        if line["session"] in self.causes:
             return
-        self._seen.add(line["session"])
+        self.causes[line["session"]] = line.get("cause", "")
         status, cause, metrics = line["status"], line.get("cause", ""), line.get("metrics", {})
         self.sessions += 1
         setattr(self, status, getattr(self, status) + 1)

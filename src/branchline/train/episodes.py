@@ -25,7 +25,7 @@ from branchline.export.trajectory import TrajectoryGroup
 from branchline.gateway.server import Gateway, GatewaySession
 from branchline.rollout.rewards import RewardFunction, RewardScorer, VerifierCommand
 from branchline.rollout.runners import Runner
-from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_gateway import LocalGateway
 from branchline.rollout.session_result import RunnerError, SessionJob, SessionResult
 from branchline.rollout.session_runner import SessionRunner
 from branchline.rollout.tasks import RolloutTask
@@ -114,12 +114,13 @@ class EpisodeRunner:
     ) -> None:
         """`sampling` overrides the sampling parameters of the agent's requests, `timeout_s` is the time limit
         of an episode."""
-        self._gateway = SessionGateway(gateway, export_policy)
+        self._gateway = LocalGateway(gateway)
         self._agent = agent
         self._sessions = SessionRunner(
             self._gateway,
             None if reward is None else RewardScorer(reward),
             options={"sampling": sampling or {}},
+            export_policy=export_policy,
             timeout_s=timeout_s,
             require_reward=True,
         )
@@ -145,7 +146,7 @@ class EpisodeRunner:
         result = await self._sessions.run(job, self._agent)
         if result.end.cause is not None:
             log.warning("episode %s failed: %s", result.session, result.end.reason)
-        self._gateway.release(result.session)
+        await self._gateway.release(result.session)
         return result
 
 
