@@ -262,7 +262,7 @@ def test_a_session_that_its_agent_ended_is_not_ended_again() -> None:
 
 def test_urls_are_given_once() -> None:
     for urls in ([], ["http://a:1", "http://a:1"]):
-        with pytest.raises(InputError, match="urls: got .*, expected at least one gateway, and each once"):
+        with pytest.raises(InputError, match=r"urls: got .*, expected at least one gateway, and each once"):
             GatewayPool(urls)
 
 

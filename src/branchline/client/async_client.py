@@ -217,7 +217,7 @@ class AsyncClientSession(SessionAddress):
         return await self.export(policy)
 
     async def end(self, state: SessionState, reason: str = "") -> SessionStateView:
-        """Sets the state and returns it; reads nothing else. A session that has the state keeps its reason."""
+        """Sets the state and returns it, and reads nothing else. A closed session keeps its reason."""
         body = {"reason": reason, **({"return": "session"} if state == "finalized" else {})}
         path = f"{self._path}/{_END_ACTIONS[state]}"
         return await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)

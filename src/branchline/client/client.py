@@ -215,7 +215,7 @@ class ClientSession(SessionAddress):
         self._thread.run(self._session.complete(reason))
 
     def end(self, state: SessionState, reason: str = "") -> SessionStateView:
-        """Sets the state and returns it; reads nothing else. A session that has the state keeps its reason."""
+        """Sets the state and returns it, and reads nothing else. A closed session keeps its reason."""
         return self._thread.run(self._session.end(state, reason))
 
     def abort(self, reason: str = "") -> None:
