@@ -219,6 +219,16 @@ def _engine_factory(kind: str) -> Callable[[str], HttpEngine]:
     return lambda url: engine(ServerConfig(url, api_key=os.environ.get(ENGINE_KEY_ENV, "")))
 
 
+def engine_keys() -> dict[str, str]:
+    """The variables of this process that hold keys of engines, for gateways in other processes."""
+    exact = (ENGINE_KEY_ENV, OPENAI_KEY_ENV)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in exact or name.startswith(UPSTREAM_KEY_ENV_PREFIX)
+    }
+
+
 def _parse_upstream(text: str) -> tuple[str, UpstreamChat]:
     name, separator, url = text.partition("=")
     if not separator or not name or not url:

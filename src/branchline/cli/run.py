@@ -6,7 +6,8 @@ import argparse
 import asyncio
 import signal
 import sys
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +25,22 @@ from branchline.cli.agents import (
     parse_count,
     parse_object,
 )
-from branchline.cli.engines import build_router
+from branchline.cli.engines import build_router, engine_keys
 from branchline.cli.serve import add_embedded_engine_options, add_engine_options, default_max_tokens
 from branchline.cli.stats import render_stats
 from branchline.core.errors import InputError
 from branchline.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
+    from branchline.chat.base import Codec
+    from branchline.gateway.server import Gateway
+    from branchline.rollout.gateway_pool import GatewayPool
+    from branchline.rollout.ray_cluster import RayCluster
     from branchline.rollout.rollout import Rollout
     from branchline.rollout.run_folder import RunFolder
     from branchline.rollout.stats import RolloutStats
     from branchline.rollout.tasks import RolloutTask
+    from branchline.runtime.router import Router
 
 _DESCRIPTION = """\
 Runs agents on tasks, n sessions for each. Every call of an agent goes through a gateway of this process and
@@ -50,6 +56,9 @@ examples:
       an external agent, a vLLM server, a verifier
   branchline run tasks.jsonl --agent my_agent:run --judge-url http://host/v1 --judge-model big --out runs/j
   branchline run tasks.jsonl --agent my_agent:run --out runs/first --resume
+  branchline run tasks.jsonl --agent my_agent:run --out runs/big --ray auto --gateways 4 \\
+      --engine vllm --engine-url http://10.0.0.9:8000
+      gateways and agents in processes of a Ray cluster, spread over its machines
 
 {AGENT_HELP}
 DIR gets trajectories.jsonl (a line for each session: task, agent_name, session, status, reward, histories,
@@ -73,6 +82,7 @@ def add_run(commands: Any) -> None:
     add_agent_options(parser)
     add_judge_options(parser)
     _add_run_options(parser.add_argument_group("run"))
+    _add_ray_options(parser.add_argument_group("more than one process or machine (needs ray)"))
     add_engine_options(parser.add_argument_group("engine"))
     add_embedded_engine_options(parser.add_argument_group("embedded engine (--engine hf)"))
     parser.set_defaults(run=run)
@@ -135,6 +145,31 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", action="store_true", help="print the figures as one JSON object")
 
 
+def _add_ray_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ray",
+        metavar="auto|HOST:PORT",
+        help="run gateways and agents in processes of a Ray cluster; auto: the cluster of this machine, or a "
+        "new one on it. A gateway that dies is started again and continues its sessions; agents whose "
+        "connection failed meanwhile are run again (--retry connection=2 is the default here)",
+    )
+    group.add_argument(
+        "--gateways", type=int, metavar="N", help="gateways in the cluster (default: one for each machine)"
+    )
+    group.add_argument(
+        "--ray-runners",
+        type=int,
+        metavar="N",
+        help="processes in the cluster that run agents, up to 1000 each (default: as many as gateways)",
+    )
+    group.add_argument(
+        "--ray-journals",
+        type=Path,
+        metavar="DIR",
+        help="a folder on each machine's own disk for journals (default: journals in --out)",
+    )
+
+
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Runs the tasks; progress goes to stderr."""
     from branchline.gateway.process import run_server
@@ -142,15 +177,18 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     from branchline.rollout.tasks import read_tasks
 
     tasks = read_tasks(options.tasks)[: options.limit]
-    runners = build_runners(options, options.out / "logs")
+    _check_ray_options(options)
+    runners = build_runners(options, options.out.absolute() / "logs")
     reward, judge = build_reward(options), build_judge(options)
     if reward is not None and judge is not None:
         raise InputError("--judge-url: got a judge and a reward, expected one of them")
     _check_names(runners, tasks)
-    codec, router = build_router(options)
-    folder = RunFolder.create(options.out, tasks, options.n, resume=options.resume)
+    engine = None if options.ray else build_router(options)
+    folder = RunFolder.create(
+        options.out, tasks, options.n, resume=options.resume, is_ray=options.ray is not None
+    )
     try:
-        stats = run_server(_run(options, tasks, (runners, reward, judge), folder, codec, router))
+        stats = run_server(_run(options, tasks, (runners, reward, judge), folder, engine))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"interrupted; continue with: branchline run … --out {options.out} --resume", file=sys.stderr)
         raise KeyboardInterrupt from None
@@ -158,6 +196,17 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         return msgspec.json.encode(stats.to_json()).decode() + "\n", int(not stats.finished)
     text = render_stats(stats.to_json(), options.out)
     return text, int(not stats.finished)
+
+
+def _check_ray_options(options: argparse.Namespace) -> None:
+    if options.ray and options.engine == "hf":
+        raise InputError(
+            "--ray: got --engine hf, expected --engine vllm, sglang or openai with --engine-url: an embedded "
+            "model belongs to one process"
+        )
+    for name in ("gateways", "ray_runners", "ray_journals"):
+        if getattr(options, name) is not None and not options.ray:
+            raise InputError(f"--{name.replace('_', '-')}: got {getattr(options, name)}, expected --ray with it")
 
 
 def _check_names(runners: Any, tasks: list[RolloutTask]) -> None:
@@ -176,39 +225,33 @@ async def _run(
     tasks: list[RolloutTask],
     agents: tuple[Any, Any, Any],
     folder: RunFolder,
-    codec: Any,
-    router: Any,
+    engine: tuple[Codec, Router] | None,
 ) -> RolloutStats:
-    from branchline.gateway.server import Gateway
+    """`engine` is None if gateways of a Ray cluster make their own."""
     from branchline.rollout.rollout import Rollout, RolloutConfig
 
-    main = asyncio.current_task()
-    assert main is not None
-    with suppress(NotImplementedError):  # on Windows
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    _cancel_on_sigterm()
     runners, reward, judge = agents
     config = RolloutConfig(
         n=options.n,
         concurrency=options.concurrency,
         runner_concurrency=dict(options.agent_concurrency),
         timeout_s=options.timeout_s,
-        retries=dict(options.retry),
+        retries={**({"connection": 2} if options.ray else {}), **dict(options.retry)},
         oversample=options.oversample,
         stop_after=options.stop_after,
         max_staleness=options.max_staleness,
         reward_workers=options.reward_workers,
         session={"agent_reward": options.agent_reward, **options.session_options},
     )
-    await router.check_ready()
-    gateway = Gateway(
-        engine=router,
-        codec=codec,
-        journal=folder.journal,
-        config=GatewayConfig(
-            max_in_flight=options.max_in_flight, default_max_tokens=default_max_tokens(options), drain_s=1.0
-        ),
-    )
-    async with gateway:
+    async with AsyncExitStack() as stack:
+        if engine is None:
+            cluster = await stack.enter_async_context(_make_cluster(options))
+            _cancel_on_sigterm()  # Ray has set a handler of its own.
+            gateway: Gateway | GatewayPool = cluster.pool
+            runners = {name: cluster.runner(runner) for name, runner in runners.items()}
+        else:
+            gateway = await stack.enter_async_context(await _make_gateway(options, folder, *engine))
         sinks, stats = folder.open_sinks(options.samples)
         rollout = Rollout(
             gateway,
@@ -226,6 +269,46 @@ async def _run(
         finally:
             progress.cancel()
             await asyncio.gather(progress, return_exceptions=True)
+
+
+def _cancel_on_sigterm() -> None:
+    """Makes SIGTERM cancel the task that called this."""
+    main = asyncio.current_task()
+    assert main is not None
+    with suppress(NotImplementedError):  # on Windows
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+
+
+def _gateway_config(options: argparse.Namespace) -> GatewayConfig:
+    return GatewayConfig(
+        max_in_flight=options.max_in_flight, default_max_tokens=default_max_tokens(options), drain_s=1.0
+    )
+
+
+async def _make_gateway(
+    options: argparse.Namespace, folder: RunFolder, codec: Codec, router: Router
+) -> Gateway:
+    from branchline.gateway.server import Gateway
+
+    await router.check_ready()
+    return Gateway(engine=router, codec=codec, journal=folder.journal, config=_gateway_config(options))
+
+
+def _make_cluster(options: argparse.Namespace) -> RayCluster:
+    from branchline.rollout.ray_cluster import RayCluster, RayConfig
+
+    # Without `run`: a process of the cluster needs no commands.
+    engine_options = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "run"})
+    config = RayConfig(
+        folder=options.out,
+        address=options.ray,
+        gateways=options.gateways,
+        runners=options.ray_runners,
+        journal_folder=options.ray_journals,
+        gateway=_gateway_config(options),
+        environment=engine_keys(),
+    )
+    return RayCluster(partial(build_router, engine_options), config)
 
 
 async def _show_progress(rollout: Rollout, total: int) -> None:

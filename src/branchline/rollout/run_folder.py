@@ -3,7 +3,8 @@
     trajectories.jsonl    a line for each session
     samples.jsonl         a line for each sample; or samples/part-….parquet
     stats.json            the figures of all sessions
-    journal               the calls of all sessions, for a resumed run
+    journal               the calls of all sessions, for a resumed run; or journals/gateway-…, and
+                          gateways.json, which names their machines
     run.json              which tasks the run is for
     logs/                 the output of commands
 
@@ -44,16 +45,27 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, tasks: Sequence[RolloutTask], n: int, *, resume: bool = False) -> RunFolder:
-        """Opens a new folder or, with `resume`, that of the same run. Raises InputError for any other."""
-        settings = {"tasks": len(tasks), "tasks_digest": task_digest(tasks), "n": n}
+    def create(
+        cls,
+        path: Path,
+        tasks: Sequence[RolloutTask],
+        n: int,
+        *,
+        resume: bool = False,
+        is_ray: bool = False,
+    ) -> RunFolder:
+        """Opens a new folder or, with `resume`, that of the same run. Raises InputError for any other.
+
+        `is_ray`: the journals are those of gateways in a Ray cluster.
+        """
+        settings = {"tasks": len(tasks), "tasks_digest": task_digest(tasks), "n": n, "ray": is_ray}
         file = path / _RUN_FILE
         if file.exists() and not resume:
             raise InputError(f"out: {path} has a run; continue it with --resume, or name another folder")
         if not file.exists() and (path / TRAJECTORIES_FILE).exists():
             raise InputError(f"out: {path} has {TRAJECTORIES_FILE} and no {_RUN_FILE}, expected a new folder")
         if file.exists():
-            known = json.loads(file.read_text())
+            known = {"ray": False, **json.loads(file.read_text())}
             for name, value in settings.items():
                 if known.get(name) != value:
                     raise InputError(f"{name}: got {value!r}, expected {known.get(name)!r}, as in {file}")
