@@ -18,6 +18,8 @@ from branchline.gateway.server import Gateway
 from branchline.rollout.session_result import SessionJob
 from branchline.runtime.managed_session import ManagedSession, SessionState
 
+_MAX_INLINE_TOKENS = 10_000
+
 
 class AgentSession(Protocol):
     """A session as an agent gets it."""
@@ -108,7 +110,14 @@ class SessionGateway:
 
     async def read(self, session_id: str) -> tuple[Trajectory, SessionFigures]:
         """Returns the trajectory of a session as it is now, and its counts."""
-        return await asyncio.to_thread(self._read, self._find(session_id))
+        managed = self._find(session_id)
+        # A thread costs more than reading a short session, and a long one must not hold up the others.
+        if managed.session.tree.token_count <= _MAX_INLINE_TOKENS:
+            return self._read(managed)
+        return await asyncio.to_thread(self._read, managed)
+
+    def count_calls(self, session_id: str) -> int:
+        return len(self._find(session_id).session.tree.calls)
 
     def _read(self, managed: ManagedSession) -> tuple[Trajectory, SessionFigures]:
         trajectory = managed.trajectory(self._export_policy)

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from branchline.core.errors import BranchlineError, SessionError
+from branchline.export.rewards import PART_KEYS, session_reward
 from branchline.export.trajectory import Trajectory
 from branchline.loop.timeouts import finish_despite_cancel, with_timeout
 from branchline.rollout.rewards import RewardData, RewardScorer
 from branchline.rollout.runners import Runner
-from branchline.rollout.session_gateway import SessionGateway
+from branchline.rollout.session_gateway import SessionFigures, SessionGateway
 from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd, SessionJob, SessionResult
 
 _GRACE_S = 5.0
@@ -44,6 +45,7 @@ class SessionRunner:
         self._require_reward = require_reward
         self._started: dict[str, float] = {}
         self._exceptions: dict[str, Exception] = {}
+        self._scored: dict[str, tuple[Trajectory, SessionFigures]] = {}
 
     async def run(self, job: SessionJob, runner: Runner) -> SessionResult:
         """Runs a session from its start to its result."""
@@ -83,7 +85,8 @@ class SessionRunner:
         """Computes and posts the reward of a session whose agent is done."""
         session_id = job.session_id
         if self._scorer is not None or self._max_staleness is not None:
-            trajectory, _ = await self._gateway.read(session_id)
+            self._scored[session_id] = await self._gateway.read(session_id)
+            trajectory = self._scored[session_id][0]
             end = self.check_staleness(trajectory)
             if end.cause is not None:
                 return end
@@ -121,7 +124,7 @@ class SessionRunner:
             session_id, "finalized" if end.cause is None else "aborted", end.gateway_reason
         )
         end = SessionEnd.from_state(state, reason)
-        trajectory, figures = await self._gateway.read(session_id)
+        trajectory, figures = await self._read_ended(session_id, end)
         started = self._started.pop(session_id, None)
         return SessionResult(
             job,
@@ -135,6 +138,19 @@ class SessionRunner:
             self._gateway.version,
             self._exceptions.pop(session_id, None),
         )
+
+    async def _read_ended(self, session_id: str, end: SessionEnd) -> tuple[Trajectory, SessionFigures]:
+        """Returns the trajectory of an ended session. What was read to score it is used again, if since then
+        it got nothing but a reward for the whole session."""
+        scored = self._scored.pop(session_id, None)
+        if scored is not None and end.cause is None:
+            trajectory, figures = scored
+            rewards = self._gateway.rewards(session_id)
+            is_whole = not any(part in reward for reward in rewards for part in PART_KEYS)
+            reward = session_reward(rewards)
+            if is_whole and reward is not None and self._gateway.count_calls(session_id) == figures.calls:
+                return trajectory.with_reward(reward), figures
+        return await self._gateway.read(session_id)
 
     async def _post_reward(self, job: SessionJob, reward: RewardData) -> SessionEnd:
         try:
