@@ -19,7 +19,7 @@ from branchline.core.errors import GatewayError, InputError  # noqa: E402
 from branchline.gateway.config import GatewayConfig  # noqa: E402
 from branchline.rollout.ray_cluster import RayCluster, RayConfig  # noqa: E402
 from branchline.rollout.rollout import Rollout, RolloutConfig  # noqa: E402
-from branchline.rollout.runners import CommandRunner  # noqa: E402
+from branchline.rollout.runners import CommandRunner, RunnerSpec  # noqa: E402
 from branchline.rollout.sinks import MemorySink  # noqa: E402
 from tests.ray_cluster import agents  # noqa: E402
 
@@ -29,9 +29,7 @@ N = 2
 @pytest.fixture(scope="module", autouse=True)
 def started_ray() -> Iterator[None]:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024
-    )
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
     yield
     ray.shutdown()
 
@@ -138,7 +136,12 @@ def test_errors_timeouts_and_commands_of_agents_end_their_sessions_only(tmp_path
         sink = MemorySink()
         command = CommandRunner('echo "$BRANCHLINE_TASK" >&2; exit 3', tmp_path / "logs")
         async with cluster(tmp_path) as started:
-            named = {"hang": agents.hang, "fail": agents.fail, "": agents.converse, "shell": command}
+            named: dict[str, RunnerSpec] = {
+                "hang": agents.hang,
+                "fail": agents.fail,
+                "": agents.converse,
+                "shell": command,
+            }
             runners = {name: started.runner(spec) for name, spec in named.items()}
             tasks = make_tasks(tmp_path)
             for task, name in zip(tasks, ("hang", "fail", "", "shell"), strict=True):

@@ -1,4 +1,4 @@
-"""What of a Ray cluster needs no Ray: where gateways are placed, and settings. `make test-ray` has the rest."""
+"""What needs no Ray: settings, and where gateways are placed. `make test-ray` runs the rest."""
 
 from __future__ import annotations
 

@@ -51,12 +51,11 @@ def test_a_killed_rollout_continues_and_loses_and_repeats_nothing(
             assert line["reward"] == float(line["uid"])
     for text in (tmp_path / "acknowledged").read_text().splitlines():
         session, answer = json.loads(text)
-        messages = [
-            message["content"] for one in by_session[session]["histories"] for message in one["messages"]
-        ]
-        assert answer in messages, "no answer that an agent received is missing"
+        histories = by_session[session]["histories"]
+        texts = [message["content"] for history in histories for message in history["messages"]]
+        assert answer in texts, "no answer that an agent received is missing"
     keys = [line["key"] for line in read_lines(tmp_path / "samples.jsonl")]
-    assert sorted(keys) == sorted(f"{line['uid']}_{sample_slot(line)}_0" for line in finished)
+    assert sorted(keys) == sorted(f"{line['uid']}_{line['slot']}_0" for line in finished)
     samples = list(read_jsonl(tmp_path / "samples.jsonl"))
     rows = [row for file in sorted((tmp_path / "samples").glob("*.parquet")) for row in read_parquet(file)]
     for one in (samples, rows):
@@ -65,10 +64,6 @@ def test_a_killed_rollout_continues_and_loses_and_repeats_nothing(
     written = json.loads((tmp_path / "stats.json").read_text())
     assert written == stats.to_json()
     assert (stats.sessions, stats.finished) == (len(lines), len(finished))
-
-
-def sample_slot(line: dict[str, object]) -> str:
-    return f"{line['slot']}r{line['attempt']}" if line["attempt"] else f"{line['slot']}"
 
 
 def test_a_complete_run_that_is_resumed_runs_nothing(tmp_path: Path) -> None:

@@ -205,8 +205,9 @@ def _check_ray_options(options: argparse.Namespace) -> None:
             "model belongs to one process"
         )
     for name in ("gateways", "ray_runners", "ray_journals"):
-        if getattr(options, name) is not None and not options.ray:
-            raise InputError(f"--{name.replace('_', '-')}: got {getattr(options, name)}, expected --ray with it")
+        value = getattr(options, name)
+        if value is not None and not options.ray:
+            raise InputError(f"--{name.replace('_', '-')}: got {value}, expected --ray with it")
 
 
 def _check_names(runners: Any, tasks: list[RolloutTask]) -> None:

@@ -216,11 +216,11 @@ class AsyncClientSession(SessionAddress):
         await self.end("finalized", reason)
         return await self.export(policy)
 
-    async def end(self, state: SessionState, reason: str = "") -> SessionStateView:
-        """Sets the state and returns it, and reads nothing else. A closed session keeps its reason."""
+    async def end(self, state: SessionState, reason: str = "") -> SessionView:
+        """Sets the state and returns the session. A session that has the state keeps its reason."""
         body = {"reason": reason, **({"return": "session"} if state == "finalized" else {})}
         path = f"{self._path}/{_END_ACTIONS[state]}"
-        return await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)
+        return await self._connection.send("POST", path, SessionView, body=body, key=self.control_key)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""

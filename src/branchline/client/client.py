@@ -32,7 +32,6 @@ from branchline.gateway.control_types import (
     EngineState,
     HealthState,
     PolicyState,
-    SessionStateView,
     SessionView,
 )
 from branchline.runtime.managed_session import SessionState
@@ -214,8 +213,8 @@ class ClientSession(SessionAddress):
         """Marks the agent as done; later rewards and calls are still accepted."""
         self._thread.run(self._session.complete(reason))
 
-    def end(self, state: SessionState, reason: str = "") -> SessionStateView:
-        """Sets the state and returns it, and reads nothing else. A closed session keeps its reason."""
+    def end(self, state: SessionState, reason: str = "") -> SessionView:
+        """Sets the state and returns the session. A session that has the state keeps its reason."""
         return self._thread.run(self._session.end(state, reason))
 
     def abort(self, reason: str = "") -> None:

@@ -103,6 +103,8 @@ class Sample:
     """Rewards for parts of the sample: its timeline, its answers, tools."""
     answers: tuple[AnswerSpan, ...] = ()
     """The answers that the sample trains, in order; their tokens are those whose mask is 1."""
+    reward_extras: str = ""
+    """The other fields of the session's reward as a JSON object; empty if it has none."""
 
     @property
     def trained_tokens(self) -> int:

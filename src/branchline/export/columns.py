@@ -101,8 +101,9 @@ SAMPLE_COLUMNS = (
             Column("logprobs", "struct", fields=_MEASUREMENT),
         ),
     ),
+    Column("reward_extras", "text"),
 )
-OPTIONAL_COLUMNS = frozenset({"rewards", "answers"})
+OPTIONAL_COLUMNS = frozenset({"rewards", "answers", "reward_extras"})
 """Columns that older files do not have."""
 ARRAY_TYPES: dict[str, type[np.generic]] = {"int8s": np.int8, "int32s": np.int32, "float32s": np.float32}
 

@@ -23,7 +23,7 @@ from branchline.core.errors import GatewayError, InputError, NodeLostError, Sess
 from branchline.export.rewards import validate_reward
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
-from branchline.rollout.session_gateway import SessionFigures, session_options
+from branchline.rollout.session_gateway import EndedSession, SessionFigures, session_options
 from branchline.rollout.session_result import SessionJob
 from branchline.runtime.managed_session import SessionState
 from branchline.runtime.session_snapshot import SessionSnapshot
@@ -128,17 +128,16 @@ class GatewayPool:
         async with self._requests_to(self._find(session_id)) as client:
             await client.session(session_id).post_rewards(rewards)
 
-    async def end(self, session_id: str, state: SessionState, reason: str = "") -> tuple[SessionState, str]:
+    async def end(self, session_id: str, state: SessionState, reason: str = "") -> EndedSession:
         async with self._requests_to(self._find(session_id)) as client:
             session = client.session(session_id)
             try:
-                ended = await session.end(state, reason)
+                view = await session.end(state, reason)
             except SessionError as error:
                 if error.kind != "closed":
                     raise
                 view = await session.view()
-                return view.state, view.reason
-            return ended.state, ended.reason
+            return EndedSession(view.state, view.reason, view.calls, tuple(view.rewards))
 
     async def read(
         self, session_id: str, policy: ExportPolicy | None = None

@@ -163,9 +163,7 @@ def parse_scores(answer: str, count: int) -> tuple[list[float | None], str]:
     found: dict[int, list[float]] = {}
     value = _find_json(answer)
     if value is None:
-        return [
-            None
-        ] * count, f"got {answer[:200]!r}, which has no JSON object, expected one with the scores."
+        return [None] * count, f"got {answer[:200]!r}, expected a JSON object with the scores."
     for name, score in _score_entries(value):
         position = _read_position(name)
         number = _read_number(score)

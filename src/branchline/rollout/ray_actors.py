@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from branchline.chat.base import Codec
 from branchline.client.async_client import AsyncClient

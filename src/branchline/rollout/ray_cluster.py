@@ -290,7 +290,7 @@ class RunnerActors:
     async def run(
         self, runner: Runner, task: RolloutTask, address: AgentAddress
     ) -> tuple[RewardData | None, SessionEnd]:
-        """Runs an agent. If the caller is cancelled, so is the agent. Raises RunnerError if its process dies."""
+        """Runs an agent; cancels it if the caller is cancelled. Raises RunnerError if its process dies."""
         import ray
 
         index = await self._choose()

@@ -19,6 +19,8 @@ from branchline.rollout.session_result import SessionJob
 from branchline.runtime.managed_session import ManagedSession, SessionState
 from branchline.runtime.session_snapshot import SessionSnapshot
 
+_MAX_INLINE_TOKENS = 10_000
+
 
 class AgentSession(Protocol):
     """A session as an agent gets it."""
@@ -77,6 +79,16 @@ class SessionFigures:
         return cls(len(snapshot.tree.calls), lengths, truncated, tuple(snapshot.rewards), version)
 
 
+@dataclass(frozen=True)
+class EndedSession:
+    """A session after its end."""
+
+    state: SessionState
+    reason: str
+    calls: int
+    rewards: tuple[Mapping[str, Any], ...]
+
+
 class SessionGateway(Protocol):
     """Where the sessions of a rollout are. NodeLostError says that a session is gone with its gateway."""
 
@@ -90,8 +102,8 @@ class SessionGateway(Protocol):
         """Adds a number, an object with a score, or a list of them. Raises MessageError for anything else."""
         ...
 
-    async def end(self, session_id: str, state: SessionState, reason: str = "") -> tuple[SessionState, str]:
-        """Ends a session unless it is closed already; returns its state and reason."""
+    async def end(self, session_id: str, state: SessionState, reason: str = "") -> EndedSession:
+        """Ends a session unless it is closed already; returns what it is then."""
         ...
 
     async def read(
@@ -131,16 +143,21 @@ class LocalGateway:
     async def post_reward(self, session_id: str, reward: object) -> None:
         await self._find(session_id).post_reward(reward)
 
-    async def end(self, session_id: str, state: SessionState, reason: str = "") -> tuple[SessionState, str]:
+    async def end(self, session_id: str, state: SessionState, reason: str = "") -> EndedSession:
         managed = self._find(session_id)
         if not managed.is_closed:
             await managed.end(state, reason)
-        return managed.state, managed.reason
+        calls = len(managed.session.tree.calls)
+        return EndedSession(managed.state, managed.reason, calls, tuple(managed.rewards))
 
     async def read(
         self, session_id: str, policy: ExportPolicy | None = None
     ) -> tuple[Trajectory, SessionFigures]:
-        return await asyncio.to_thread(self._read, self._find(session_id), policy)
+        managed = self._find(session_id)
+        # A thread costs more than reading a short session, and a long one must not hold up the others.
+        if managed.session.tree.token_count <= _MAX_INLINE_TOKENS:
+            return self._read(managed, policy)
+        return await asyncio.to_thread(self._read, managed, policy)
 
     def _read(
         self, managed: ManagedSession, policy: ExportPolicy | None

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
+import msgspec
+
 from branchline.core.sample import Sample
 from branchline.export.histories import History
+from branchline.export.rewards import PART_KEYS
 from branchline.export.trajectory import Trajectory
 from branchline.gateway.views import message_view
 from branchline.loop.timeouts import describe_error
@@ -174,15 +177,25 @@ class SessionResult:
         """The reward of the episode; None for a session that did not finish."""
         return self.trajectory.episode_reward if self.status == "finished" else None
 
-    @property
+    @cached_property
     def samples(self) -> tuple[Sample, ...]:
-        return self.trajectory.samples if self.status == "finished" else ()
+        """The samples of a finished session, with the extra fields of its reward."""
+        if self.status != "finished":
+            return ()
+        extras = [
+            {name: value for name, value in reward.items() if name != "score"}
+            for reward in self.rewards
+            if not any(part in reward for part in PART_KEYS)
+        ]
+        if not extras or not extras[-1]:
+            return self.trajectory.samples
+        text = msgspec.json.encode(extras[-1]).decode()
+        return tuple(replace(sample, reward_extras=text) for sample in self.trajectory.samples)
 
     @property
     def sample_keys(self) -> list[str]:
-        """The key of each sample: `{uid}_{slot}_{index}`; a repeated session's slot has its attempt."""
-        slot = f"{self.job.slot}" + (f"r{self.job.attempt}" if self.job.attempt else "")
-        return [f"{self.job.task.uid}_{slot}_{index}" for index in range(len(self.samples))]
+        """The key of each sample: `{uid}_{slot}_{index}`. Of all attempts at a slot one at most finishes."""
+        return [f"{self.job.task.uid}_{self.job.slot}_{index}" for index in range(len(self.samples))]
 
     @property
     def delivered_tokens(self) -> int:

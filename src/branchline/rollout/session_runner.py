@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from branchline.core.errors import BranchlineError, NodeLostError, SessionError
+from branchline.export.rewards import PART_KEYS, session_reward
 from branchline.export.samples import ExportPolicy
 from branchline.export.trajectory import Trajectory
 from branchline.loop.timeouts import finish_despite_cancel, with_timeout
 from branchline.rollout.rewards import RewardData, RewardScorer
 from branchline.rollout.runners import Runner
-from branchline.rollout.session_gateway import SessionFigures, SessionGateway
+from branchline.rollout.session_gateway import EndedSession, SessionFigures, SessionGateway
 from branchline.rollout.session_result import EndCause, RunnerError, SessionEnd, SessionJob, SessionResult
 from branchline.runtime.managed_session import SessionState
 
@@ -48,6 +49,7 @@ class SessionRunner:
         self._require_reward = require_reward
         self._started: dict[str, float] = {}
         self._exceptions: dict[str, Exception] = {}
+        self._scored: dict[str, tuple[Trajectory, SessionFigures]] = {}
 
     async def run(self, job: SessionJob, runner: Runner) -> SessionResult:
         """Runs a session from its start to its result."""
@@ -84,10 +86,10 @@ class SessionRunner:
             if end.cause is not None:
                 return end
         try:
-            state, reason = await self._gateway.end(job.session_id, "completed")
+            ended = await self._gateway.end(job.session_id, "completed")
         except NodeLostError as error:
             return SessionEnd(EndCause.NODE_LOST, str(error))
-        return SessionEnd.from_state(state, reason)
+        return SessionEnd.from_state(ended.state, ended.reason)
 
     async def score(self, job: SessionJob) -> SessionEnd:
         """Computes and posts the reward of a session whose agent is done."""
@@ -98,6 +100,7 @@ class SessionRunner:
         if end.cause is not None:
             return end
         if self._scorer is not None:
+            self._scored[session_id] = trajectory, figures
             try:
                 reward = await self._scorer.score(SessionResult(job, SessionEnd(), trajectory))
             except Exception as error:
@@ -122,8 +125,8 @@ class SessionRunner:
         staleness = now - min((int(versions.min()) for versions in trained if len(versions)), default=now)
         if staleness <= self._max_staleness:
             return trajectory, figures, SessionEnd()
-        error = f"{staleness} versions old, expected at most {self._max_staleness}"
-        return trajectory, figures, SessionEnd(EndCause.STALE, error)
+        age = f"{staleness} versions old, expected at most {self._max_staleness}"
+        return trajectory, figures, SessionEnd(EndCause.STALE, age)
 
     async def finish(self, job: SessionJob, end: SessionEnd) -> SessionResult:
         """Ends the session and returns its result. Raises SessionError if it was never opened.
@@ -133,11 +136,13 @@ class SessionRunner:
         session_id = job.session_id
         state: SessionState = "finalized" if end.cause is None else "aborted"
         try:
-            end = SessionEnd.from_state(*(await self._gateway.end(session_id, state, end.gateway_reason)))
-            trajectory, figures = await self._gateway.read(session_id, self._export_policy)
+            ended = await self._gateway.end(session_id, state, end.gateway_reason)
+            end = SessionEnd.from_state(ended.state, ended.reason)
+            trajectory, figures = await self._read_ended(session_id, ended)
         except NodeLostError as error:
             end = SessionEnd(EndCause.NODE_LOST, str(error))
             trajectory, figures = _lost_session(job)
+            self._scored.pop(session_id, None)
         started = self._started.pop(session_id, None)
         return SessionResult(
             job,
@@ -152,13 +157,26 @@ class SessionRunner:
             self._exceptions.pop(session_id, None),
         )
 
+    async def _read_ended(self, session_id: str, ended: EndedSession) -> tuple[Trajectory, SessionFigures]:
+        """Returns the trajectory of an ended session. What was read to score it is used again, if since then
+        it got nothing but a reward for the whole session."""
+        scored = self._scored.pop(session_id, None)
+        if scored is not None and ended.state == "finalized":
+            trajectory, figures = scored
+            is_whole = not any(part in reward for reward in ended.rewards for part in PART_KEYS)
+            reward = session_reward(ended.rewards)
+            if is_whole and reward is not None and ended.calls == figures.calls:
+                return trajectory.with_reward(reward), replace(figures, rewards=ended.rewards)
+        return await self._gateway.read(session_id, self._export_policy)
+
     async def post_reward(self, job: SessionJob, reward: RewardData) -> SessionEnd:
         """Posts a reward; returns the end of a session that does not take it, else a finished one."""
         try:
             try:
                 await self._gateway.post_reward(job.session_id, reward)
             except SessionError:
-                return SessionEnd.from_state(*(await self._gateway.end(job.session_id, "aborted")))
+                ended = await self._gateway.end(job.session_id, "aborted")
+                return SessionEnd.from_state(ended.state, ended.reason)
         except NodeLostError as error:
             return SessionEnd(EndCause.NODE_LOST, str(error))
         except BranchlineError as error:

@@ -32,6 +32,7 @@ SAMPLES_FILE = "samples.jsonl"
 SAMPLES_FOLDER = "samples"
 STATS_FILE = "stats.json"
 _STATS_INTERVAL_S = 2.0
+_MAX_INLINE_TOKENS = 10_000
 
 
 class Sink(Protocol):
@@ -120,7 +121,12 @@ class JsonlSink:
 
     async def write(self, result: SessionResult) -> None:
         async with self._lock:
-            if result.session not in self._sessions:
+            if result.session in self._sessions:
+                return
+            # A thread costs more than writing a short session.
+            if sum(map(len, result.samples)) <= _MAX_INLINE_TOKENS:
+                self._write(result)
+            else:
                 # A cancelled write must have ended before the next one begins.
                 await finish_despite_cancel(asyncio.to_thread(self._write, result))
 

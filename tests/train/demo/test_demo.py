@@ -17,10 +17,7 @@ pytest.importorskip("matplotlib")
 
 from branchline.chat.generic.codec import GenericCodec  # noqa: E402
 from branchline.cli.main import main  # noqa: E402
-from branchline.train.demo import (
-    MODEL_FOLDER,
-    demo,
-)
+from branchline.train.demo import MODEL_FOLDER, demo  # noqa: E402
 from branchline.train.demo.archive import CHANCE  # noqa: E402
 from branchline.train.demo.demo import describe_result, summarise  # noqa: E402
 from branchline.train.demo.evaluation import evaluate  # noqa: E402
