@@ -105,7 +105,8 @@ class AsyncClient:
         return (await self._connection.send("GET", path, SessionList)).sessions
 
     async def trajectory_group(self, group: str, policy: ExportPolicy | None = None) -> TrajectoryGroup:
-        """Returns the trajectories of a group's sessions that are no longer open, oldest first."""
+        """Returns the trajectories of a group's sessions that are in the gateway's memory and no longer open,
+        oldest first. With a journal a gateway keeps the last 1,000 closed sessions in memory."""
         limit = asyncio.Semaphore(_CONCURRENT_READS)
 
         async def read(view: SessionView) -> Trajectory:

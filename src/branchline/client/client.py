@@ -150,7 +150,8 @@ class Client:
         return self._thread.run(self._client.sessions(state=state, group=group))
 
     def trajectory_group(self, group: str, policy: ExportPolicy | None = None) -> TrajectoryGroup:
-        """Returns the trajectories of a group's sessions that are no longer open, oldest first."""
+        """Returns the trajectories of a group's sessions that are in the gateway's memory and no longer open,
+        oldest first. With a journal a gateway keeps the last 1,000 closed sessions in memory."""
         return self._thread.run(self._client.trajectory_group(group, policy))
 
     # -- policy and engines --------------------------------------------------------------------------
