@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from branchline.gateway import views
-from branchline.runtime import managed_session
+from branchline.runtime import session_snapshot
 from tests.gateway.harness import agent, run
 
 
@@ -17,7 +17,7 @@ from tests.gateway.harness import agent, run
     ("path", "module", "function"),
     [
         ("/tree", views, "classify_forks"),
-        ("/samples", managed_session, "export_samples"),
+        ("/samples", session_snapshot, "export_samples"),
         ("/timelines", views, "timelines_of"),
     ],
 )
