@@ -39,6 +39,8 @@ class FakeServer:
         self.event_after: tuple[int, dict[str, Any]] | None = None
         """After this many ids the stream ends with this event."""
         self.refusal: tuple[int, bytes] | None = None
+        self.refused_id: int | None = None
+        """If set, only requests whose prompt contains this id get the refusal."""
         self.retry_after = ""
         """The Retry-After header of a refusal."""
         self.json_by_path: dict[str, Any] = {}
@@ -55,9 +57,17 @@ class FakeServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._on_connect, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self.listen()
         return self
+
+    async def listen(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._on_connect, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def restart(self) -> None:
+        """Listens again at the same address, after `kill`."""
+        await self.listen(self.port)
 
     async def __aexit__(self, *_: object) -> None:
         self.kill()
@@ -133,7 +143,7 @@ class FakeServer:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 body = json.loads(raw or b"null")
                 self.requests.append((path, body))
-                if path == self.generate_path and self.refusal is None:
+                if path == self.generate_path and not self._refuses(body):
                     await self._stream_response(reader, writer, body)
                 else:
                     self._send_response(writer, path)
@@ -143,9 +153,14 @@ class FakeServer:
         finally:
             writer.close()
 
+    def _refuses(self, body: dict[str, Any]) -> bool:
+        prompt = body.get("prompt") or body.get("input_ids") or ()
+        return self.refusal is not None and (self.refused_id is None or self.refused_id in prompt)
+
     def _send_response(self, writer: asyncio.StreamWriter, path: str) -> None:
         status, content = 404, b'{"detail": "Not Found"}'
-        if self.refusal is not None and path == self.generate_path:
+        if path == self.generate_path:
+            assert self.refusal is not None
             status, content = self.refusal
         elif path in self.failing_paths:
             status, content = 500, b"broken"

@@ -181,7 +181,7 @@ class SglangEngine(HttpEngine):
         if images:
             body["image_data"] = [to_data_url(image.media) for image in images]
             body["return_prompt_token_ids"] = True
-        response = self.client.request("POST", "/generate", msgspec.json.encode(body))
+        response = self.client.request("POST", "/generate", msgspec.json.encode(body), is_generation=True)
         expected = prompt_ids if images else None
         return SglangRequest(self.name, response, self.version, rid, expected_prompt=expected)
 

@@ -227,7 +227,9 @@ class VllmEngine(HttpEngine):
             body["model"] = self.model
         if params.grammar is not None:
             body["response_format"] = dict(params.grammar)
-        response = self.client.request("POST", "/v1/completions", msgspec.json.encode(body))
+        response = self.client.request(
+            "POST", "/v1/completions", msgspec.json.encode(body), is_generation=True
+        )
         return VllmRequest(self.name, response, self.version, prompt=prompt)
 
     def _build_images_request(
@@ -247,7 +249,9 @@ class VllmEngine(HttpEngine):
         }
         if self.model:
             body["model"] = self.model
-        response = self.client.request("POST", "/inference/v1/generate", msgspec.json.encode(body))
+        response = self.client.request(
+            "POST", "/inference/v1/generate", msgspec.json.encode(body), is_generation=True
+        )
         return VllmImagesRequest(self.name, response, self.version, expected_prompt=prompt_ids)
 
 
