@@ -86,7 +86,7 @@ class HttpClient:
 
     def __init__(self, server: ServerConfig, base_url: str) -> None:
         self.host_port = server.host_port
-        self._config = server
+        self.config = server
         base = urlsplit(base_url)
         self._path_prefix = base.path.rstrip("/")
         self._tls_context = _tls_context(*map(os.environ.get, _TLS_ENV)) if base.scheme == "https" else None
@@ -120,9 +120,9 @@ class HttpClient:
                 raise InputError(f"{name}: got {value!r}, expected printable ASCII, as headers carry it")
             lines.append(f"{name}: {value}")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
-        timeouts_s = (self._config.read_timeout_s,) * 2
+        timeouts_s = (self.config.read_timeout_s,) * 2
         if is_generation:
-            timeouts_s = self._config.first_token_timeout_s, self._config.token_timeout_s
+            timeouts_s = self.config.first_token_timeout_s, self.config.token_timeout_s
         return HttpResponse(self, "\r\n".join(lines).encode() + body, timeouts_s, is_generation)
 
     async def get_json(self, path: str) -> Any:
@@ -160,7 +160,7 @@ class HttpClient:
             if not (is_expired or connection.transport.is_closing()):
                 return connection
             connection.abort()
-        timeout_s = self._config.connect_timeout_s
+        timeout_s = self.config.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
