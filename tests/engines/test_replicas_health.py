@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from branchline.core.errors import EngineBusyError, EngineError
 from branchline.core.token_arrays import as_ids
+from branchline.engines.replica_pool import CHECK_TOKENS
 from branchline.engines.replicas import Replicas
 from tests.engines.fake_model import (
     PROMPT,
     collect,
     continuation,
+    float32,
     ids_of,
     logprobs_of,
     params,
@@ -120,7 +124,7 @@ def test_no_call_is_sent_to_a_failing_replica_while_others_are_in_use() -> None:
                 await wait_for_checks(replicas)
             assert request_counts(servers) == [1, 7]
             checks = [body for body in servers[0].bodies if len(body["prompt"]) == 1]
-            assert [body["max_tokens"] for body in checks] == [1] * 4
+            assert [body["max_tokens"] for body in checks] == [CHECK_TOKENS] * 4
 
     run(main())
 
@@ -236,6 +240,25 @@ def test_client_that_leaves_a_replica_which_answers_others_moves_its_next_attemp
     run(main())
 
 
+def test_all_attempts_of_the_next_call_avoid_the_replica_that_was_left() -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        async with replica_servers(3, clock) as (replicas, servers):
+            servers[0].hold_after = 0
+            waiting = asyncio.create_task(collect(replicas.generate(PROMPT, params(2), session="a")))
+            await servers[0].is_held.wait()
+            clock.now += 30
+            replicas._replicas["0"].last_chunk_at = clock.now  # Another call got a token.
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            servers[1].die_after = 1
+            chunks = await collect(replicas.generate(PROMPT, params(2), session="a"))
+            assert ids_of(chunks) == continuation(PROMPT, 2)[0]
+            assert request_counts(servers) == [1, 1, 1]
+
+    run(main())
+
+
 def test_consumer_that_stops_reading_does_not_count_against_the_replica() -> None:
     async def main() -> None:
         clock = ManualClock()
@@ -293,5 +316,41 @@ def test_ready_needs_one_replica_and_excludes_those_that_do_not_answer() -> None
             await call_sessions(replicas, ["a"])
             await wait_for_checks(replicas)
             assert (replicas.failing, replicas.max_context) == ((), 32)
+
+    run(main())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    faults=st.lists(
+        st.tuples(st.sampled_from(["die", "hang", "refuse", "busy", "lie"]), st.integers(0, 6)),
+        min_size=1,
+        max_size=4,
+    ),
+    ids_per_event=st.integers(1, 3),
+    flush_s=st.sampled_from([0, 60]),
+)
+def test_any_mix_of_faults_loses_and_repeats_no_token(
+    faults: list[tuple[str, int]], ids_per_event: int, flush_s: float
+) -> None:
+    async def main() -> None:
+        count = len(faults) + 1
+        async with replica_servers(count, first_token_timeout_s=0.05, token_timeout_s=0.05) as (
+            replicas,
+            servers,
+        ):
+            for server, (fault, position) in zip(servers, faults, strict=False):
+                server.ids_per_event = ids_per_event
+                server.die_after = position if fault == "die" else None
+                server.hold_after = position if fault == "hang" else None
+                server.lie = "logprob" if fault == "lie" else None
+                status = {"refuse": 500, "busy": 503}.get(fault)
+                server.refusal = None if status is None else (status, b"")
+            chunks = await collect(replicas.generate(PROMPT, params(12, flush_s=flush_s), session="a"))
+            ids, logprobs = continuation(PROMPT, 12)
+            assert ids_of(chunks) == ids
+            assert logprobs_of(chunks) == float32(logprobs)
+            assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            assert sum(replicas.in_flight.values()) == 0
 
     run(main())

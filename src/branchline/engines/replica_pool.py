@@ -1,7 +1,8 @@
 """Placement and health of replicas: which one serves a call, and which faults count against it.
 
 Faults of a replica exclude it: its server cannot be reached, is silent, or fails a check. An error that
-answers a request may be the request's fault, so it only starts a check: one token, sampled in the background.
+answers a request may be the request's fault, so it only starts a check: a few tokens, sampled in the
+background.
 An excluded replica is checked from time to time and used again when a check succeeds. Each session has a
 home, to which it returns then.
 """
@@ -30,6 +31,7 @@ log = logging.getLogger("branchline.engines")
 
 # The least recently used session beyond this number gets a new replica on its next call, at a prefill's cost.
 MAX_STICKY_SESSIONS = 100_000
+CHECK_TOKENS = 8
 SUSPICIOUS_SILENCE_S = 1.0
 """A caller that disconnects after a shorter wait does not count against the replica."""
 
@@ -143,10 +145,14 @@ class ReplicaPool:
     # -- placement -----------------------------------------------------------------------------------
 
     def select(
-        self, session: str, failed: dict[Replica, Exception], request: tuple[Ids, SamplingParams]
+        self,
+        session: str,
+        failed: dict[Replica, Exception],
+        avoided: Replica | None,
+        request: tuple[Ids, SamplingParams],
     ) -> Replica:
         """Returns the session's home, or where it is meanwhile, or the replica with the fewest calls, then
-        the fewest sessions. Excluded replicas are used only if there are no others.
+        the fewest sessions. Excluded replicas, and the one to avoid, are used only if there are no others.
 
         Raises EngineError if all replicas have failed or are stale.
         """
@@ -161,10 +167,9 @@ class ReplicaPool:
                 self._place(placement, placement.home)
             raise self._no_replica_error(failed)
         usable = [replica for replica in usable if not replica.excluded] or usable
+        usable = [replica for replica in usable if replica is not avoided] or usable
         if placement is not None:
             self._placements.move_to_end(session)
-            avoided, placement.avoided = placement.avoided, None
-            usable = [replica for replica in usable if replica is not avoided] or usable
             for replica in (placement.home, placement.current):
                 if replica in usable:
                     return self._place(placement, replica)
@@ -191,6 +196,14 @@ class ReplicaPool:
         replica.session_count += 1
         placement.current = replica
         return replica
+
+    def pop_avoided(self, session: str) -> Replica | None:
+        """Returns the replica that the session's next call must avoid, for this call only."""
+        placement = self._placements.get(session)
+        if placement is None:
+            return None
+        avoided, placement.avoided = placement.avoided, None
+        return avoided
 
     def avoid_next_time(self, replica: Replica, session: str) -> None:
         if (placement := self._placements.get(session)) is not None:
@@ -249,8 +262,8 @@ class ReplicaPool:
             replica.check = asyncio.create_task(self._check(replica, *request))
 
     async def _check(self, replica: Replica, prompt_ids: Ids, params: SamplingParams) -> None:
-        """Samples one token after the first id of a prompt; excludes the replica if that fails."""
-        params = SamplingParams(max_tokens=1, vocab_size=params.vocab_size)
+        """Samples a few tokens after the first id of a prompt; excludes the replica if that fails."""
+        params = SamplingParams(max_tokens=CHECK_TOKENS, vocab_size=params.vocab_size)
         try:
             if not replica.is_ready:
                 await replica.engine.ready()

@@ -118,6 +118,7 @@ class Replicas:
         yielded: list[Chunk] = []
         failed: dict[Replica, Exception] = {}
         """Replicas that failed since the last token."""
+        avoided = self._pool.pop_avoided(session)
         while True:
             # A request that ended before its first token is only sent again.
             preempted = yielded[-1].num_preempted + 1 if yielded else 0
@@ -125,7 +126,7 @@ class Replicas:
             if isinstance(rest, Chunk):
                 yield rest
                 return
-            replica = self._pool.select(session, failed, rest)
+            replica = self._pool.select(session, failed, avoided, rest)
             silent_since, has_begun = self._pool.clock(), False
             stream = CancellableStream(replica.engine.generate(*rest, session=session, images=images))
             replica.running.add(stream)
