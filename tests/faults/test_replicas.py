@@ -206,7 +206,9 @@ def test_calls_are_exact_and_sessions_return_home_when_replicas_fail_hang_and_li
     tmp_path: Path, fault_figures: FaultFigures
 ) -> None:
     async def test(url: str, replicas: Sequence[Replica]) -> None:
-        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        # The gateway closes idle connections after 5 s; a request must not meet that.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as http:
             load = Load(url, http)
             await load.open()
             await load.run_turn(1)
