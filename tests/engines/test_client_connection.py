@@ -212,7 +212,7 @@ def test_generation_has_one_timeout_until_its_first_token_and_one_between_tokens
             await advance(11)
         assert not response.is_ended
         await advance(2)
-        assert (response.error, response.timed_out) == ("no first token within 100 s", True)
+        assert (response.error, response.timed_out) == ("no first token for 100 s", True)
         connection, response = send_request(is_generation=True, **config)
         await advance(99)
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nab")
@@ -221,7 +221,7 @@ def test_generation_has_one_timeout_until_its_first_token_and_one_between_tokens
             assert not response.is_ended
             connection.data_received(b"c")
         await advance(11)
-        assert (response.error, response.timed_out) == ("no further token within 10 s", True)
+        assert (response.error, response.timed_out) == ("no further token for 10 s", True)
         assert response.read_nowait() == b"abccc"
         assert connection.transport.is_closing()
 
@@ -236,13 +236,27 @@ def test_headers_and_comments_are_no_tokens() -> None:
         connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         connection.data_received(b"8\r\n: ping\n\n\r\n")
         await advance(2)
-        assert response.error == "no first token within 10 s"
+        assert response.error == "no first token for 10 s"
         connection, response = send_request(is_generation=True, **config)
         connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nd\r\n")
         await advance(9)
         connection.data_received(b"8\r\n: ping\n\n\r\n")
         await advance(2)
-        assert response.error == "no further token within 10 s"
+        assert response.error == "no further token for 10 s"
+
+    run_with_frozen_clock(main())
+
+
+def test_comments_keep_a_response_that_is_no_generation() -> None:
+    """The agent loop reads streams of a gateway, which sends comments while it waits for an engine."""
+
+    async def main() -> None:
+        connection, response = send_request(read_timeout_s=10)
+        connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(5):
+            connection.data_received(b"8\r\n: ping\n\n\r\n")
+            await advance(9)
+        assert not response.is_ended
 
     run_with_frozen_clock(main())
 

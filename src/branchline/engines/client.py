@@ -110,20 +110,14 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         is_generation: bool = False,
     ) -> HttpResponse:
-        """Returns the response; the request is sent when the response is first read.
-
-        The response of a generation has timeouts of its own.
-        """
+        """Returns the response; the request is sent when the response is first read."""
         lines = [f"{method} {self._path_prefix}{path} HTTP/1.1", self._headers]
         for name, value in (headers or {}).items():
             if not (value.isascii() and value.isprintable()):
                 raise InputError(f"{name}: got {value!r}, expected printable ASCII, as headers carry it")
             lines.append(f"{name}: {value}")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
-        timeouts_s = (self.config.read_timeout_s,) * 2
-        if is_generation:
-            timeouts_s = self.config.first_token_timeout_s, self.config.token_timeout_s
-        return HttpResponse(self, "\r\n".join(lines).encode() + body, timeouts_s, is_generation)
+        return HttpResponse(self, "\r\n".join(lines).encode() + body, is_generation)
 
     async def get_json(self, path: str) -> Any:
         """Returns the decoded JSON of a GET, or None for an empty body."""
@@ -164,10 +158,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: HttpConnection(self),
-                    self._host,
-                    self._port,
-                    ssl=self._tls_context,
+                    lambda: HttpConnection(self), self._host, self._port, ssl=self._tls_context
                 )
         except OSError as error:
             reason = str(error) or f"no connection within {timeout_s:g} s"
@@ -213,16 +204,14 @@ class HttpClient:
 class HttpResponse:
     """The response to one request: its connection feeds it, its consumer reads it."""
 
-    def __init__(
-        self, client: HttpClient, request: bytes, timeouts_s: tuple[float, float], is_generation: bool = False
-    ) -> None:
+    def __init__(self, client: HttpClient, request: bytes, is_generation: bool) -> None:
         self.request = request
-        self.timeouts_s = timeouts_s
-        """Until the first data of the body, and between two pieces of it."""
         self.is_generation = is_generation
-        self.has_begun = False
-        """Data of the body has arrived."""
-        self.timed_out = False
+        self.timeouts_s = client.config.first_token_timeout_s, client.config.token_timeout_s
+        """Until the first data of the body, and between two pieces of it."""
+        if not is_generation:
+            self.timeouts_s = client.config.read_timeout_s, client.config.read_timeout_s
+        self.has_begun = self.timed_out = False
         self.status = 0
         """0 until the headers have arrived."""
         self.retry_after = ""
@@ -413,7 +402,7 @@ class HttpConnection(asyncio.Protocol):
         response = self._response
         if response is not None:
             response.pieces.append(body)
-            if not body.startswith(b":"):  # A comment keeps the connection open; it is no token.
+            if not (response.is_generation and body.startswith(b":")):  # A comment is no token.
                 response.has_begun, self._last_data_at = True, self._loop.time()
             if response.wakes_on_data:
                 response.wake()
@@ -440,10 +429,8 @@ class HttpConnection(asyncio.Protocol):
             self._timeout_timer = self._loop.call_later(delay_s, self._check_timeout)
             return
         response.timed_out = True
-        if not response.is_generation:
-            self.abort(f"no data for {timeout_s:g} s")
-        else:
-            self.abort(f"no {'further' if response.has_begun else 'first'} token within {timeout_s:g} s")
+        token = "further token" if response.has_begun else "first token"
+        self.abort(f"no {token if response.is_generation else 'data'} for {timeout_s:g} s")
 
     def _end_response(self, error: str = "", *, resend: bool = False) -> None:
         """Ends the response of the running request, if there is one; with `resend` its request is sent again
