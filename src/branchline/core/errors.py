@@ -101,7 +101,7 @@ class EngineError(BranchlineError):
 class EngineBusyError(EngineError):
     """An engine accepts no requests for now; `retry_after` is its Retry-After value, or empty.
 
-    `is_overloaded`: the engine refuses everybody (503), not only those who send too many requests (429).
+    `is_overloaded`: it accepts none from any client (503), not only none from this one (429).
     """
 
     def __init__(self, message: str, retry_after: str = "", *, is_overloaded: bool = False) -> None:

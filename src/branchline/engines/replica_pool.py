@@ -128,7 +128,7 @@ class Placement:
     """The replica that it returns to."""
     current: Replica
     avoided: Replica | None = None
-    """Not used for the next call: the last one waited there in vain."""
+    """Not used for the next call, because the last one got no valid answer there."""
 
 
 class ReplicaPool:
@@ -226,7 +226,7 @@ class ReplicaPool:
         elif not getattr(error, "timed_out", False):
             self.exclude(replica, error)
         elif replica.last_chunk_at <= silent_since:
-            # It sent nothing to anybody, so all its calls wait in vain.
+            # No call got a token, so the others would time out too.
             self.exclude(replica, error)
             replica.cancel_streams()
 
