@@ -81,7 +81,7 @@ class AsyncClient:
     async def open_session(self, **options: Any) -> AsyncClientSession:
         """Opens a session; `options` are those of `POST /sessions`: `id`, `group`, `sampling`, `limits`, …"""
         opened = await self._connection.send("POST", "/sessions", OpenedSession, body=options)
-        return AsyncClientSession(self._connection, opened)
+        return AsyncClientSession(self._connection, opened, key="")
 
     def session(self, session_id: str, *, control_key: str = "", api_key: str = "") -> AsyncClientSession:
         """Returns an existing session, without a request. `control_key` replaces the admin key."""
@@ -94,7 +94,7 @@ class AsyncClient:
             api_key=api_key,
             control_key=control_key,
         )
-        return AsyncClientSession(self._connection, opened)
+        return AsyncClientSession(self._connection, opened, key=control_key)
 
     async def sessions(
         self, *, state: SessionState | None = None, group: str | None = None
@@ -184,14 +184,16 @@ class SessionAddress:
 class AsyncClientSession(SessionAddress):
     """A session of a gateway, for a program in another process."""
 
-    def __init__(self, connection: GatewayConnection, opened: OpenedSession) -> None:
+    def __init__(self, connection: GatewayConnection, opened: OpenedSession, *, key: str) -> None:
+        """`key` opens the session; empty: the admin key does."""
         super().__init__(opened)
         self._connection = connection
+        self._key = key
         self._path = f"/sessions/{quote(opened.id, safe='')}"
 
     async def view(self) -> SessionView:
         """Returns options, state and counts of the session."""
-        return await self._connection.send("GET", self._path, SessionView, key=self.control_key)
+        return await self._connection.send("GET", self._path, SessionView, key=self._key)
 
     async def reward(self, score: float, **extras: Any) -> None:
         """Posts a reward; `extras` are stored with it. `call`, `turn`, `timeline` and `tool` name the part of
@@ -201,7 +203,7 @@ class AsyncClientSession(SessionAddress):
     async def post_rewards(self, rewards: Sequence[float | Mapping[str, Any]]) -> None:
         """Posts several rewards, numbers or objects with a score, in one request."""
         path, body = f"{self._path}/reward", list(rewards)
-        await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)
+        await self._connection.send("POST", path, SessionStateView, body=body, key=self._key)
 
     async def complete(self, reason: str = "") -> None:
         """Marks the agent as done; later rewards and calls are still accepted."""
@@ -218,7 +220,7 @@ class AsyncClientSession(SessionAddress):
 
     async def _end(self, action: str, body: dict[str, str]) -> None:
         path = f"{self._path}/{action}"
-        await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)
+        await self._connection.send("POST", path, SessionStateView, body=body, key=self._key)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""
@@ -232,7 +234,7 @@ class AsyncClientSession(SessionAddress):
                 "GET",
                 path,
                 SessionView,
-                key=self.control_key,
+                key=self._key,
                 retry_timeout_s=None if deadline is None else left_s,
             )
             if view.state != "open" or (deadline is not None and now() >= deadline):
@@ -242,7 +244,7 @@ class AsyncClientSession(SessionAddress):
 
     async def snapshot(self) -> SessionSnapshot:
         """Returns the session as it is now: tree, rewards, state."""
-        content = await self._connection.send("GET", f"{self._path}/snapshot", bytes, key=self.control_key)
+        content = await self._connection.send("GET", f"{self._path}/snapshot", bytes, key=self._key)
         return await asyncio.to_thread(SessionSnapshot.decode, content)
 
     async def tree(self) -> Tree:
@@ -263,7 +265,7 @@ class AsyncClientSession(SessionAddress):
         """Removes a closed session from the gateway's memory; its journal keeps it. Does nothing if the
         gateway does not have the session: an earlier attempt may have deleted it."""
         try:
-            await self._connection.send("DELETE", self._path, bytes, key=self.control_key)
+            await self._connection.send("DELETE", self._path, bytes, key=self._key)
         except SessionError as error:
             if error.kind != "unknown":
                 raise

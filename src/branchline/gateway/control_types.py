@@ -96,7 +96,7 @@ class HealthState(msgspec.Struct, frozen=True, kw_only=True):
     """A gateway that answers."""
 
     status: str
-    engine: str
+    engine: str = ""
     paused: bool
     version: int
     sessions: int
