@@ -25,7 +25,7 @@ from branchline.gateway.control_types import (
     EngineState,
     HealthState,
     OpenedSession,
-    PolicyState,
+    PolicyView,
     SessionList,
     SessionStateView,
     SessionView,
@@ -118,18 +118,18 @@ class AsyncClient:
 
     # -- policy and engines --------------------------------------------------------------------------
 
-    async def pause(self) -> PolicyState:
+    async def pause(self) -> PolicyView:
         """Pauses generation for a weight update; calls wait, and continue after `resume`."""
-        return await self._connection.send("POST", "/policy/pause", PolicyState)
+        return await self._connection.send("POST", "/policy/pause", PolicyView)
 
-    async def resume(self, version: int | None = None) -> PolicyState:
+    async def resume(self, version: int | None = None) -> PolicyView:
         """Resumes generation. `version` is that of the new weights; None: the weights are the old ones."""
         body = {} if version is None else {"version": version}
-        return await self._connection.send("POST", "/policy/resume", PolicyState, body=body)
+        return await self._connection.send("POST", "/policy/resume", PolicyView, body=body)
 
-    async def policy(self) -> PolicyState:
+    async def policy(self) -> PolicyView:
         """Returns the version of the policy, and whether it is paused."""
-        return await self._connection.send("GET", "/engines", PolicyState)
+        return await self._connection.send("GET", "/engines", PolicyView)
 
     async def engines(self) -> list[EngineState]:
         return (await self._connection.send("GET", "/engines", EngineList)).engines

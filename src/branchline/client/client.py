@@ -28,7 +28,7 @@ from branchline.client.async_client import (
 from branchline.core.errors import InputError
 from branchline.export.samples import Export, ExportPolicy
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
-from branchline.gateway.control_types import EngineState, HealthState, PolicyState, SessionView
+from branchline.gateway.control_types import EngineState, HealthState, PolicyView, SessionView
 from branchline.runtime.managed_session import SessionState
 from branchline.runtime.session_snapshot import SessionSnapshot
 from branchline.tree.tree import Tree
@@ -156,15 +156,15 @@ class Client:
 
     # -- policy and engines --------------------------------------------------------------------------
 
-    def pause(self) -> PolicyState:
+    def pause(self) -> PolicyView:
         """Pauses generation for a weight update; calls wait, and continue after `resume`."""
         return self._thread.run(self._client.pause())
 
-    def resume(self, version: int | None = None) -> PolicyState:
+    def resume(self, version: int | None = None) -> PolicyView:
         """Resumes generation. `version` is that of the new weights; None: the weights are the old ones."""
         return self._thread.run(self._client.resume(version))
 
-    def policy(self) -> PolicyState:
+    def policy(self) -> PolicyView:
         """Returns the version of the policy, and whether it is paused."""
         return self._thread.run(self._client.policy())
 

@@ -65,7 +65,7 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[SessionView]
 
 
-class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
     """The policy: whether it is paused for a weight update, and its version."""
 
     paused: bool

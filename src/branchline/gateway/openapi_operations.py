@@ -20,7 +20,7 @@ from branchline.gateway.control_types import (
     HealthState,
     ModelSession,
     OpenedSession,
-    PolicyState,
+    PolicyView,
     RemoveEngineRequest,
     ResumeRequest,
     SessionList,
@@ -250,7 +250,7 @@ CONTROL_OPERATIONS = (
         body=schema_ref("FinalizeRequest"),
     ),
     Operation(
-        "pausePolicy", "POST", "/policy/pause", "Pauses generation for a weight update.", _ADMIN, PolicyState
+        "pausePolicy", "POST", "/policy/pause", "Pauses generation for a weight update.", _ADMIN, PolicyView
     ),
     Operation(
         "resumePolicy",
@@ -258,7 +258,7 @@ CONTROL_OPERATIONS = (
         "/policy/resume",
         "Resumes generation with new weights or the old ones.",
         _ADMIN,
-        PolicyState,
+        PolicyView,
         body=ResumeRequest,
     ),
     Operation("listEngines", "GET", "/engines", "The policy and its engines.", _ADMIN, EngineList),
