@@ -189,9 +189,12 @@ class AsgiRequest:
 class StreamWriter:
     """Sends one streamed answer; at most `keepalive_s` pass without a byte.
 
-    with closing(StreamWriter(http, encoder, 10.0)) as writer:
+    writer = StreamWriter(http, encoder, 10.0)
+    try:
         async for event in run_call(...):
             await writer.write(event)
+    finally:
+        writer.keepalive_task.cancel()
     """
 
     def __init__(self, http: AsgiRequest, encoder: StreamEncoder, keepalive_s: float) -> None:
@@ -203,17 +206,15 @@ class StreamWriter:
         """Held from the encoding of an event until it is sent."""
         self._is_silent = True
         """Whether nothing was sent since the last check."""
-        self._keepalive_task = asyncio.create_task(self._send_keepalives())
-
-    def close(self) -> None:
-        # Not awaited: the call must end with its last event, before its client can act on that.
-        self._keepalive_task.cancel()
+        self.keepalive_task = asyncio.create_task(self._send_keepalives())
+        """To be cancelled when the stream ends. Not awaited: the call must end with its last event, before
+        its client can act on that."""
 
     async def write(self, event: CallEvent) -> None:
         """Sends an event; the result of the call ends the stream."""
         async with self._lock:
             if isinstance(event, CallResult):
-                self._keepalive_task.cancel()
+                self.keepalive_task.cancel()
                 await self._http.send_chunk(self._encoder.encode_end(event), last=True)
             elif data := self._encoder.encode_delta(event):
                 await self._http.send_chunk(data)
@@ -222,7 +223,7 @@ class StreamWriter:
     async def write_error(self, info: ErrorInfo) -> None:
         """Ends the stream with an error."""
         async with self._lock:
-            self._keepalive_task.cancel()
+            self.keepalive_task.cancel()
             await self._http.send_chunk(self._encoder.encode_error(info), last=True)
 
     async def _send_keepalives(self) -> None:

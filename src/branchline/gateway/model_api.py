@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
@@ -121,23 +121,25 @@ class _ModelCall:
     async def stream(self, keepalive_s: float) -> None:
         """Sends the answer as it arrives."""
         encoder = self.protocol.stream_encoder(self.parsed, self.record.call_id, self.managed.session.codec)
-        with closing(StreamWriter(self.http, encoder, keepalive_s)) as writer:
+        writer = StreamWriter(self.http, encoder, keepalive_s)
+        try:
             try:
-                try:
-                    async with aclosing(self.events) as events:
-                        async for event in events:
-                            await writer.write(event)
-                except asyncio.CancelledError:
-                    _raise_if_closed(self.managed)
-                    raise
-            except BranchlineError as error:
-                # Before the first event an error is a response with a status; after it, an event.
-                info = to_error_info(error)
-                if not self.http.is_streaming and info.code not in self.protocol.in_stream_errors:
-                    raise
-                self.record.outcome = "failed" if self.http.is_streaming else "refused"
-                self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
-                await writer.write_error(info)
+                async with aclosing(self.events) as events:
+                    async for event in events:
+                        await writer.write(event)
+            except asyncio.CancelledError:
+                _raise_if_closed(self.managed)
+                raise
+        except BranchlineError as error:
+            # Before the first event an error is a response with a status; after it, an event.
+            info = to_error_info(error)
+            if not self.http.is_streaming and info.code not in self.protocol.in_stream_errors:
+                raise
+            self.record.outcome = "failed" if self.http.is_streaming else "refused"
+            self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
+            await writer.write_error(info)
+        finally:
+            writer.keepalive_task.cancel()
 
 
 class ModelApi:
