@@ -36,6 +36,8 @@ _ENTRY_BYTES = 200
 """What a cached segment takes besides its text and its ids."""
 _MAX_WORDS = 1 << 16
 _MAX_WORD_LENGTH = 48
+_MAX_WORDS_TEXT = 1 << 18
+"""Longer texts go to the tokenizer, which is slower but lets other threads run meanwhile."""
 _PROBE_TEXTS = ("a", " a", "\n\nA b", "  \n", "é中🙂", '{"a": [1, 2]}', "x\n")
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -319,7 +321,7 @@ class WordCache:
 
     def encode(self, text: str) -> Ids | None:
         """Returns the ids of a text without added tokens, or None if the tokenizer must encode it."""
-        if not text.isascii():
+        if not text.isascii() or len(text) > _MAX_WORDS_TEXT:
             return None
         words = self._find_words(text)
         if sum(map(len, words)) != len(text):

@@ -24,10 +24,9 @@ class GatewayConfig:
     """Messages in one request."""
     max_tools: int = 1_000
     """Tools in one request."""
-    max_json_values: int = 500_000
-    """Commas and opening brackets in one body, those in its texts included: a bound on its JSON values."""
-    max_nesting: int = 100
-    """Objects and arrays inside each other, in one message or tool."""
+    max_json_values: int = 250_000
+    """Commas and opening brackets in one body, those in its texts included: a bound on its JSON values.
+    Counted in bodies of more than twice as many bytes."""
     max_connections: int = 8192
     """Open connections; further ones replace those that have been idle longest, or get 503. It is lowered to
     what the process may open (`ulimit -n`)."""
@@ -84,7 +83,6 @@ _POSITIVE = (
     "max_messages",
     "max_tools",
     "max_json_values",
-    "max_nesting",
     "max_connections",
     "max_header_bytes",
     "header_timeout_s",

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -47,6 +48,13 @@ from branchline.runtime.call_record import (
     new_call_id,
 )
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HEADER
+from branchline.runtime.limits import (
+    THREAD_BODY_BYTES,
+    check_item_counts,
+    check_json_values,
+    check_prompt_characters,
+    run_in_prepare_thread,
+)
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.message_cache import parse_json
 from branchline.runtime.router import Router
@@ -202,11 +210,21 @@ class ModelApi:
         """Prepares the prompt and answers with its length; nothing is sampled or recorded."""
         assert protocol.count_response is not None
         managed = self._access.model_session(route.session_id, bearer_key(http.headers))
-        body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
-        parsed = self._parse(protocol, managed, route, http.headers, body)
-        request = await self._image_fetcher.resolve(parsed.call_request.request, managed.session.tree)
-        turn = await prepare_call(managed, replace(parsed.call_request, request=request))
-        await http.send_json(protocol.count_response(len(turn.prompt_ids)))
+        if self.in_flight >= self._config.max_in_flight:
+            raise SessionError("busy", f"{self.in_flight} generations are running, try again in a moment")
+        self.in_flight += 1
+        try:
+            body, parsed = await self._read_in_thread(protocol, managed, route, http)
+            with http.cancelled_on_disconnect(managed.call_tasks):
+                request = await self._image_fetcher.resolve(parsed.call_request.request, managed.session.tree)
+                call_request = replace(parsed.call_request, request=request, body_bytes=len(body))
+                turn = await prepare_call(managed, call_request)
+                await http.send_json(protocol.count_response(len(turn.prompt_ids)))
+        except asyncio.CancelledError:
+            _raise_if_closed(managed)
+            raise
+        finally:
+            self.in_flight -= 1
 
     async def _handle_call(self, protocol: WireProtocol[Any], route: ModelRoute, http: AsgiRequest) -> None:
         managed = self._access.model_session(route.session_id, bearer_key(http.headers))
@@ -221,8 +239,12 @@ class ModelApi:
         http.extra_headers.append((protocol.request_id_header, record.call_id.encode()))
         with self._observed(record):
             managed.require_open()
-            body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
-            parsed = self._parse(protocol, managed, route, http.headers, body)
+            size = http.headers.get("content-length", "")
+            if size.isdecimal() and int(size[:20]) < THREAD_BODY_BYTES:
+                body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
+                parsed = self._parse(protocol, managed, route, http.headers, body)
+            else:
+                body, parsed = await self._read_in_thread(protocol, managed, route, http)
             call_request = record.call_request = parsed.call_request
             record.model, record.agent = parsed.model, call_request.request.agent
             if self.in_flight >= self._config.max_in_flight:
@@ -233,7 +255,7 @@ class ModelApi:
                 trainable=engine_route.train,
                 resume_call_id=http.headers.get(RESUME_HEADER, ""),
             )
-            call_request = replace(call_request, request=request)
+            call_request = replace(call_request, request=request, body_bytes=len(body))
             if isinstance(engine_route.engine, UpstreamChat):
                 if protocol is CHAT:
                     # Only an upstream of the same protocol knows the fields that are not read here.
@@ -257,6 +279,16 @@ class ModelApi:
             finally:
                 self.in_flight -= 1
 
+    async def _read_in_thread(
+        self, protocol: WireProtocol[Any], managed: ManagedSession, route: ModelRoute, http: AsgiRequest
+    ) -> tuple[bytes, ParsedRequest]:
+        """Receives and parses a body that may be large. A session has a few of them at a time; the others are
+        not received yet, so that they do not fill the memory."""
+        async with managed.large_bodies:
+            body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
+            parse = partial(self._parse, protocol, managed, route, http.headers, body)
+            return body, await run_in_prepare_thread(managed, parse)
+
     def _parse(
         self,
         protocol: WireProtocol[Any],
@@ -265,8 +297,13 @@ class ModelApi:
         headers: Mapping[str, str],
         data: bytes,
     ) -> ParsedRequest:
+        config = self._config
+        if len(data) > 2 * config.max_json_values:
+            check_json_values(data, config.max_json_values)
         body = parse_json(data, protocol.decode_body)
         fields = body if isinstance(body, dict) else {}
+        if len(data) >= THREAD_BODY_BYTES:
+            check_item_counts(fields, config.max_messages, config.max_tools)
         user = fields.get("user")
         agent, parent = identify_agent(headers)
         agent = (
@@ -286,13 +323,19 @@ class ModelApi:
             agent,
             int(retries[:6]) if retries.isdecimal() and retries.isascii() else 0,
             parent,
-            self._config.default_max_tokens,
+            config.default_max_tokens,
             int(limit) if limit else None,
         )
         parsed: ParsedRequest = protocol.read_request(body, context)
-        count = len(parsed.call_request.request.messages)
-        if count > self._config.max_messages:
-            raise MessageError("messages", f"{count} messages", f"at most {self._config.max_messages}")
+        request = parsed.call_request.request
+        if len(request.messages) > config.max_messages:
+            raise MessageError(
+                "messages", f"{len(request.messages)} messages", f"at most {config.max_messages}"
+            )
+        if len(request.tools) > config.max_tools:
+            raise MessageError("tools", f"{len(request.tools)} tools", f"at most {config.max_tools}")
+        if len(data) > config.max_prompt_characters:
+            check_prompt_characters(parsed.call_request, config.max_prompt_characters)
         return parsed
 
     @contextmanager

@@ -34,7 +34,7 @@ _TICK_S = 1.0
 """How often the date header is set and overdue connections are closed."""
 _LIMIT_LOG_S = 10.0
 _LINGER_S = 2.0
-"""How long a refused connection is read before it is closed."""
+"""How long a refused connection stays open for its client to read the answer."""
 _RESERVED_FILES = 64
 """Open files that are not connections: the journal, logs, the event loop."""
 _SHUTDOWN_POLL_S = 0.005
@@ -270,8 +270,8 @@ class _HttpProtocol(HttpToolsProtocol):
         self._refuse(431, "max_header_bytes", f"got {size} bytes and more, expected at most {limit}")
 
     def _refuse(self, status: int, limit: str, problem: str) -> None:
-        """Answers with an error and closes the connection. What the client still sends is discarded for a
-        moment: a connection closed with unread bytes is reset, and the client may never see the answer."""
+        """Answers with an error, reads no more, and closes the connection after a moment: one that is closed
+        with unread bytes is reset, and its client may never see the answer."""
         self._is_refused = True
         self._uvicorn_server.log_limit(limit, problem, self.client)
         if not self.is_idle or self.transport.is_closing():  # an answer now would end in another one
@@ -284,6 +284,7 @@ class _HttpProtocol(HttpToolsProtocol):
         )
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        self.transport.pause_reading()
         self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

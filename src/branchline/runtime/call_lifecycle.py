@@ -34,7 +34,7 @@ from branchline.runtime.call_record import (
     new_call_id,
 )
 from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
-from branchline.runtime.limits import reserve_tokens
+from branchline.runtime.limits import reserve_tokens, run_in_prepare_thread
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
@@ -43,8 +43,11 @@ from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 
-_THREAD_CHARACTERS = 50_000
-"""Requests with more text than this are prepared in a thread, so that the event loop is not blocked."""
+_THREAD_CHARACTERS = 10_000
+"""Requests with more text than this are prepared in a thread: neither is the event loop blocked, nor do many
+concurrent calls of one session delay those of others."""
+_THREAD_BODY_BYTES = 40_000
+"""So are requests with a larger body: it may be tools."""
 
 
 async def run_call(
@@ -132,7 +135,10 @@ async def prepare_call(
     else:
         prepare = partial(_prepare_raw_prompt, session, request, prompt)
         length = len(prompt)
-    turn = prepare() if length < _THREAD_CHARACTERS else await asyncio.to_thread(prepare)
+    if length < _THREAD_CHARACTERS and call_request.body_bytes < _THREAD_BODY_BYTES:
+        turn = prepare()
+    else:
+        turn = await run_in_prepare_thread(managed, prepare)
     if max_prompt_tokens is not None and len(turn.prompt_ids) > max_prompt_tokens:
         raise ContextLengthError.for_prompt(len(turn.prompt_ids), max_prompt_tokens)
     return turn
@@ -168,7 +174,8 @@ async def _compact(managed: ManagedSession, engine: Engine, call_request: CallRe
     request, codec = call_request.request, managed.session.codec
     view, edits = managed.compactions.view(request.messages, request.agent)
     policy = managed.options.compaction.build_policy()
-    compaction = await asyncio.to_thread(plan_edit, policy, view, codec, excess)
+    plan = partial(plan_edit, policy, view, codec, excess)
+    compaction = await run_in_prepare_thread(managed, plan)
     if compaction is None:
         return False
     summary = ""

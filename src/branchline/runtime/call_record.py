@@ -85,6 +85,8 @@ class CallRequest:
     upstream_options: Mapping[str, Any] | None = None
     """The other fields of a Chat Completions request for an upstream, as the client wrote them. Its `tools`
     are those that the upstream runs itself. None: the fields are made from `params`."""
+    body_bytes: int = 0
+    """The size of the request's body; 0 if it had none."""
 
 
 @dataclass(frozen=True)

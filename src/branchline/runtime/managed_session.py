@@ -38,6 +38,8 @@ SESSION_SAMPLING_FIELDS = frozenset(
     | {"n", "response_format", "stop"}
 )
 """The fields that a session's `sampling` and `sampling_defaults` may have."""
+MAX_THREADS = 2
+"""How many threads work for one session at the same time."""
 SessionState = Literal["open", "completed", "finalized", "aborted"]
 CLOSED_STATES: tuple[SessionState, ...] = ("finalized", "aborted")
 
@@ -156,6 +158,14 @@ class ManagedSession:
     """Tokens that running calls may still sample; 0 without a limit."""
     call_tasks: set[asyncio.Task[Any]] = field(default_factory=set, repr=False)
     """Tasks of running calls, cancelled when the session is closed."""
+    thread_slots: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_THREADS), repr=False
+    )
+    """Limits the work in threads for this session, so that it does not delay other sessions."""
+    large_bodies: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_THREADS), repr=False
+    )
+    """Limits the large request bodies of this session that are being received or parsed."""
     message_cache: MessageCache = field(default_factory=MessageCache, repr=False)
     compactions: SessionCompactions = field(default_factory=SessionCompactions, repr=False)
     """The edits of conversations that the session has compacted."""

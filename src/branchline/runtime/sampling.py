@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from branchline.core.errors import MessageError
+from branchline.core.reader import prefix_error
 from branchline.engines.base import SamplingParams
 from branchline.runtime.managed_session import SessionOptions
 
@@ -43,6 +44,18 @@ def merge_sampling(body: object, options: SessionOptions) -> dict[str, Any]:
         raise MessageError("body", body, "a JSON object")
     fields = {name: value for name, value in body.items() if value is not None}
     return {**options.sampling_defaults, **fields, **options.sampling}
+
+
+def check_session_sampling(options: SessionOptions) -> None:
+    """Raises MessageError if a session's sampling has a value that its calls would be refused for."""
+    for name in ("sampling", "sampling_defaults"):
+        fields = getattr(options, name)
+        try:
+            read_sampling_params(fields, "max_tokens")
+            read_int(fields, "n", 1, 1, 2**31)
+            read_strings(fields, "stop")
+        except MessageError as error:
+            raise prefix_error(name, error) from None
 
 
 def read_sampling_params(

@@ -27,6 +27,7 @@ from branchline.runtime.managed_session import (
     decode_session_record,
     hash_key,
 )
+from branchline.runtime.sampling import check_session_sampling
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree, encode_record
@@ -75,15 +76,20 @@ class SessionStore:
         """The number of sessions in memory."""
         return len(self._by_id)
 
+    @property
+    def journal_failure(self) -> JournalError | None:
+        """Why the journal takes no records; None if it does, or if there is none."""
+        return None if self._journal is None else self._journal.failure
+
     # -- opening and finding -------------------------------------------------------------------------
 
     def open(self, options: SessionOptions) -> tuple[ManagedSession, str, str]:
         """Opens a session; returns it with its API key and its control key, which are not stored."""
         session_id = options.id or secrets.token_hex(8)
-        if not _is_valid_id(session_id):
-            raise MessageError(
-                "id", session_id, "letters, digits, '-', '_' or '.', at most 128, and not dots alone"
-            )
+        if not _is_valid_id(session_id) or session_id == "v1":  # `/sessions/v1/…` would be ambiguous
+            expected = "letters, digits, '-', '_' or '.', at most 128, and neither dots alone nor v1"
+            raise MessageError("id", session_id, expected)
+        check_session_sampling(options)
         api_key, control_key = "sk-bl-" + secrets.token_urlsafe(24), "ck-bl-" + secrets.token_urlsafe(24)
         opened = SessionOpened(options, hash_key(api_key), hash_key(control_key), time.time())
         with self._open_lock:
