@@ -27,7 +27,10 @@ from branchline.gateway.asgi import (
     ClientDisconnectedError,
     StreamWriter,
     bearer_key,
+    find_addresses,
+    identify_agent,
     read_body,
+    to_agent_error_info,
     to_error_info,
 )
 from branchline.gateway.config import GatewayConfig
@@ -140,9 +143,10 @@ class _ModelCall:
                 raise
         except BranchlineError as error:
             # Before the first event an error is a response with a status; after it, an event.
-            info = to_error_info(error)
-            if not self.http.is_streaming and info.code not in self.protocol.in_stream_errors:
+            code = to_error_info(error).code
+            if not self.http.is_streaming and code not in self.protocol.in_stream_errors:
                 raise
+            info = _error_for_agent(error, self.http)
             self.record.outcome = "failed" if self.http.is_streaming else "refused"
             self.record.status, self.record.failure = info.status, CallFailure.from_error(error)
             await writer.write_error(info)
@@ -181,7 +185,7 @@ class ModelApi:
                 info = _routing_error(route.endpoint, http.method)
                 await http.send_json(error_body(info), info.status, info.headers)
         except BranchlineError as error:
-            info = to_error_info(error)
+            info = _error_for_agent(error, http)
             await http.send_json(error_body(info), info.status, info.headers)
         except ClientDisconnectedError:
             pass
@@ -194,7 +198,8 @@ class ModelApi:
         self._access.model_session(route.session_id, bearer_key(http.headers))
         _, _, name = route.endpoint.partition("/")
         # Any name is accepted, so any name exists.
-        names = [name] if name else [*self._router.engine_names, "branchline"]
+        engines = [engine.partition("@")[0] for engine in self._router.engine_names]  # without the address
+        names = [name] if name else [*engines, "branchline"]
         models = (messages if "anthropic-version" in http.headers else chat).model_list(names)
         await http.send_json(models["data"][0] if name else models)
 
@@ -372,35 +377,20 @@ def _routing_error(endpoint: str, method: str) -> ErrorInfo:
     return ErrorInfo(405, f"{method}: not for this path", headers={"allow": allowed})
 
 
+def _error_for_agent(error: BranchlineError, http: AsgiRequest) -> ErrorInfo:
+    """The error as its agent gets it; the addresses that it does not get are logged. Not the whole error:
+    an engine may quote the prompt in it."""
+    info = to_agent_error_info(error)
+    if info.message != str(error):
+        request_id = http.extra_headers[0][1].decode() if http.extra_headers else "without an id"
+        addresses = ", ".join(find_addresses(str(error)))
+        log.warning("request %s: %s at %s", request_id, type(error).__name__, addresses)
+    return info
+
+
 def _raise_if_closed(managed: ManagedSession) -> None:
     """Raises SessionError if the current task was cancelled by closing its session."""
     task = asyncio.current_task()
     if managed.is_closed and task is not None:
         task.uncancel()
     managed.require_open()
-
-
-def identify_agent(headers: Mapping[str, str]) -> tuple[str, str]:
-    """The agent that sent a request and the agent that started that one; "" if no header names them.
-
-    Branchline's own headers can name any agent. For known clients only sub-agents are named: a client's first
-    agent is the session's default agent under any name, so that it stays the same agent after a restart. A
-    parent is passed on under the client's name for it; the tree resolves the first agent by exclusion.
-
-    >>> identify_agent({"x-session-id": "s2", "x-parent-session-id": "s1"})
-    ('s2', 's1')
-    """
-    for agent_header, parent_header in (
-        ("x-branchline-agent", "x-branchline-parent-agent"),
-        ("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
-    ):
-        agent, parent = headers.get(agent_header, ""), headers.get(parent_header, "")
-        if agent or parent:
-            return agent, parent
-    # Codex: a sub-agent's thread id differs from the session id.
-    thread, session = headers.get("thread-id", ""), headers.get("session-id", "")
-    if session and thread not in ("", session):
-        return thread, headers.get("x-codex-parent-thread-id", "")
-    # OpenCode: a sub-agent's session has a parent; the user's own has none.
-    parent = headers.get("x-parent-session-id", "")
-    return (headers.get("x-session-id", ""), parent) if parent else ("", "")

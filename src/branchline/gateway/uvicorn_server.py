@@ -93,14 +93,13 @@ class UvicornServer(uvicorn.Server):
         connections: list[Any] = list(self.server_state.connections)
         return connections
 
-    def close_idle(self) -> bool:
-        """Closes the connections without a request that have been idle longest; returns whether there were
-        any. Several at once, so that a flood of connections does not sort them each time."""
+    def close_idle(self) -> None:
+        """Closes the connections without a request that have been idle longest. Several at once, so that a
+        flood of connections does not sort them each time."""
         idle = sorted([one for one in self._connections if one.is_idle], key=lambda one: one.active_at)
         for connection in idle[: 1 + len(idle) // 16]:
             self.server_state.connections.discard(connection)
             connection.transport.abort()
-        return bool(idle)
 
     def log_limit(self, limit: str, problem: str, client: tuple[str, int] | None) -> None:
         """Logs that a connection was closed by a limit, at most once in ten seconds for each limit."""
@@ -159,9 +158,10 @@ class _HttpProtocol(HttpToolsProtocol):
         limit = self._uvicorn_server.max_connections
         if len(self.connections) > limit:
             self.connections.discard(self)
-            if self._uvicorn_server.close_idle():
-                self.connections.add(self)
-            else:
+            self._uvicorn_server.close_idle()
+            is_full = len(self.connections) >= limit
+            self.connections.add(self)
+            if is_full:
                 self._refuse(503, "max_connections", f"got {limit + 1}, expected at most {limit}")
 
     def data_received(self, data: bytes) -> None:
@@ -179,7 +179,7 @@ class _HttpProtocol(HttpToolsProtocol):
             if isinstance(error.__context__, _HeadTooLargeError):
                 self._refuse_head(error.__context__.size)
             else:
-                self._refuse(400, "request", f"not HTTP/1.1: {error}")
+                self._refuse(400, "request", f"Invalid HTTP request received: {error}")
             return
         self._is_in_head = self.cycle is None or self.cycle.scope is not self.scope
         if self.scope is not scope:
@@ -274,9 +274,13 @@ class _HttpProtocol(HttpToolsProtocol):
         with unread bytes is reset, and its client may never see the answer."""
         self._is_refused = True
         self._uvicorn_server.log_limit(limit, problem, self.client)
-        if not self.is_idle or self.transport.is_closing():  # an answer now would end in another one
+        unfinished = [cycle for cycle in self._open_cycles if not cycle.response_complete]
+        if self.transport.is_closing() or any(cycle.response_started for cycle in unfinished):
             self.transport.abort()
             return
+        for cycle in unfinished:  # this is their answer
+            cycle.disconnected = True
+            cycle.message_event.set()
         body = msgspec.json.encode(error_body(ErrorInfo(status, f"{limit}: {problem}", code=limit)))
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(
