@@ -20,7 +20,6 @@ MEBIBYTE = 2**20
 
 
 ATTACKS = (
-    "no_attack",
     "huge_header",
     "silent_connections",
     "slow_bodies",
@@ -63,9 +62,6 @@ class Attacker:
     async def post(self, endpoint: str, body: bytes) -> int:
         headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
         return (await self.http.post(f"{self.url}/{endpoint}", content=body, headers=headers)).status_code
-
-    async def no_attack(self) -> None:
-        """For comparison."""
 
     # -- without a key -------------------------------------------------------------------------------
 

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from branchline.core.token_arrays import as_ids
 from tests.faults.attacker import ATTACKS
@@ -21,6 +23,7 @@ from tests.faults.conftest import FaultFigures
 from tests.faults.gateway_process import ROOT, GatewayProcess, gateway_process, reply_text
 
 ATTACK_S = float(os.environ.get("BRANCHLINE_ATTACK_S", "8"))
+QUIET_S = 2.0
 OTHERS = 4
 """Sessions that do nothing wrong."""
 MAX_P99_MS = 100.0
@@ -83,16 +86,33 @@ async def _grow(session: Any, http: httpx.AsyncClient) -> None:
         await http.post(f"{session['base_url']}/chat/completions", json=body, headers=headers)
 
 
-async def _measure(gateway: GatewayProcess, kind: str) -> tuple[list[OtherTenant], dict[str, int]]:
+@dataclass
+class Measured:
+    """What the others saw before and during an attack, and the answers that the attacker got."""
+
+    others: list[OtherTenant]
+    quiet_ms: NDArray[np.float64]
+    attacked_ms: NDArray[np.float64]
+    attacker_got: dict[str, int]
+
+
+async def _run_all(others: list[OtherTenant], seconds: float) -> NDArray[np.float64]:
+    """The latencies of all their calls."""
+    for other in others:
+        other.latencies_s.clear()
+    await asyncio.gather(*[other.run(time.monotonic() + seconds) for other in others])
+    return 1000 * np.array([latency_s for other in others for latency_s in other.latencies_s])
+
+
+async def _measure(gateway: GatewayProcess, kind: str) -> Measured:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=120, limits=limits) as http:
         attacker = await _open_session(gateway, http)
         others = [OtherTenant(await _open_session(gateway, http), http) for _ in range(OTHERS)]
         if kind == "read_samples":
             await _grow(attacker, http)
-        await asyncio.gather(*[other.run(time.monotonic() + 0.5) for other in others])  # warm
-        for other in others:
-            other.latencies_s.clear()
+        await _run_all(others, 0.5)  # fills caches
+        quiet_ms = await _run_all(others, QUIET_S)
         control_url = f"{gateway.url}/sessions/{attacker['id']}"
         keys = [attacker["base_url"], attacker["api_key"], control_url, attacker["control_key"]]
         command = [sys.executable, "-m", "tests.faults.attacker", kind, *keys]
@@ -100,13 +120,13 @@ async def _measure(gateway: GatewayProcess, kind: str) -> tuple[list[OtherTenant
         with subprocess.Popen(command, cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
             try:
                 await asyncio.to_thread(process.stdout.readline)
-                await asyncio.gather(*[other.run(time.monotonic() + ATTACK_S) for other in others])
+                attacked_ms = await _run_all(others, ATTACK_S)
                 process.stdin.write("\n")
                 process.stdin.flush()
                 line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 30)
             finally:
                 process.kill()
-        return others, json.loads(line)
+        return Measured(others, quiet_ms, attacked_ms, json.loads(line))
 
 
 @pytest.mark.slow
@@ -114,18 +134,22 @@ async def _measure(gateway: GatewayProcess, kind: str) -> tuple[list[OtherTenant
 def test_others_are_not_delayed(kind: str, tmp_path: Path, fault_figures: FaultFigures) -> None:
     async def test() -> None:
         with gateway_process(tmp_path) as gateway:
-            others, results = await _measure(gateway, kind)
+            measured = await _measure(gateway, kind)
             async with httpx.AsyncClient(timeout=60) as http:
-                for other in others:
+                for other in measured.others:
                     other.http = http
-                lost = sum([await other.count_lost(gateway) for other in others])
-            latencies_ms = 1000 * np.array([one for other in others for one in other.latencies_s])
-            p99_ms = float(np.percentile(latencies_ms, 99))
-            inexact = sum(other.inexact for other in others)
-            note = f"{len(latencies_ms)} calls, median {np.median(latencies_ms):.1f} ms, "
-            note += f"max {latencies_ms.max():.0f} ms, {gateway.rss_mib:.0f} MiB, attacker got {results}"
+                lost = sum([await other.count_lost(gateway) for other in measured.others])
+            inexact = sum(other.inexact for other in measured.others)
+            quiet_ms, p99_ms = (
+                float(np.percentile(latencies_ms, 99))
+                for latencies_ms in (measured.quiet_ms, measured.attacked_ms)
+            )
+            note = f"{quiet_ms:.1f} ms without the attack, median {np.median(measured.attacked_ms):.1f} ms, "
+            note += f"{len(measured.attacked_ms)} calls, {gateway.rss_mib:.0f} MiB, "
+            note += f"attacker got {measured.attacker_got}"
             fault_figures.add(kind, lost=lost, inexact=inexact, p99_ms=p99_ms, note=note)
             assert (lost, inexact) == (0, 0)
-            assert p99_ms < MAX_P99_MS, f"p99 {p99_ms:.1f} ms ({note})"
+            # On a busy machine calls are slow without an attack too.
+            assert p99_ms < MAX_P99_MS + quiet_ms, f"p99 {p99_ms:.1f} ms ({note})"
 
     asyncio.run(test())
