@@ -48,6 +48,7 @@ class Attacker:
 
     async def repeat(self, count: int, act: Callable[[], Awaitable[object]]) -> None:
         """Does the same in several tasks, again and again."""
+        print("ready", flush=True)  # its bodies are made
 
         async def forever() -> None:
             while True:
@@ -137,7 +138,7 @@ class Attacker:
 
     async def allowed_values(self) -> None:
         part = b'{"type":"text","text":"a"},'
-        body = b'{"messages":[{"role":"user","content":[' + part * 160_000 + part[:-1] + b"]}]}"
+        body = b'{"messages":[{"role":"user","content":[' + part * 80_000 + part[:-1] + b"]}]}"
         await self.repeat(4, lambda: self.post("chat/completions", body))
 
     async def many_calls(self) -> None:
@@ -176,7 +177,6 @@ def random_text(length: int) -> str:
 async def main(kind: str, url: str, key: str, control_url: str, control_key: str) -> None:
     attacker = Attacker(url, key, control_url, control_key)
     attack = asyncio.create_task(getattr(attacker, kind)())
-    print("ready", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     print(json.dumps(attacker.results), flush=True)
     attack.cancel()
