@@ -216,6 +216,12 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         default="",
         help=f"the key for all sessions; better set as {ADMIN_KEY_ENV} (default: generated and printed)",
     )
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of requests that are not known or not supported by the engine, log each once and "
+        "record them with the call (default: such a request is refused with 400, which names the field)",
+    )
     group.add_argument("--no-auth", action="store_true", help="require no keys; listens on loopback only")
     group.add_argument(
         "--drain-s",
@@ -305,6 +311,7 @@ async def _serve(
             idle_s=options.idle_s,
             explain_forks=options.explain_forks,
             image_urls=options.image_urls,
+            ignore_unknown_fields=options.ignore_unknown_fields,
         ),
         observers=observability.observers,
         on_session_end=observability.on_end,

@@ -105,7 +105,11 @@ class EngineBusyError(EngineError):
 
 
 class EngineInputError(EngineError):
-    """An engine cannot do what was requested."""
+    """An engine cannot do what was requested; `field` is the field of the request, or empty."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ToolError(BranchlineError):

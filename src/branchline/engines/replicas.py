@@ -23,6 +23,7 @@ from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, InputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import (
+    CONSTRAINT_FIELDS,
     Chunk,
     Engine,
     LogprobKind,
@@ -165,6 +166,12 @@ class Replicas:
     def supports_images(self) -> bool:
         """Whether all replicas do: a call may be moved to any of them."""
         return all(replica.engine.supports_images for replica in self._replicas.values())
+
+    @property
+    def supported_fields(self) -> frozenset[str]:
+        """The fields that all replicas support: a call may be moved to any of them."""
+        engines = [replica.engine for replica in self._replicas.values()]
+        return CONSTRAINT_FIELDS.intersection(*[engine.supported_fields for engine in engines])
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -84,7 +84,7 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
         headers = {"retry-after": error.retry_after} if error.retry_after else {}
     else:
         status = 502 if isinstance(error, EngineError) else 500
-    param = error.field if isinstance(error, MessageError) else None
+    param = error.field or None if isinstance(error, MessageError | EngineInputError) else None
     return ErrorInfo(status, str(error), param, code, headers)
 
 

@@ -49,6 +49,7 @@ from branchline.runtime.call_record import (
 from branchline.runtime.headers import CALL_HEADER, MAX_TOKENS_HEADER, RESUME_HEADER
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.message_cache import parse_json
+from branchline.runtime.request_fields import review_fields
 from branchline.runtime.router import Router
 from branchline.runtime.upstream import run_upstream_call
 
@@ -231,9 +232,22 @@ class ModelApi:
                 trainable=engine_route.train,
                 resume_call_id=http.headers.get(RESUME_HEADER, ""),
             )
-            call_request = replace(call_request, request=request)
+            is_forwarded = protocol is CHAT and isinstance(engine_route.engine, UpstreamChat)
+            requested: Mapping[str, Any] = call_request.requested
+            ignored: Mapping[str, Any] = {}
+            is_lenient = self._config.ignore_unknown_fields
+            if call_request.other_fields and not is_forwarded:
+                recorded, ignored = review_fields(call_request.other_fields, ignore_unknown=is_lenient)
+                requested = {**requested, **recorded}
+            call_request = replace(
+                call_request,
+                request=request,
+                requested=requested,
+                ignored_fields=ignored,
+                ignores_unsupported=is_lenient,
+            )
             if isinstance(engine_route.engine, UpstreamChat):
-                if protocol is CHAT:
+                if is_forwarded:
                     # Only an upstream of the same protocol knows the fields that are not read here.
                     options = chat.upstream_options(body, managed.options, request.tools)
                     call_request = replace(call_request, upstream_options=options)

@@ -20,9 +20,9 @@ from typing import Any
 from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.context_edits import build_view
-from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
+from branchline.core.errors import ContextLengthError, EngineInputError, JournalError, MessageError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, Engine, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, STOP_FIELDS, Engine, SamplingParams
 from branchline.engines.upstream_chat import TokenUsage
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
 from branchline.runtime.call_record import (
@@ -36,13 +36,24 @@ from branchline.runtime.call_record import (
 from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
+from branchline.runtime.request_fields import log_ignored
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
-from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, drop_constraints
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 
+_CONSTRAINT_PARAMS = (
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "grammar",
+    "extra",
+)
+"""Parameters that are recorded only if they are set."""
 _THREAD_CHARACTERS = 50_000
 """Requests with more text than this are prepared in a thread, so that the event loop is not blocked."""
 
@@ -64,7 +75,16 @@ async def run_call(
     resumes = request.resume_call_id
     if not resumes and ATTEMPT_SEPARATOR in record.call_id:
         resumes = await find_earlier_attempt(managed, record.call_id)
+    if call_request.params.requested_fields:
+        call_request = _check_supported(engine, call_request)
     sampling = sampling_record(engine, call_request.params)
+    requested = dict(call_request.requested)
+    if call_request.tool_choice not in (None, "none"):
+        requested["tool_choice"] = call_request.tool_choice
+    if requested:
+        sampling["requested"] = requested
+    if call_request.ignored_fields:
+        sampling["ignored_fields"] = dict(call_request.ignored_fields)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):
         is_conversation = call_request.raw_prompt is None and not call_request.is_compacted
@@ -263,7 +283,7 @@ def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
     """How a call is sampled and its logprobs are measured, for the record: `LogprobMeasurement` reads it."""
     is_raw, is_greedy = engine.logprob_kind == "raw", params.temperature < MIN_TEMPERATURE
     processed_temperature = engine.greedy_logprob_temperature if is_greedy else params.temperature
-    return {
+    record = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -279,6 +299,34 @@ def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
         "is_truncated": False if is_raw else engine.logprobs_after_truncation,
         "engine": engine.name,
     }
+    if params.requested_fields:
+        values = {name: getattr(params, name) for name in _CONSTRAINT_PARAMS}
+        record |= {name: value for name, value in values.items() if value}
+        if params.logit_bias:
+            record["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+        if constraints := [name for name in params.requested_fields if name not in STOP_FIELDS]:
+            record["constraints"] = constraints
+    return record
+
+
+def _check_supported(engine: Engine, call_request: CallRequest) -> CallRequest:
+    """Returns the call without the fields that its engine does not support, if they are to be ignored.
+
+    Raises EngineInputError for the first of them otherwise.
+    """
+    params, sent = call_request.params, call_request.other_fields
+    unsupported = [name for name in params.requested_fields if name not in engine.supported_fields]
+    if not unsupported:
+        return call_request
+    ignored = {name: sent.get(name, "a value of the session") for name in unsupported}
+    if not call_request.ignores_unsupported:
+        name = unsupported[0]
+        expected = f"no such field: {engine.name} does not support it"
+        raise EngineInputError(str(MessageError(name, ignored[name], expected)), name)
+    log_ignored(ignored)
+    params = drop_constraints(params, unsupported)
+    ignored = {**call_request.ignored_fields, **ignored}
+    return replace(call_request, params=params, ignored_fields=ignored)
 
 
 def _answer_builders(managed: ManagedSession, call_request: CallRequest, call_id: str) -> list[AnswerBuilder]:
@@ -314,10 +362,14 @@ def _engine_params(
         max_tokens = min(max_tokens, max_context - length)
     # A stop text or a tool call can end an answer early; buffered tokens would be sampled for nothing.
     may_end_early = bool(call_request.stop) or call_request.single_tool_call
+    params, stop_ids = call_request.params, managed.session.codec.stop_ids
+    if params.requested_fields:
+        stop_ids = (frozenset() if params.ignore_eos else stop_ids).union(params.stop_token_ids)
     return replace(
-        call_request.params,
+        params,
         max_tokens=max_tokens,
-        stop_ids=tuple(sorted(managed.session.codec.stop_ids)),
+        min_tokens=min(params.min_tokens, max_tokens),
+        stop_ids=tuple(sorted(stop_ids)),
         flush_s=flush_s if call_request.stream or may_end_early else BUFFERED_FLUSH_S,
     )
 

@@ -82,6 +82,14 @@ class CallRequest:
     """Whether the conversation is used as it is, whatever the session's `compaction` says."""
     tool_choice: object = None
     """The `tool_choice` of Chat Completions, for an upstream. Engines leave the choice to the model."""
+    other_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the request that its protocol does not read."""
+    requested: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that engines here cannot follow; they are recorded."""
+    ignored_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Unsupported fields of a lenient client; they are recorded."""
+    ignores_unsupported: bool = False
+    """Whether fields that the engine does not support are ignored instead of refused."""
     upstream_options: Mapping[str, Any] | None = None
     """The other fields of a Chat Completions request for an upstream, as the client wrote them. Its `tools`
     are those that the upstream runs itself. None: the fields are made from `params`."""

@@ -37,8 +37,8 @@ from branchline.runtime.answer import Answer, AnswerDelta
 from branchline.runtime.call_record import CallRequest, CallResult
 from branchline.runtime.managed_session import SessionOptions
 from branchline.runtime.message_cache import BodyReader, parse_json
+from branchline.runtime.request_fields import READ_FIELDS
 from branchline.runtime.sampling import (
-    SAMPLING_FIELDS,
     JsonObject,
     explicit_sampling,
     merge_sampling,
@@ -96,6 +96,8 @@ def read_request(body: object, context: RequestContext) -> ChatRequest:
             stream=read_bool(fields, "stream"),
             stop=read_strings(fields, "stop") if "stop" in fields else (),
             single_tool_call=tool_set.is_legacy or not read_bool(fields, "parallel_tool_calls", True),
+            tool_choice=tool_set.choice,
+            other_fields={name: body[name] for name in body.keys() - _READ_FIELDS if body[name] is not None},
         ),
         context.model,
         include_usage="stream_options" in fields and read_include_usage(fields),
@@ -288,30 +290,8 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
     return {"error": {"message": info.message, "type": kind, "param": info.param, "code": info.code}}
 
 
-_BODY_READER = BodyReader(
-    "messages",
-    [
-        *SAMPLING_FIELDS,
-        "model",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "parallel_tool_calls",
-        "chat_template_kwargs",
-        "max_tokens",
-        "max_completion_tokens",
-        "n",
-        "stop",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "response_format",
-        "return_token_ids",
-        "user",
-    ],
-    raw_fields=["tools"],
-)
+_READ_FIELDS = READ_FIELDS["chat/completions"]
+_BODY_READER = BodyReader("messages", sorted(_READ_FIELDS - {"messages", "tools"}), raw_fields=["tools"])
 
 CHAT = WireProtocol(
     "chat",
