@@ -46,6 +46,7 @@ class MockEngine:
     greedy_logprob_temperature: float | None = 1.0
     max_context: int | None = None
     supports_images = False
+    supported_fields: frozenset[str] = frozenset()
 
     def __init__(self, replies: Sequence[Ids]) -> None:
         self._replies = replies

@@ -283,7 +283,7 @@ def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
     """How a call is sampled and its logprobs are measured, for the record: `LogprobMeasurement` reads it."""
     is_raw, is_greedy = engine.logprob_kind == "raw", params.temperature < MIN_TEMPERATURE
     processed_temperature = engine.greedy_logprob_temperature if is_greedy else params.temperature
-    record = {
+    record: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
