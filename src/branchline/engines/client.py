@@ -198,6 +198,8 @@ class HttpResponse:
         """0 until the headers have arrived."""
         self.retry_after = ""
         """The Retry-After header, if there is one."""
+        self.headers: dict[str, str] = {}
+        """The headers, by lower-case name."""
         self.pieces: list[bytes] = []
         """The received and not yet read data."""
         self.is_ended = False
@@ -372,8 +374,10 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self._has_length |= name in (b"content-length", b"transfer-encoding")
-        if name == b"retry-after" and self._response is not None:
-            self._response.retry_after = value.decode("latin-1")
+        if self._response is not None:
+            self._response.headers[name.decode("latin-1")] = value.decode("latin-1")
+            if name == b"retry-after":
+                self._response.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

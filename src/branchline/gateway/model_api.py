@@ -218,6 +218,7 @@ class ModelApi:
             traceparent=http.headers.get("traceparent", ""),
         )
         http.extra_headers.append((protocol.request_id_header, record.call_id.encode()))
+        record.response_headers = http.extra_headers
         with self._observed(record):
             managed.require_open()
             body = await read_body(http.receive, http.headers, self._config.max_body_bytes)
@@ -249,8 +250,7 @@ class ModelApi:
             if isinstance(engine_route.engine, UpstreamChat):
                 if is_forwarded:
                     # Only an upstream of the same protocol knows the fields that are not read here.
-                    options = chat.upstream_options(body, managed.options, request.tools)
-                    call_request = replace(call_request, upstream_options=options)
+                    call_request = chat.for_upstream(body, call_request, managed.options)
                 events = run_upstream_call(managed, engine_route.engine, call_request, record)
             else:
                 if self._config.image_urls != "none":

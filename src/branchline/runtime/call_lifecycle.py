@@ -23,7 +23,7 @@ from branchline.core.context_edits import build_view
 from branchline.core.errors import ContextLengthError, EngineInputError, JournalError, MessageError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, STOP_FIELDS, Engine, SamplingParams
-from branchline.engines.upstream_chat import TokenUsage
+from branchline.engines.upstream_events import TokenUsage
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
 from branchline.runtime.call_record import (
     ATTEMPT_SEPARATOR,
@@ -242,6 +242,7 @@ def record_result(
     record: CallRecord, call: Call, turn: Turn, answers: Sequence[Answer], usage: TokenUsage | None = None
 ) -> CallResult:
     """Returns the result of a committed call and keeps it in its record."""
+    counted = usage
     usage = usage or TokenUsage(len(turn.prompt_ids), sum([len(answer.ids) for answer in answers]))
     record.result = CallResult(
         call.id,
@@ -253,6 +254,7 @@ def record_result(
         max(0, usage.prompt_tokens - call.encoded_tokens),
         tuple([applied.equivalence for applied in call.applied_equivalences]),
         call.ambiguous_match,
+        counted,
     )
     return record.result
 

@@ -4,9 +4,9 @@ Invariant: what a row samples depends on its logits, parameters, seed and positi
 a position is a hash of seed and position, so other rows of the batch, a preemption or a continuation on
 another replica change nothing.
 
-The order is that of transformers: bias and excluded ids, penalties, temperature, top-k, top-p, min-p. `raw` logprobs are those of
-the unchanged logits; `processed` ones are those of the distribution sampled from, which at temperature 0 is
-one id with probability 1.
+The order is that of transformers: bias and excluded ids, penalties, temperature, top-k, top-p, min-p. `raw`
+logprobs are those of the unchanged logits; `processed` ones are those of the distribution sampled from, which
+at temperature 0 is one id with probability 1.
 """
 
 from __future__ import annotations

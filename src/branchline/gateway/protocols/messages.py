@@ -79,6 +79,7 @@ def read_request(body: object, context: RequestContext) -> ParsedRequest:
         single_tool_call=single_tool_call,
         tool_choice=tool_choice,
         other_fields={name: body[name] for name in body.keys() - _READ_FIELDS if body[name] is not None},
+        upstream_fields=_upstream_fields(body),
     )
     return ParsedRequest(call_request, context.model)
 
@@ -100,6 +101,19 @@ def _chat_sampling_fields(body: JsonObject) -> dict[str, Any]:
                 }
             }
     raise MessageError(path, format, "a json_schema with a schema")
+
+
+def _upstream_fields(body: JsonObject) -> dict[str, Any]:
+    """What an upstream can follow, under the names of Chat Completions. Its `user` is `metadata.user_id`."""
+    config, metadata = body.get("output_config"), body.get("metadata")
+    fields: dict[str, Any] = {}
+    if isinstance(config, dict) and config.get("effort") is not None:
+        fields["reasoning_effort"] = config["effort"]
+    if isinstance(metadata, dict):
+        labels = {name: value for name, value in metadata.items() if name != "user_id" and value is not None}
+        fields |= {"metadata": labels} if labels else {}
+        fields |= {"user": metadata["user_id"]} if metadata.get("user_id") is not None else {}
+    return fields
 
 
 def _reject_thread(thread: object) -> None:
@@ -206,7 +220,10 @@ def _stop_fields(answer: Answer) -> dict[str, Any]:
 
 def usage(result: CallResult) -> dict[str, int]:
     """Reused tokens count as cache reads: the three input counts add up to the prompt."""
-    reused = result.reused_tokens
+    counted = result.upstream_usage
+    reused = (
+        result.reused_tokens if counted is None else min(counted.cached_tokens or 0, result.prompt_tokens)
+    )
     return _usage_fields(result.prompt_tokens - reused, reused, result.sampled_tokens)
 
 
@@ -329,6 +346,7 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    529: "overloaded_error",
 }
 
 

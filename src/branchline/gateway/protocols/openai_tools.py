@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from branchline.core.call import ToolList
@@ -198,6 +199,8 @@ class ToolSet:
         wire_calls = []
         for number, call in enumerate(calls, first or 0):
             wire_call = {"id": call.id, **self._call_body(call)}
+            if call.extra_fields:
+                wire_call = {**msgspec.json.decode(call.extra_fields), **wire_call}
             wire_calls.append(wire_call if first is None else {"index": number, **wire_call})
         return {"tool_calls": wire_calls}
 

@@ -105,6 +105,7 @@ def read_request(body: object, context: RequestContext) -> ResponsesRequest:
             tool_choice=translate_tool_choice(tool_choice, request.tools),
             other_fields={name: client_fields[name] for name in client_fields.keys() - _READ_FIELDS},
             requested={"text": text} if text else {},
+            upstream_fields=_upstream_fields(client_fields, text),
         ),
         context.model,
         aliases={**aliases, **reader.aliases},
@@ -139,6 +140,22 @@ def _chat_sampling_fields(fields: JsonObject) -> dict[str, Any]:
     elif format:
         renamed["response_format"] = format
     return renamed
+
+
+def _upstream_fields(fields: JsonObject, text: JsonObject) -> dict[str, Any]:
+    """What an upstream can follow, under the names of Chat Completions."""
+    names = ("metadata", "service_tier", "safety_identifier", "user")
+    found = {name: fields[name] for name in names if name in fields}
+    effort = _read_object(fields, "reasoning").get("effort")
+    include = fields.get("include")
+    if effort is not None:
+        found["reasoning_effort"] = effort
+    if text.get("verbosity") is not None:
+        found["verbosity"] = text["verbosity"]
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
+        found |= {"logprobs": True}
+        found |= {"top_logprobs": fields["top_logprobs"]} if "top_logprobs" in fields else {}
+    return found
 
 
 def _read_messages(fields: JsonObject, history: ResponseHistory, reader: ItemReader) -> tuple[Message, ...]:
