@@ -47,6 +47,7 @@ class MockEngine:
     max_context: int | None = None
     supports_images = False
     supported_fields: frozenset[str] = frozenset()
+    constrains_raw_logprobs: bool = False
 
     def __init__(self, replies: Sequence[Ids]) -> None:
         self._replies = replies

@@ -62,6 +62,29 @@ def test_logprobs_under_a_grammar_are_processed() -> None:
     assert measured(VllmEngine(URL), params) == ("processed", 1.0, False)
 
 
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [
+        (VllmEngine(URL), "raw"),
+        (VllmEngine(URL, logprob_kind="processed"), "processed"),
+        (SglangEngine(URL), "processed"),
+        # SGLang adds the bias before it takes the logprobs that are raw otherwise.
+        (SglangEngine(URL, logprob_kind="raw"), "processed"),
+    ],
+    ids=["vllm", "vllm-processed", "sglang", "sglang-raw"],
+)
+def test_the_record_says_what_constrained_an_answer_and_whether_logprobs_include_it(
+    engine: Any, kind: str
+) -> None:
+    params = SamplingParams(logit_bias={5: 1.0}, requested_fields=("logit_bias",))
+    measurement = LogprobMeasurement.from_sampling(sampling_record(engine, params))
+    assert (measurement.kind, measurement.constraints) == (kind, ("logit_bias",))
+    stops = SamplingParams(ignore_eos=True, requested_fields=("ignore_eos",))
+    record = sampling_record(engine, stops)
+    assert record["logprobs"] == engine.logprob_kind
+    assert (record["ignore_eos"], LogprobMeasurement.from_sampling(record).constraints) == (True, ())
+
+
 def test_what_differs_between_replicas_is_not_known() -> None:
     async def test() -> None:
         vllm, sglang = VllmEngine(URL, logprob_kind="processed"), SglangEngine("http://127.0.0.1:2")

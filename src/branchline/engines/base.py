@@ -157,6 +157,11 @@ class Engine(Protocol):
         """The CONSTRAINT_FIELDS that it supports; requests with others are refused."""
         ...
 
+    @property
+    def constrains_raw_logprobs(self) -> bool:
+        """Whether `raw` logprobs are measured after a bias was added and ids were excluded."""
+        ...
+
     def generate(
         self,
         prompt_ids: Ids,

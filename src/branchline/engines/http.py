@@ -166,6 +166,7 @@ class HttpEngine:
 
     supports_images = False
     supported_fields: frozenset[str] = frozenset()
+    constrains_raw_logprobs = False
     kind: ClassVar[str]
     default_logprob_kind: ClassVar[LogprobKind]
     logprobs_after_truncation: bool | None = True

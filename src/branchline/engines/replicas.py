@@ -174,6 +174,11 @@ class Replicas:
         return CONSTRAINT_FIELDS.intersection(*[engine.supported_fields for engine in engines])
 
     @property
+    def constrains_raw_logprobs(self) -> bool:
+        """Whether any replica does: its logprobs could not be told from those of the others."""
+        return any(replica.engine.constrains_raw_logprobs for replica in self._replicas.values())
+
+    @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(replica.engine for replica in self._replicas.values())
 

@@ -65,6 +65,7 @@ class ScriptedEngine:
     supports_images: bool = True
     supported_fields: frozenset[str] = frozenset()
     """The fields that it accepts; a rule finds their values in the parameters."""
+    constrains_raw_logprobs: bool = False
     chunk_size: int = 4
     """Ids per chunk; small, so that replies are streamed."""
     gate: asyncio.Event | None = None

@@ -123,6 +123,7 @@ class SglangEngine(HttpEngine):
 
     supports_images = True
     supported_fields = CONSTRAINT_FIELDS - {"bad_words", "allowed_token_ids", "vllm_xargs"}
+    constrains_raw_logprobs = True
     kind = "sglang"
     default_logprob_kind = "processed"
     logprobs_after_truncation = False

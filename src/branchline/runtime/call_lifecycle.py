@@ -308,6 +308,8 @@ def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
             record["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
         if constraints := [name for name in params.requested_fields if name not in STOP_FIELDS]:
             record["constraints"] = constraints
+            if engine.constrains_raw_logprobs:
+                record["logprobs"] = "processed"
     return record
 
 

@@ -80,6 +80,7 @@ class HfEngine:
     """A transformers causal language model that samples for many sessions at once."""
 
     supported_fields = STOP_FIELDS | {"logit_bias", "min_tokens", "allowed_token_ids"}
+    constrains_raw_logprobs = False
     logprobs_after_truncation: bool | None = True
     greedy_logprob_temperature: float | None = 0.0
     """At temperature 0 the distribution sampled from is one id with probability 1."""
