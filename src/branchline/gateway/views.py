@@ -66,6 +66,7 @@ def _node_views(tree: Tree) -> list[dict[str, Any]]:
                 "cause": causes.get(node.id),
                 "call": tree.calls[node.output.call_index].id if node.output is not None else None,
                 "finish": node.output.finish_reason if node.output is not None else None,
+                "sampling": tree.calls[node.output.call_index].sampling if node.output is not None else None,
                 "source": node.source_id if node.source_id >= 0 else None,
             }
         )

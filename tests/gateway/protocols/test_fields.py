@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from branchline import ScriptedEngine, ToyCodec
 from branchline.engines.base import SamplingParams
 from branchline.engines.scripted import ScriptedRequest
 from branchline.gateway.config import GatewayConfig
+from branchline.gateway.server import Gateway
 from branchline.runtime.request_fields import (
     CONSTRAINT_FIELDS,
     IGNORED_FIELDS,
@@ -289,5 +292,28 @@ def test_a_sample_says_what_constrained_its_answers() -> None:
             assert answer["logprobs"]["constraints"] == ["logit_bias", "min_tokens"]
             (exported,) = a.session.managed.export().samples
             assert exported.answers[0].logprobs.constraints == ("logit_bias", "min_tokens")
+
+    run(test)
+
+
+def test_what_a_call_records_survives_a_restart_and_is_in_the_tree_view(tmp_path: Path) -> None:
+    grammars = {name for name in CONSTRAINTS if "grammar" in CONSTRAINTS[name][1]}
+    body = {name: value for name, (value, _) in CONSTRAINTS.items() if name not in grammars}
+    body |= {"guided_choice": ["a"], "reasoning_effort": "low"}
+    shown: list[Any] = []
+
+    async def test() -> None:
+        async with _agent(journal=tmp_path / "journal", id="s") as (a, _):
+            response = await a.ask("p", **body)
+            assert response.status_code == 200, response.text
+            (node,) = [node for node in (await a.get("/tree"))["nodes"] if node["call"]]
+            shown.append(node["sampling"])
+        engine = ScriptedEngine(ToyCodec.chatml())
+        async with Gateway(engine=engine, codec=engine.codec, journal=tmp_path / "journal") as gateway:
+            (call,) = gateway.sessions.get("s").session.tree.calls
+            assert json.loads(json.dumps(call.sampling)) == shown[0]
+        assert shown[0]["requested"] == {"reasoning_effort": "low"}
+        assert shown[0]["logit_bias"] == {"5": -100.0}
+        assert shown[0]["grammar"] == {"type": "choice", "choice": ["a"]}
 
     run(test)
