@@ -16,6 +16,7 @@ from branchline.runtime.request_fields import (
     NEUTRAL_VALUES,
     RECORDED_FIELDS,
     SAMPLING_FIELDS,
+    check_recordable,
     review_fields,
 )
 from branchline.runtime.sampling import drop_constraints, read_sampling_params
@@ -69,3 +70,12 @@ def test_dropped_constraints_leave_the_defaults() -> None:
     assert drop_constraints(params, list(fields)) == SamplingParams(max_tokens=params.max_tokens)
     kept = drop_constraints(params, ["guided_regex", "vllm_xargs"])
     assert (kept.logit_bias, kept.min_tokens, kept.grammar, kept.extra) == ({5: 1.0}, 2, None, {})
+
+
+@pytest.mark.parametrize("value", [2**70, [{"a": 2**70}]])
+def test_a_value_that_the_journal_cannot_hold_is_refused_by_name(value: object) -> None:
+    check_recordable({"temperature": 1.0, "requested": {"reasoning": {"effort": "low"}}})
+    with pytest.raises(MessageError, match="reasoning: got "):
+        check_recordable({"temperature": 1.0, "requested": {"verbosity": 1, "reasoning": value}})
+    with pytest.raises(MessageError, match="grammar: got "):
+        check_recordable({"grammar": {"type": "json_schema", "x": value}})

@@ -36,7 +36,7 @@ from branchline.runtime.call_record import (
 from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.request_fields import log_ignored
+from branchline.runtime.request_fields import check_recordable, log_ignored
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, drop_constraints
 from branchline.tree.session import Session
@@ -85,6 +85,8 @@ async def run_call(
         sampling["requested"] = requested
     if call_request.ignored_fields:
         sampling["ignored_fields"] = dict(call_request.ignored_fields)
+    if requested or call_request.other_fields or call_request.params.requested_fields:
+        check_recordable(sampling)
     call_request = replace(call_request, request=replace(request, sampling=sampling, resume_call_id=resumes))
     with managed.count_call(record.call_id, resumes):
         is_conversation = call_request.raw_prompt is None and not call_request.is_compacted

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from branchline.core.errors import MessageError
 from branchline.engines.base import CONSTRAINT_FIELDS as CONSTRAINT_FIELDS
 
@@ -210,6 +212,18 @@ def review_fields(
         raise MessageError(name, value, expected)
     log_ignored(unsupported)
     return requested, unsupported
+
+
+def check_recordable(sampling: Mapping[str, Any]) -> None:
+    """Raises MessageError for a field of a call's `sampling` that a journal cannot hold."""
+    for name, value in sampling.items():
+        if name in ("requested", "ignored_fields"):
+            check_recordable(value)
+            continue
+        try:
+            msgspec.msgpack.encode(value)
+        except (OverflowError, RecursionError, TypeError, ValueError):
+            raise MessageError(name, value, "JSON with integers of 64 bits and less nesting") from None
 
 
 def log_ignored(names: Mapping[str, Any]) -> None:

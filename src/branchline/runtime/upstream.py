@@ -34,7 +34,7 @@ from branchline.runtime.call_lifecycle import commit_call, prepare_call, record_
 from branchline.runtime.call_record import CallEvent, CallRecord, CallRequest
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.request_fields import IGNORED_FIELDS
+from branchline.runtime.request_fields import IGNORED_FIELDS, check_recordable
 from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT
 
 _TOOL_FIELDS = ("tool_choice", "parallel_tool_calls")
@@ -198,6 +198,7 @@ def _sampling_record(call_request: CallRequest) -> dict[str, Any]:
     sampling |= {"requested": requested} if requested else {}
     sampling |= {"constraints": constraints} if constraints else {}
     sampling |= {"ignored_fields": dict(call_request.ignored_fields)} if call_request.ignored_fields else {}
+    check_recordable(sampling)
     return sampling
 
 

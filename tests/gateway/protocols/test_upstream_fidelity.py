@@ -516,3 +516,20 @@ def test_an_event_that_cannot_be_read_is_an_error_of_the_upstream(event: bytes) 
             assert response.status_code == 502, response.text
 
     run(test)
+
+
+def test_numbers_beyond_64_bits_are_answered() -> None:
+    big = b"1" * 30
+
+    async def test() -> None:
+        event = b'{"choices": [{"delta": {"content": "a \\ud83d", "x": %b}}]}' % big
+        async with _upstream(event, chat_event("stop")) as (a, _):
+            assert (await a.ask("q")).status_code == 200
+            url = f"{a.session.base_url}/chat/completions"
+            message = b'{"role": "user", "content": "a \\ud83d"}'
+            for field in (b"temperature", b"x"):
+                body = b'{"messages": [%b], "%b": %b}' % (message, field, big)
+                response = await a.http.post(url, content=body, headers=a.api_headers)
+                assert response.status_code in (200, 400), response.text
+
+    run(test)
