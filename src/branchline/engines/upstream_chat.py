@@ -54,11 +54,7 @@ class UpstreamChat:
             body["tools"] = tools
         is_finished = False
         reader = EventReader(self.name)
-        try:
-            data = msgspec.json.encode(body)
-        except (OverflowError, RecursionError) as error:
-            raise EngineInputError(f"body: {error}, expected JSON that can be passed on") from error
-        response = self.client.request("POST", "/chat/completions", data)
+        response = self.client.request("POST", "/chat/completions", msgspec.json.encode(body))
         try:
             status = await response.read_status()
             if status and status // 100 != 2:

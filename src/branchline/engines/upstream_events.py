@@ -135,7 +135,7 @@ class EventReader:
 
     def _decode_leniently(self, data: bytes) -> Any:
         try:
-            return json.loads(data.decode("utf-8", "replace"), parse_int=_parse_int)
+            return json.loads(data.decode("utf-8", "replace"))
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self._name}: {error} in {data[:200]!r}") from error
 
@@ -192,11 +192,6 @@ class EventReader:
                 {name: value for name, value in extra.items() if value is not None}
             ),
         )
-
-
-def _parse_int(text: str) -> float:
-    """A number that JSON encoders accept: one that 64 bits cannot hold is a float, as msgspec reads it."""
-    return int(text) if len(text) < len(str(2**63)) else float(text)
 
 
 def _as_text(value: object) -> str:
