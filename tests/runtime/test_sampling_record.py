@@ -10,7 +10,7 @@ import pytest
 from branchline import Replicas, ScriptedEngine, SglangEngine, VllmEngine
 from branchline.core.sample import LogprobMeasurement
 from branchline.engines.base import SamplingParams
-from branchline.runtime.call_lifecycle import sampling_record
+from branchline.runtime.sampling import sampling_record
 
 URL = "http://127.0.0.1:1"
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, presence_penalty=0.5)

@@ -15,14 +15,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from branchline.chat.vision import ImageSpan
 from branchline.core.call import Call, Delivery, Generation, Request
 from branchline.core.context_edits import build_view
-from branchline.core.errors import ContextLengthError, EngineInputError, JournalError, MessageError
+from branchline.core.errors import ContextLengthError, EngineInputError, JournalError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, MIN_TEMPERATURE, STOP_FIELDS, Engine, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, Engine, SamplingParams
 from branchline.engines.upstream_events import TokenUsage
 from branchline.runtime.answer import Answer, AnswerBuilder, AnswerDelta
 from branchline.runtime.call_record import (
@@ -36,24 +35,14 @@ from branchline.runtime.call_record import (
 from branchline.runtime.compaction import build_edit, compacted_prefix, plan_edit, summary_prompt
 from branchline.runtime.limits import reserve_tokens
 from branchline.runtime.managed_session import ManagedSession
-from branchline.runtime.request_fields import check_recordable, log_ignored
+from branchline.runtime.request_fields import check_recordable
 from branchline.runtime.resume import find_earlier_attempt, load_partial, replay_partial
-from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, drop_constraints
+from branchline.runtime.sampling import FALLBACK_MAX_TOKENS, NO_LIMIT, check_supported, sampling_record
 from branchline.tree.session import Session
 from branchline.tree.tree import Delivered, Turn
 
 log = logging.getLogger("branchline.runtime")
 
-_CONSTRAINT_PARAMS = (
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "grammar",
-    "extra",
-)
-"""Parameters that are recorded only if they are set."""
 _THREAD_CHARACTERS = 50_000
 """Requests with more text than this are prepared in a thread, so that the event loop is not blocked."""
 
@@ -76,7 +65,7 @@ async def run_call(
     if not resumes and ATTEMPT_SEPARATOR in record.call_id:
         resumes = await find_earlier_attempt(managed, record.call_id)
     if call_request.params.requested_fields:
-        call_request = _check_supported(engine, call_request)
+        call_request = check_supported(engine, call_request)
     sampling = sampling_record(engine, call_request.params)
     requested = dict(call_request.requested)
     if call_request.tool_choice not in (None, "none"):
@@ -281,58 +270,6 @@ def _commit_cancelled(
 
 
 # -- sampling ----------------------------------------------------------------------------------------
-
-
-def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
-    """How a call is sampled and its logprobs are measured, for the record: `LogprobMeasurement` reads it."""
-    is_raw, is_greedy = engine.logprob_kind == "raw", params.temperature < MIN_TEMPERATURE
-    processed_temperature = engine.greedy_logprob_temperature if is_greedy else params.temperature
-    record: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
-        "seed": params.seed,
-        "max_tokens": None if params.max_tokens == NO_LIMIT else params.max_tokens,
-        # A grammar masks tokens before logprobs are measured, even in an engine whose logprobs are raw.
-        "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
-        "measured_temperature": 1.0 if is_raw else processed_temperature,
-        "is_truncated": False if is_raw else engine.logprobs_after_truncation,
-        "engine": engine.name,
-    }
-    if params.requested_fields:
-        values = {name: getattr(params, name) for name in _CONSTRAINT_PARAMS}
-        record |= {name: value for name, value in values.items() if value}
-        if params.logit_bias:
-            record["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-        if constraints := [name for name in params.requested_fields if name not in STOP_FIELDS]:
-            record["constraints"] = constraints
-            if engine.constrains_raw_logprobs:
-                record["logprobs"] = "processed"
-    return record
-
-
-def _check_supported(engine: Engine, call_request: CallRequest) -> CallRequest:
-    """Returns the call without the fields that its engine does not support, if they are to be ignored.
-
-    Raises EngineInputError for the first of them otherwise.
-    """
-    params, sent = call_request.params, call_request.other_fields
-    unsupported = [name for name in params.requested_fields if name not in engine.supported_fields]
-    if not unsupported:
-        return call_request
-    ignored = {name: sent.get(name, "a value of the session") for name in unsupported}
-    if not call_request.ignores_unsupported:
-        name = unsupported[0]
-        expected = f"no such field: {engine.name} does not support it"
-        raise EngineInputError(str(MessageError(name, ignored[name], expected)), name)
-    log_ignored(ignored)
-    params = drop_constraints(params, unsupported)
-    ignored = {**call_request.ignored_fields, **ignored}
-    return replace(call_request, params=params, ignored_fields=ignored)
 
 
 def _answer_builders(managed: ManagedSession, call_request: CallRequest, call_id: str) -> list[AnswerBuilder]:

@@ -1,4 +1,4 @@
-"""Reads sampling parameters from the fields of a request body.
+"""Reads sampling parameters from the fields of a request body, and writes how a call is sampled.
 
 The session's `sampling` overrides the fields of a request; its `sampling_defaults` apply to missing ones.
 """
@@ -9,11 +9,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from branchline.core.errors import MessageError
+from branchline.core.errors import EngineInputError, MessageError
 from branchline.core.reader import decode_json, replace_surrogates
-from branchline.engines.base import CONSTRAINT_FIELDS, GRAMMAR_FIELDS, SamplingParams
+from branchline.engines.base import (
+    CONSTRAINT_FIELDS,
+    GRAMMAR_FIELDS,
+    MIN_TEMPERATURE,
+    STOP_FIELDS,
+    Engine,
+    SamplingParams,
+)
+from branchline.runtime.call_record import CallRequest
 from branchline.runtime.managed_session import SessionOptions
-from branchline.runtime.request_fields import SAMPLING_FIELDS
+from branchline.runtime.request_fields import SAMPLING_FIELDS, log_ignored
 
 _RANGES = {
     "temperature": (0, 100),
@@ -224,6 +232,72 @@ def drop_constraints(params: SamplingParams, names: Collection[str]) -> Sampling
 
 
 _DEFAULTS = SamplingParams()
+
+
+# -- the record ---------------------------------------------------------------------------------------
+
+_CONSTRAINT_PARAMS = (
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "grammar",
+    "extra",
+)
+"""Parameters that are recorded only if they are set."""
+
+
+def sampling_record(engine: Engine, params: SamplingParams) -> dict[str, Any]:
+    """How a call is sampled and its logprobs are measured, for the record: `LogprobMeasurement` reads it."""
+    is_raw, is_greedy = engine.logprob_kind == "raw", params.temperature < MIN_TEMPERATURE
+    processed_temperature = engine.greedy_logprob_temperature if is_greedy else params.temperature
+    record: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "seed": params.seed,
+        "max_tokens": None if params.max_tokens == NO_LIMIT else params.max_tokens,
+        # A grammar masks tokens before logprobs are measured, even in an engine whose logprobs are raw.
+        "logprobs": "processed" if params.grammar is not None else engine.logprob_kind,
+        "measured_temperature": 1.0 if is_raw else processed_temperature,
+        "is_truncated": False if is_raw else engine.logprobs_after_truncation,
+        "engine": engine.name,
+    }
+    if params.requested_fields:
+        values = {name: getattr(params, name) for name in _CONSTRAINT_PARAMS}
+        record |= {name: value for name, value in values.items() if value}
+        if params.logit_bias:
+            record["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+        if constraints := [name for name in params.requested_fields if name not in STOP_FIELDS]:
+            record["constraints"] = constraints
+            if engine.constrains_raw_logprobs:
+                record["logprobs"] = "processed"
+    return record
+
+
+def check_supported(engine: Engine, call_request: CallRequest) -> CallRequest:
+    """Returns the call without the fields that its engine does not support, if they are to be ignored.
+
+    Raises EngineInputError for the first of them otherwise.
+    """
+    params, sent = call_request.params, call_request.other_fields
+    unsupported = [name for name in params.requested_fields if name not in engine.supported_fields]
+    if not unsupported:
+        return call_request
+    ignored = {name: sent.get(name, "a value of the session") for name in unsupported}
+    if not call_request.ignores_unsupported:
+        name = unsupported[0]
+        expected = f"no such field: {engine.name} does not support it"
+        raise EngineInputError(str(MessageError(name, ignored[name], expected)), name)
+    log_ignored(ignored)
+    params = drop_constraints(params, unsupported)
+    ignored = {**call_request.ignored_fields, **ignored}
+    return replace(call_request, params=params, ignored_fields=ignored)
 
 
 # -- values ------------------------------------------------------------------------------------------
