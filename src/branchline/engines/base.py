@@ -94,6 +94,8 @@ class SamplingParams:
     """Further fields for the request body of an HTTP engine."""
     requested_fields: tuple[str, ...] = ()
     """The CONSTRAINT_FIELDS that are in effect, under the names that the request has for them."""
+    vocab_size: int | None = None
+    """Output ids must be below it; None: not checked."""
     flush_s: float = 0.0
     """Minimum time between two chunks. The first chunk and the end are yielded at once; each chunk in between
     holds all tokens that arrived meanwhile. 0: tokens are yielded as they arrive."""

@@ -50,6 +50,7 @@ class VllmLogprobs(Struct):
 
 
 class VllmChoice(Struct):
+    index: int = 0
     token_ids: list[TokenId] | None = None
     logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
@@ -93,6 +94,8 @@ class VllmRequest(EngineRequest):
                     raise EngineError(
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
+                if choice.index or (ids and self.finish_reason is not None):
+                    raise self.choice_error(choice.index, ids)
                 if choice.finish_reason is not None:
                     self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
                     if self.finish_reason is None:
@@ -111,6 +114,7 @@ class VllmTokenLogprobs(Struct):
 
 
 class VllmTokensChoice(Struct):
+    index: int = 0
     token_ids: list[TokenId] | None = None
     logprobs: VllmTokenLogprobs | None = None
     finish_reason: str | None = None
@@ -160,6 +164,8 @@ class VllmImagesRequest(EngineRequest):
                     raise EngineError(
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
+                if choice.index or (ids and self.finish_reason is not None):
+                    raise self.choice_error(choice.index, ids)
                 if choice.finish_reason is not None:
                     self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
                     if self.finish_reason is None:
@@ -239,8 +245,10 @@ class VllmEngine(HttpEngine):
             is_own = kind in ("regex", "choice", "grammar")
             name = "structured_outputs" if is_own else "response_format"
             body[name] = {kind: params.grammar[kind]} if is_own else dict(params.grammar)
-        response = self.client.request("POST", "/v1/completions", msgspec.json.encode(body))
-        return VllmRequest(self.name, response, self.version, prompt=prompt)
+        response = self.client.request(
+            "POST", "/v1/completions", msgspec.json.encode(body), is_generation=True
+        )
+        return VllmRequest(self.name, response, self.version, params, prompt=prompt)
 
     def _build_images_request(
         self, prompt_ids: Ids, params: SamplingParams, session: str, images: Sequence[ImageSpan]
@@ -261,8 +269,10 @@ class VllmEngine(HttpEngine):
         }
         if self.model:
             body["model"] = self.model
-        response = self.client.request("POST", "/inference/v1/generate", msgspec.json.encode(body))
-        return VllmImagesRequest(self.name, response, self.version, expected_prompt=prompt_ids)
+        response = self.client.request(
+            "POST", "/inference/v1/generate", msgspec.json.encode(body), is_generation=True
+        )
+        return VllmImagesRequest(self.name, response, self.version, params, expected_prompt=prompt_ids)
 
 
 def _sampling_params(params: SamplingParams, prompt_length: int) -> dict[str, Any]:
