@@ -214,8 +214,6 @@ class HttpResponse:
         self.has_begun = self.timed_out = False
         self.status = 0
         """0 until the headers have arrived."""
-        self.retry_after = ""
-        """The Retry-After header, if there is one."""
         self.headers: dict[str, str] = {}
         """The headers, by lower-case name."""
         self.pieces: list[bytes] = []
@@ -256,7 +254,9 @@ class HttpResponse:
             return []
         if self.status and self.status // 100 != 2:
             content = self.read_nowait()
-            raise error_from_response(self._client.host_port, self.status, content, self.retry_after)
+            raise error_from_response(
+                self._client.host_port, self.status, content, self.headers.get("retry-after", "")
+            )
         if self.error:
             raise EngineUnavailableError(f"{self._client.host_port}: {self.error}", timed_out=self.timed_out)
         return self._sse_parser.feed(b"\n\n")  # The last event may lack its empty line.
@@ -394,8 +394,6 @@ class HttpConnection(asyncio.Protocol):
         self._has_length |= name in (b"content-length", b"transfer-encoding")
         if self._response is not None:
             self._response.headers[name.decode("latin-1")] = value.decode("latin-1")
-            if name == b"retry-after":
-                self._response.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -44,8 +44,10 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
 
 
 def tree_view(managed: ManagedSession) -> dict[str, Any]:
-    """Every node, with the cause of the branch it begins."""
-    return {"nodes": _node_views(managed.session.snapshot())}
+    """Every node, with the cause of the branch it begins, and how each call was sampled."""
+    tree = managed.session.snapshot()
+    calls = [{"id": call.id, "agent": call.agent, "sampling": call.sampling} for call in tree.calls]
+    return {"nodes": _node_views(tree), "calls": calls}
 
 
 def _node_views(tree: Tree) -> list[dict[str, Any]]:
@@ -66,7 +68,6 @@ def _node_views(tree: Tree) -> list[dict[str, Any]]:
                 "cause": causes.get(node.id),
                 "call": tree.calls[node.output.call_index].id if node.output is not None else None,
                 "finish": node.output.finish_reason if node.output is not None else None,
-                "sampling": tree.calls[node.output.call_index].sampling if node.output is not None else None,
                 "source": node.source_id if node.source_id >= 0 else None,
             }
         )

@@ -306,12 +306,12 @@ def test_what_a_call_records_survives_a_restart_and_is_in_the_tree_view(tmp_path
         async with _agent(journal=tmp_path / "journal", id="s") as (a, _):
             response = await a.ask("p", **body)
             assert response.status_code == 200, response.text
-            (node,) = [node for node in (await a.get("/tree"))["nodes"] if node["call"]]
-            shown.append(node["sampling"])
+            (call,) = (await a.get("/tree"))["calls"]
+            shown.append(call["sampling"])
         engine = ScriptedEngine(ToyCodec.chatml())
         async with Gateway(engine=engine, codec=engine.codec, journal=tmp_path / "journal") as gateway:
-            (call,) = gateway.sessions.get("s").session.tree.calls
-            assert json.loads(json.dumps(call.sampling)) == shown[0]
+            (recorded,) = gateway.sessions.get("s").session.tree.calls
+            assert json.loads(json.dumps(recorded.sampling)) == shown[0]
         assert shown[0]["requested"] == {"reasoning_effort": "low"}
         assert shown[0]["logit_bias"] == {"5": -100.0}
         assert shown[0]["grammar"] == {"type": "choice", "choice": ["a"]}
