@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context \
-	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets \
+	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets \
 	test-templates clean
 
 help:            ## list the targets
@@ -141,6 +141,9 @@ test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server o
 
 test-kill: $(READY) ## kill a gateway under load fifty times; no acknowledged call may be lost
 	$(BIN)/python -m pytest -m slow -s tests/gateway/test_kill.py
+
+test-faults: $(READY) .cache/tokenizers/.ready ## slow and huge clients, hostile tenants, failing replicas and disks, with real processes (minutes)
+	BRANCHLINE_FAULTS=1 $(BIN)/python -m pytest -m '' tests/faults
 
 test-mlflow: $(READY) .cache/mlflow/.ready ## send the spans of a session to a real mlflow server
 	$(BIN)/python -m pytest -m slow -s tests/mlflow

@@ -149,6 +149,7 @@ OPTIONS = {
 }
 CONTROL: list[tuple[str, str, Any]] = [
     ("GET", "/healthz", None),
+    ("GET", "/readyz", None),
     ("GET", "/metrics", None),
     ("GET", "/openapi.json", None),
     ("POST", "/sessions", OPTIONS),

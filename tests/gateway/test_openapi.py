@@ -238,7 +238,9 @@ def test_the_answer_of_every_operation_fits_its_schema() -> None:
                 await expect(a, "POST", f"{session}/finalize", {"return": returned, "policy": {"seed": 1}})
             for path in ("/healthz", "/metrics", "/engines", "/openapi.json"):
                 await expect(a, "GET", path)
+            await expect(a, "GET", "/readyz")
             await expect(a, "POST", "/policy/pause")
+            await expect(a, "GET", "/readyz", status=503)
             await expect(a, "POST", "/policy/resume", {"version": 1})
             await expect(a, "DELETE", session, status=204)
         async with agent("x") as a:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.vllm import VllmEngine
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_record import CallResult
+from branchline.runtime.limits import run_in_prepare_thread
 from branchline.runtime.managed_session import ManagedSession
 from tests.engines.fake_servers import FOREIGN_ID, FakeVllm, Lie
 from tests.gateway.harness import run
@@ -284,18 +286,19 @@ def test_a_prompt_must_fit_and_may_leave_no_token_to_sample() -> None:
 def test_a_long_request_is_prepared_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         threads: list[Any] = []
-        to_thread = asyncio.to_thread
 
-        async def counted(work: Any, *args: Any) -> Any:
+        async def counted(managed: Any, work: Any) -> Any:
             threads.append(work)
-            return await to_thread(work, *args)
+            return await run_in_prepare_thread(managed, work)
 
-        monkeypatch.setattr("branchline.runtime.call_lifecycle.asyncio.to_thread", counted)
+        monkeypatch.setattr("branchline.runtime.call_lifecycle.run_in_prepare_thread", counted)
         managed, engine = open_session(), ScriptedEngine(rule=replies("x"))
-        await complete_call(managed, engine, call_request("p" * 49_999))
+        await complete_call(managed, engine, call_request("p" * 9_999))
         assert not threads
-        await complete_call(managed, engine, call_request("p" * 50_000))
+        await complete_call(managed, engine, call_request("p" * 10_000))
         assert len(threads) == 1
+        await complete_call(managed, engine, replace(call_request("p"), body_bytes=40_000))
+        assert len(threads) == 2
 
     run(test)
 

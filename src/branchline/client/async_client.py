@@ -26,6 +26,7 @@ from branchline.gateway.control_types import (
     HealthState,
     OpenedSession,
     PolicyView,
+    ReadyState,
     SessionList,
     SessionStateView,
     SessionView,
@@ -146,6 +147,10 @@ class AsyncClient:
     async def health(self) -> HealthState:
         """Returns what `/healthz` says; needs no key."""
         return await self._connection.send("GET", "/healthz", HealthState)
+
+    async def ready(self) -> ReadyState:
+        """Returns what `/readyz` says: whether the gateway would take a call now; needs no key."""
+        return await self._connection.send("GET", "/readyz", ReadyState, accepted=503)
 
 
 class SessionAddress:

@@ -28,7 +28,7 @@ from branchline.client.async_client import (
 from branchline.core.errors import InputError
 from branchline.export.samples import Export, ExportPolicy
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
-from branchline.gateway.control_types import EngineState, HealthState, PolicyView, SessionView
+from branchline.gateway.control_types import EngineState, HealthState, PolicyView, ReadyState, SessionView
 from branchline.runtime.managed_session import SessionState
 from branchline.runtime.session_snapshot import SessionSnapshot
 from branchline.tree.tree import Tree
@@ -182,6 +182,10 @@ class Client:
     def health(self) -> HealthState:
         """Returns what `/healthz` says; needs no key."""
         return self._thread.run(self._client.health())
+
+    def ready(self) -> ReadyState:
+        """Returns what `/readyz` says: whether the gateway would take a call now; needs no key."""
+        return self._thread.run(self._client.ready())
 
 
 class ClientSession(SessionAddress):

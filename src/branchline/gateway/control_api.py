@@ -3,7 +3,7 @@
 POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /snapshot /wait
 POST /sessions/{id}/reward|complete|finalize|abort      (the session's api_key may complete it)
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
-GET /healthz · /metrics · /openapi.json
+GET /healthz (alive) · /readyz (can take calls) · /metrics · /openapi.json
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,7 +22,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from branchline.core.errors import BranchlineError, MessageError
+from branchline.core.errors import BranchlineError, EngineError, MessageError
+from branchline.engines.replicas import Replicas
 from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
@@ -48,6 +51,7 @@ log = logging.getLogger("branchline.gateway")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
 View = Callable[[ManagedSession], dict[str, Any]]
+Made = TypeVar("Made")
 ExportView = Callable[[ManagedSession, ExportOptions], dict[str, Any]]
 
 _VIEWS: dict[str, View] = {
@@ -61,6 +65,11 @@ _RETURNS = ("samples", "trajectory", "session")
 _MAX_WAIT_S = 3600.0
 _KEPT_ENGINE_REQUESTS = 1000
 _SNAPSHOT_TYPE = "application/vnd.msgpack"
+_ENGINE_CHECK_S = 1.0
+"""How long `/readyz` repeats what it found out about the engine."""
+_ENGINE_TIMEOUT_S = 2.0
+_view_threads = ThreadPoolExecutor(2, thread_name_prefix="branchline-control")
+"""Few, and not those that prepare prompts: reading sessions must not delay calls."""
 
 
 class ControlApi:
@@ -82,12 +91,15 @@ class ControlApi:
         self._engine_requests: dict[str, asyncio.Task[None]] = {}
         """Changes of the engines by their idempotency keys, the oldest first."""
         self._openapi_document = b""
+        self._engine_check: asyncio.Task[bool] | None = None
+        self._engine_checked_at = 0.0
         self.asgi = Starlette(routes=self._routes(), exception_handlers={HTTPException: _routing_error})
 
     def _routes(self) -> list[Route]:
         admin, session = self._admin_route, self._session_route
         return [
             Route("/healthz", self._health, methods=["GET"]),
+            Route("/readyz", self._ready, methods=["GET"]),
             Route("/metrics", self._render_metrics, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
             admin("POST", "/sessions", self._open),
@@ -186,10 +198,10 @@ class ControlApi:
         await self._sessions.end_session(managed, "finalized", str(body.get("reason", "")))
         view: dict[str, Any] = {}
         if returned == "samples":
-            view = await asyncio.to_thread(samples_view, managed, options)
+            view = await _in_view_thread(lambda: samples_view(managed, options))
         elif returned == "trajectory":
-            view = {"trajectory": await asyncio.to_thread(trajectory_view, managed)}
-        return await asyncio.to_thread(lambda: _json(session_view(managed) | view))
+            view = {"trajectory": await _in_view_thread(lambda: trajectory_view(managed))}
+        return await _in_view_thread(lambda: _json(session_view(managed) | view))
 
     def _session_response(self, http: HttpRequest, managed: ManagedSession) -> Response:
         """The session as the key may see it: an agent sees neither rewards nor metadata."""
@@ -247,8 +259,46 @@ class ControlApi:
     # -- the gateway itself --------------------------------------------------------------------------
 
     async def _health(self, http: HttpRequest) -> Response:
-        status = {"status": "ok", "engine": self._router.name}
-        return _json({**status, **self._policy_state(), "sessions": len(self._sessions)})
+        """Answers if the process is alive; a failure means that it must be restarted."""
+        return _json({"status": "ok", **self._policy_state(), "sessions": len(self._sessions)})
+
+    async def _ready(self, http: HttpRequest) -> Response:
+        """Whether a call would be taken now; 503 if not. A restart would not help."""
+        checks = {
+            "journal": "cannot be written" if self._sessions.journal_failure else "ok",
+            "engine": "ok" if await self._is_engine_reachable() else "does not answer",
+            "policy": "paused" if self._router.paused else "ok",
+        }
+        is_ready = set(checks.values()) == {"ok"}
+        return _json(
+            {"status": "ready" if is_ready else "not ready", "checks": checks}, 200 if is_ready else 503
+        )
+
+    async def _is_engine_reachable(self) -> bool:
+        """Whether the server of the default engine answers, or that of one of its replicas. It is asked once
+        in a while, however often this is called: the path needs no key."""
+        now, check = asyncio.get_running_loop().time(), self._engine_check
+        if check is None or (check.done() and now - self._engine_checked_at > _ENGINE_CHECK_S):
+            check = self._engine_check = asyncio.create_task(self._reach_engine())
+            self._engine_checked_at = now
+        return await asyncio.shield(check)
+
+    async def _reach_engine(self) -> bool:
+        engine = self._router.default_engine
+        engines = engine.engines if isinstance(engine, Replicas) else [engine]
+        attempts = [asyncio.create_task(one.ready()) for one in engines]
+        try:
+            for attempt in asyncio.as_completed(attempts, timeout=_ENGINE_TIMEOUT_S):
+                with suppress(EngineError):
+                    await attempt
+                    return True
+        except TimeoutError:
+            pass
+        finally:
+            for task in attempts:
+                task.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+        return False
 
     async def _render_metrics(self, http: HttpRequest) -> Response:
         self._metrics.sessions.set(len(self._sessions))
@@ -272,23 +322,27 @@ class ControlApi:
         return body
 
 
+async def _in_view_thread(make: Callable[[], Made]) -> Made:
+    return await asyncio.get_running_loop().run_in_executor(_view_threads, make)
+
+
 def _view_handler(view: View) -> SessionHandler:
     async def show(_http: HttpRequest, managed: ManagedSession) -> Response:
-        return await asyncio.to_thread(lambda: _json(view(managed)))
+        return await _in_view_thread(lambda: _json(view(managed)))
 
     return show
 
 
 async def _snapshot(_http: HttpRequest, managed: ManagedSession) -> Response:
     """The whole session in one answer, for `Client`."""
-    content = await asyncio.to_thread(lambda: managed.snapshot().encode())
+    content = await _in_view_thread(lambda: managed.snapshot().encode())
     return Response(content, media_type=_SNAPSHOT_TYPE)
 
 
 def _export_handler(view: ExportView) -> SessionHandler:
     async def show(http: HttpRequest, managed: ManagedSession) -> Response:
         options = read_export_query(http.query_params.multi_items())
-        return await asyncio.to_thread(lambda: _json(view(managed, options)))
+        return await _in_view_thread(lambda: _json(view(managed, options)))
 
     return show
 

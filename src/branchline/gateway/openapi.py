@@ -103,7 +103,7 @@ def _operation_json(operation: Operation) -> Schema:
         "summary": operation.summary,
         "security": [{name: []} for name in operation.keys],
         "responses": {
-            str(operation.status): answer,
+            **{str(status): answer for status in (operation.status, *operation.other_statuses)},
             "default": {"$ref": f"#/components/responses/{operation.error}"},
         },
     }

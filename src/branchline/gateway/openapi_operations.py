@@ -21,6 +21,7 @@ from branchline.gateway.control_types import (
     ModelSession,
     OpenedSession,
     PolicyView,
+    ReadyState,
     RemoveEngineRequest,
     ResumeRequest,
     SessionList,
@@ -61,6 +62,8 @@ class Operation:
     media_types: tuple[str, ...] = ("application/json",)
     error: str = "Error"
     needs_body: bool = False
+    other_statuses: tuple[int, ...] = ()
+    """Further statuses with the same answer."""
     tag: str = "control"
 
 
@@ -134,6 +137,15 @@ SAMPLES_SCHEMA: Schema = {
 _S = "/sessions/{id}"
 CONTROL_OPERATIONS = (
     Operation("health", "GET", "/healthz", "Says that the gateway is alive.", (), HealthState),
+    Operation(
+        "ready",
+        "GET",
+        "/readyz",
+        "Says whether a call would be taken now; 503 if not.",
+        (),
+        ReadyState,
+        other_statuses=(503,),
+    ),
     Operation("metrics", "GET", "/metrics", "Prometheus metrics.", (), TEXT, media_types=("text/plain",)),
     Operation("openapi", "GET", "/openapi.json", "This document.", (), {"type": "object"}),
     Operation(

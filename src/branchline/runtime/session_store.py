@@ -29,6 +29,7 @@ from branchline.runtime.managed_session import (
     decode_session_record,
     hash_key,
 )
+from branchline.runtime.sampling import check_session_sampling
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
 from branchline.tree.tree import Tree, encode_record
@@ -77,6 +78,11 @@ class SessionStore:
         """The number of sessions in memory."""
         return len(self._by_id)
 
+    @property
+    def journal_failure(self) -> JournalError | None:
+        """Why the journal takes no records; None if it does, or if there is none."""
+        return None if self._journal is None else self._journal.failure
+
     # -- opening and finding -------------------------------------------------------------------------
 
     def open(
@@ -88,10 +94,10 @@ class SessionStore:
         given. So the same request, sent again, returns the same session, also after a restart.
         """
         session_id, api_key, control_key = _new_names(options.id, idempotency_key, secret)
-        if not _is_valid_id(session_id):
-            raise MessageError(
-                "id", session_id, "letters, digits, '-', '_' or '.', at most 128, and not dots alone"
-            )
+        if not _is_valid_id(session_id) or session_id == "v1":  # `/sessions/v1/…` would be ambiguous
+            expected = "letters, digits, '-', '_' or '.', at most 128, and neither dots alone nor v1"
+            raise MessageError("id", session_id, expected)
+        check_session_sampling(options)
         opened = SessionOpened(options, hash_key(api_key), hash_key(control_key), time.time())
         with self._open_lock:
             if session_id in self._opening_ids and idempotency_key:
