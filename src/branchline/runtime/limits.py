@@ -40,7 +40,10 @@ async def run_in_prepare_thread(managed: ManagedSession, function: Callable[[], 
     await managed.thread_slots.acquire()
     work = asyncio.get_running_loop().run_in_executor(_prepare_threads, function)
     work.add_done_callback(lambda _: managed.thread_slots.release())
-    return await asyncio.shield(work)
+    try:
+        return await asyncio.shield(work)
+    finally:
+        del work  # has the error whose traceback has this frame: such a cycle would keep a body in memory
 
 
 @contextmanager
