@@ -191,6 +191,14 @@ def test_default_max_tokens_limits_answers_without_a_limit() -> None:
         assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
 
 
+def test_unknown_fields_are_ignored_only_with_the_option() -> None:
+    with served_gateway("--ignore-unknown-fields") as gateway:
+        assert gateway.chat("hello", temprature=0.3).status_code == 200
+    with served_gateway() as gateway:
+        refused = gateway.chat("hello", temprature=0.3)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temprature")
+
+
 def test_the_printed_base_url_is_the_public_one() -> None:
     with served_gateway("--public-url", "https://bl.example") as gateway:
         assert "base_url       https://bl.example/sessions/" in gateway.banner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Literal, Self
 
 from tests.engines.fake_model import EOS, next_token
@@ -44,10 +44,14 @@ class FakeServer:
         self.event_after: tuple[int, dict[str, Any]] | None = None
         """After this many ids the stream ends with this event."""
         self.refusal: tuple[int, bytes] | None = None
+        self.refusal_for: Callable[[Any], tuple[int, bytes] | None] = lambda body: None
+        """Returns the refusal of a generation request by its body; None accepts it."""
         self.refused_id: int | None = None
         """If set, only requests whose prompt contains this id get the refusal."""
         self.retry_after = ""
         """The Retry-After header of a refusal."""
+        self.response_headers: dict[str, str] = {}
+        """Further headers of the responses to generation requests."""
         self.json_by_path: dict[str, Any] = {}
         self.failing_paths: set[str] = set()
         """Paths that answer 500."""
@@ -101,7 +105,8 @@ class FakeServer:
     def request_paths(self) -> list[str]:
         return [path for path, _ in self.requests]
 
-    def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    def events(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """Each event as an object, or as its bytes."""
         raise NotImplementedError
 
     async def tokens(
@@ -161,25 +166,28 @@ class FakeServer:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 body = json.loads(raw or b"null")
                 self.requests.append((path, body))
-                if path == self.generate_path and not self._refuses(body):
+                refusal = self._refusal(body) if path == self.generate_path else None
+                if path == self.generate_path and refusal is None:
                     await self._stream_response(reader, writer, body)
                 else:
-                    self._send_response(writer, path)
+                    self._send_response(writer, path, refusal)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    def _refuses(self, body: dict[str, Any]) -> bool:
+    def _refusal(self, body: dict[str, Any]) -> tuple[int, bytes] | None:
         prompt = body.get("prompt") or body.get("input_ids") or ()
-        return self.refusal is not None and (self.refused_id is None or self.refused_id in prompt)
+        is_refused = self.refused_id is None or self.refused_id in prompt
+        return self.refusal if self.refusal is not None and is_refused else self.refusal_for(body)
 
-    def _send_response(self, writer: asyncio.StreamWriter, path: str) -> None:
+    def _send_response(
+        self, writer: asyncio.StreamWriter, path: str, refusal: tuple[int, bytes] | None
+    ) -> None:
         status, content = 404, b'{"detail": "Not Found"}'
-        if path == self.generate_path:
-            assert self.refusal is not None
-            status, content = self.refusal
+        if refusal is not None and path == self.generate_path:
+            status, content = refusal
         elif path in self.failing_paths:
             status, content = 500, b"broken"
         elif path in self.json_by_path:
@@ -188,7 +196,10 @@ class FakeServer:
         head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(content)}\r\n"
         if self.retry_after:
             head += f"retry-after: {self.retry_after}\r\n"
-        writer.write(f"{head}\r\n".encode() + content)
+        writer.write((head + self._header_lines() + "\r\n").encode() + content)
+
+    def _header_lines(self) -> str:
+        return "".join([f"{name}: {value}\r\n" for name, value in self.response_headers.items()])
 
     async def _stream_response(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]
@@ -207,11 +218,14 @@ class FakeServer:
 
     async def _send_events(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            + self._header_lines().encode()
+            + b"\r\n"
         )
         unsent = b""
         async for event in self.events(body):
-            unsent += b"data: " + json.dumps(event).encode() + b"\n\n"
+            data = event if isinstance(event, bytes) else json.dumps(event).encode()
+            unsent += b"data: " + data + b"\n\n"
             unsent = self._write(writer, unsent, self.write_size)
             await writer.drain()
             if self.yields_between_events:
@@ -361,9 +375,9 @@ class FakeChat(FakeServer):
     """`/v1/chat/completions`: sends scripted events."""
 
     generate_path = "/v1/chat/completions"
-    scripted_events: tuple[dict[str, Any], ...] = ()
+    scripted_events: tuple[dict[str, Any] | bytes, ...] = ()
 
-    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
         for event in self.scripted_events:
             yield event
         if self.hold_after is not None:

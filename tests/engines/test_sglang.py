@@ -449,3 +449,48 @@ def test_requests_without_a_seed_have_different_seeds() -> None:
             await engine.close()
 
     run(main())
+
+
+def test_constraints_have_sglangs_names() -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            asked = params(
+                requested_fields=("x",),
+                ignore_eos=True,
+                min_tokens=2,
+                logit_bias={5: -1.0},
+                extra={"custom_params": {"a": 1}, "custom_logit_processor": "code"},
+            )
+            await collect(engine.generate(PROMPT, asked))
+            body = server.bodies[0]
+            sampling = body["sampling_params"]
+            assert (sampling["ignore_eos"], sampling["min_new_tokens"]) == (True, 2)
+            assert (sampling["logit_bias"], sampling["custom_params"]) == ({"5": -1.0}, {"a": 1})
+            assert body["custom_logit_processor"] == "code"
+            assert "custom_params" not in body
+            await collect(engine.generate(PROMPT, params()))
+            plain = server.bodies[1]["sampling_params"]
+            assert not {"ignore_eos", "min_new_tokens", "logit_bias", "custom_params"} & plain.keys()
+            await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "sent"),
+    [
+        ({"type": "regex", "regex": "a+"}, {"regex": "a+"}),
+        ({"type": "choice", "choice": ["yes", 'a "b"']}, {"ebnf": r'root ::= "yes" | "a \"b\""'}),
+        ({"type": "grammar", "grammar": "root ::= x"}, {"ebnf": "root ::= x"}),
+    ],
+)
+def test_grammar_becomes_a_sampling_parameter(grammar: Any, sent: dict[str, str]) -> None:
+    async def main() -> None:
+        async with FakeSglang() as server:
+            engine = SglangEngine(server.url)
+            await collect(engine.generate(PROMPT, params(grammar=grammar)))
+            assert sent.items() <= server.bodies[0]["sampling_params"].items()
+            await engine.close()
+
+    run(main())

@@ -220,6 +220,12 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         help=f"the key for all sessions; better set as {ADMIN_KEY_ENV}, where no other user sees it. It is "
         "printed only if it was generated (default: generated)",
     )
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="ignore fields of requests that are not known or not supported by the engine, log each once and "
+        "record them with the call (default: such a request is refused with 400, which names the field)",
+    )
     group.add_argument("--no-auth", action="store_true", help="require no keys; listens on loopback only")
     group.add_argument(
         "--drain-s",
@@ -343,6 +349,7 @@ async def _serve(
             explain_forks=options.explain_forks,
             image_urls=options.image_urls,
             **{name: getattr(options, name) for name in _LIMITS},
+            ignore_unknown_fields=options.ignore_unknown_fields,
         ),
         observers=observability.observers,
         on_session_end=observability.on_end,

@@ -28,8 +28,9 @@ Messages state the key, the value and the expectation. Only the gateway knows HT
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 
 # Bounds the representation of arbitrary values in messages.
@@ -94,8 +95,24 @@ class TreeError(BranchlineError):
     """A commit does not fit its tree; the tree is unchanged."""
 
 
+@dataclass(frozen=True)
+class UpstreamErrorResponse:
+    """The error of an upstream as it sent it, for clients that act on it."""
+
+    status: int
+    message: str
+    type: str | None = None
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Those that clients read: when to try again, what is left, the upstream's name of the request."""
+
+
 class EngineError(BranchlineError):
     """An engine failed; the call changed nothing and can be retried."""
+
+    upstream_response: UpstreamErrorResponse | None = None
+    """Set for an upstream, whose own error its client gets."""
 
 
 class EngineBusyError(EngineError):
@@ -123,7 +140,11 @@ class EngineOutputError(EngineError):
 
 
 class EngineInputError(EngineError):
-    """An engine cannot do what was requested."""
+    """An engine cannot do what was requested; `field` is the field of the request, or empty."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ToolError(BranchlineError):

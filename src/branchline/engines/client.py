@@ -214,8 +214,8 @@ class HttpResponse:
         self.has_begun = self.timed_out = False
         self.status = 0
         """0 until the headers have arrived."""
-        self.retry_after = ""
-        """The Retry-After header, if there is one."""
+        self.headers: dict[str, str] = {}
+        """The headers, by lower-case name."""
         self.pieces: list[bytes] = []
         """The received and not yet read data."""
         self.is_ended = False
@@ -254,7 +254,9 @@ class HttpResponse:
             return []
         if self.status and self.status // 100 != 2:
             content = self.read_nowait()
-            raise error_from_response(self._client.host_port, self.status, content, self.retry_after)
+            raise error_from_response(
+                self._client.host_port, self.status, content, self.headers.get("retry-after", "")
+            )
         if self.error:
             raise EngineUnavailableError(f"{self._client.host_port}: {self.error}", timed_out=self.timed_out)
         return self._sse_parser.feed(b"\n\n")  # The last event may lack its empty line.
@@ -390,8 +392,8 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self._has_length |= name in (b"content-length", b"transfer-encoding")
-        if name == b"retry-after" and self._response is not None:
-            self._response.retry_after = value.decode("latin-1")
+        if self._response is not None:
+            self._response.headers[name.decode("latin-1")] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

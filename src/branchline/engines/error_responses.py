@@ -20,7 +20,7 @@ def error_from_response(server: str, status: int, body: bytes, retry_after: str 
     """Returns the error for a response without success, with the server's own message."""
     try:
         content = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         content = None
     reason = _error_message(content) or body.decode(errors="replace").strip()[:500] or "no reason given"
     message = f"{server}: status {status}: {reason}"

@@ -198,6 +198,8 @@ class HttpEngine:
     """Base class of HTTP engines. A subclass builds requests and names the server's control endpoints."""
 
     supports_images = False
+    supported_fields: frozenset[str] = frozenset()
+    constrains_raw_logprobs = False
     kind: ClassVar[str]
     default_logprob_kind: ClassVar[LogprobKind]
     logprobs_after_truncation: bool | None = True

@@ -21,6 +21,7 @@ from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError, EngineOutputError, InputError
 from branchline.core.token_arrays import Ids
 from branchline.engines.base import (
+    CONSTRAINT_FIELDS,
     Chunk,
     Engine,
     LogprobKind,
@@ -86,6 +87,17 @@ class Replicas:
     def supports_images(self) -> bool:
         """Whether all replicas do: a call may be moved to any of them."""
         return all(replica.engine.supports_images for replica in self._replicas.values())
+
+    @property
+    def supported_fields(self) -> frozenset[str]:
+        """The fields that all replicas support: a call may be moved to any of them."""
+        engines = [replica.engine for replica in self._replicas.values()]
+        return CONSTRAINT_FIELDS.intersection(*[engine.supported_fields for engine in engines])
+
+    @property
+    def constrains_raw_logprobs(self) -> bool:
+        """Whether any replica does: its logprobs could not be told from those of the others."""
+        return any(replica.engine.constrains_raw_logprobs for replica in self._replicas.values())
 
     @property
     def engines(self) -> tuple[Engine, ...]:

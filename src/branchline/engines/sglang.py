@@ -33,7 +33,7 @@ from branchline.core.errors import (
     EngineUnavailableError,
 )
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, FinishReason, SamplingParams
+from branchline.engines.base import BUFFERED_FLUSH_S, CONSTRAINT_FIELDS, FinishReason, SamplingParams
 from branchline.engines.error_responses import error_from_event, error_from_response
 from branchline.engines.http import (
     STREAM_INTERVAL,
@@ -200,6 +200,8 @@ class SglangEngine(HttpEngine):
     """
 
     supports_images = True
+    supported_fields = CONSTRAINT_FIELDS - {"bad_words", "allowed_token_ids", "vllm_xargs"}
+    constrains_raw_logprobs = True
     kind = "sglang"
     default_logprob_kind = "processed"
     logprobs_after_truncation = False
@@ -265,6 +267,14 @@ class SglangEngine(HttpEngine):
             "repetition_penalty": params.repetition_penalty,
             "stop_token_ids": list(params.stop_ids),
         }
+        if params.requested_fields:
+            constraints = {
+                "ignore_eos": params.ignore_eos,
+                "min_new_tokens": params.min_tokens,
+                "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+                "custom_params": extra.pop("custom_params", None),
+            }
+            sampling |= {name: value for name, value in constraints.items() if value}
         if params.flush_s >= BUFFERED_FLUSH_S:
             sampling["stream_interval"] = STREAM_INTERVAL
         # SGLang hashes the seed with a token's position, so a continuation keeps the same seed. Its
@@ -321,5 +331,11 @@ def _structured_output_params(params: SamplingParams) -> dict[str, str]:
             return {"json_schema": json.dumps(schema)}
         case {"type": "structural_tag", **tag}:
             return {"structural_tag": json.dumps({"type": "structural_tag", **tag})}
+        case {"type": "regex", "regex": regex}:
+            return {"regex": regex}
+        case {"type": "choice", "choice": choices}:
+            return {"ebnf": "root ::= " + " | ".join([json.dumps(choice) for choice in choices])}
+        case {"type": "grammar", "grammar": grammar}:
+            return {"ebnf": grammar}
         case other:
             raise EngineInputError(f"response_format: got {other!r}, expected a JSON schema or json_object")

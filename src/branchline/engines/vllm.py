@@ -20,7 +20,14 @@ from msgspec import Raw, Struct
 from branchline.chat.vision import ImageSpan
 from branchline.core.errors import EngineError, EngineInputError
 from branchline.core.token_arrays import Ids
-from branchline.engines.base import BUFFERED_FLUSH_S, Chunk, FinishReason, LogprobKind, SamplingParams
+from branchline.engines.base import (
+    BUFFERED_FLUSH_S,
+    CONSTRAINT_FIELDS,
+    Chunk,
+    FinishReason,
+    LogprobKind,
+    SamplingParams,
+)
 from branchline.engines.client import ServerConfig
 from branchline.engines.error_responses import error_from_event
 from branchline.engines.http import (
@@ -175,6 +182,7 @@ class VllmEngine(HttpEngine):
     """
 
     supports_images = True
+    supported_fields = CONSTRAINT_FIELDS - {"custom_params", "custom_logit_processor"}
     kind = "vllm"
     default_logprob_kind = "raw"
     pause_endpoint = ("/pause?mode=abort&clear_cache=true", {})
@@ -232,7 +240,11 @@ class VllmEngine(HttpEngine):
         if self.model:
             body["model"] = self.model
         if params.grammar is not None:
-            body["response_format"] = dict(params.grammar)
+            kind = params.grammar["type"]
+            # What OpenAI's field cannot express has vLLM's own.
+            is_own = kind in ("regex", "choice", "grammar")
+            name = "structured_outputs" if is_own else "response_format"
+            body[name] = {kind: params.grammar[kind]} if is_own else dict(params.grammar)
         response = self.client.request(
             "POST", "/v1/completions", msgspec.json.encode(body), is_generation=True
         )
@@ -243,6 +255,8 @@ class VllmEngine(HttpEngine):
     ) -> EngineRequest:
         if params.grammar is not None:
             raise EngineInputError("response_format: got one in a request with images, expected none")
+        if "vllm_xargs" in params.extra:
+            raise EngineInputError("vllm_xargs: got some in a request with images, expected none")
         sent_ids = collapse_placeholders(prompt_ids, images)
         body: dict[str, Any] = {
             **params.extra,
@@ -279,4 +293,13 @@ def _sampling_params(params: SamplingParams, prompt_length: int) -> dict[str, An
         # vLLM starts from the seed with each request. Offset by the prompt's length, a continuation does
         # not repeat the random numbers of the first request, and stays reproducible.
         sampling["seed"] = (params.seed + prompt_length) % 2**63
+    if params.requested_fields:
+        constraints = {
+            "ignore_eos": params.ignore_eos,
+            "min_tokens": params.min_tokens,
+            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+            "allowed_token_ids": list(params.allowed_token_ids),
+            "bad_words": list(params.bad_words),
+        }
+        sampling |= {name: value for name, value in constraints.items() if value}
     return sampling

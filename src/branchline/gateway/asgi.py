@@ -77,6 +77,10 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
     """An error as HTTP: status, message, field, code, headers."""
     headers: dict[str, str] = {}
     code: str | None = None
+    relayed = error.upstream_response if isinstance(error, EngineError) else None
+    if relayed is not None:
+        code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, ContextLengthError) else relayed.code
+        return ErrorInfo(relayed.status, relayed.message, relayed.param, code, relayed.headers, relayed.type)
     if isinstance(error, SessionError):
         status, code = _STATUS_BY_KIND[error.kind], error.kind
         # SDKs retry a 409 unless this header forbids it.
@@ -97,7 +101,7 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
         headers = {"retry-after": retry_after} if retry_after else {}
     else:
         status = 502 if isinstance(error, EngineError) else 500
-    param = error.field if isinstance(error, MessageError) else None
+    param = error.field or None if isinstance(error, MessageError | EngineInputError) else None
     return ErrorInfo(status, str(error), param, code, headers)
 
 

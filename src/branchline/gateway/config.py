@@ -59,6 +59,9 @@ class GatewayConfig:
     """Sessions unused for this long are finalized; 0: never."""
     image_urls: ImageUrlPolicy = "none"
     """Whether images that clients send as links are fetched: not, from public addresses, or from any."""
+    ignore_unknown_fields: bool = False
+    """Whether fields of requests that are not supported are ignored, logged once and recorded; by default a
+    request with one is refused."""
     explain_forks: bool = False
     """Log the cause of every fork when it happens."""
 

@@ -60,6 +60,7 @@ from branchline.runtime.limits import (
 )
 from branchline.runtime.managed_session import ManagedSession
 from branchline.runtime.message_cache import parse_json
+from branchline.runtime.request_fields import review_fields
 from branchline.runtime.router import Router
 from branchline.runtime.upstream import run_upstream_call
 
@@ -242,6 +243,7 @@ class ModelApi:
             traceparent=http.headers.get("traceparent", ""),
         )
         http.extra_headers.append((protocol.request_id_header, record.call_id.encode()))
+        record.response_headers = http.extra_headers
         with self._observed(record):
             managed.require_open()
             size = http.headers.get("content-length", "")
@@ -260,12 +262,25 @@ class ModelApi:
                 trainable=engine_route.train,
                 resume_call_id=http.headers.get(RESUME_HEADER, ""),
             )
-            call_request = replace(call_request, request=request, body_bytes=len(body))
+            is_forwarded = protocol is CHAT and isinstance(engine_route.engine, UpstreamChat)
+            requested: Mapping[str, Any] = call_request.requested
+            ignored: Mapping[str, Any] = {}
+            is_lenient = self._config.ignore_unknown_fields
+            if call_request.other_fields and not is_forwarded:
+                recorded, ignored = review_fields(call_request.other_fields, ignore_unknown=is_lenient)
+                requested = {**requested, **recorded}
+            call_request = replace(
+                call_request,
+                request=request,
+                body_bytes=len(body),
+                requested=requested,
+                ignored_fields=ignored,
+                ignores_unsupported=is_lenient,
+            )
             if isinstance(engine_route.engine, UpstreamChat):
-                if protocol is CHAT:
+                if is_forwarded:
                     # Only an upstream of the same protocol knows the fields that are not read here.
-                    options = chat.upstream_options(body, managed.options, request.tools)
-                    call_request = replace(call_request, upstream_options=options)
+                    call_request = chat.for_upstream(body, call_request, managed.options)
                 events = run_upstream_call(managed, engine_route.engine, call_request, record)
             else:
                 if self._config.image_urls != "none":

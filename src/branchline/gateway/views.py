@@ -44,8 +44,10 @@ def session_view(managed: ManagedSession) -> dict[str, Any]:
 
 
 def tree_view(managed: ManagedSession) -> dict[str, Any]:
-    """Every node, with the cause of the branch it begins."""
-    return {"nodes": _node_views(managed.session.snapshot())}
+    """Every node, with the cause of the branch it begins, and how each call was sampled."""
+    tree = managed.session.snapshot()
+    calls = [{"id": call.id, "agent": call.agent, "sampling": call.sampling} for call in tree.calls]
+    return {"nodes": _node_views(tree), "calls": calls}
 
 
 def _node_views(tree: Tree) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,12 +20,12 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.sample import DropReason, ExportReport
-from branchline.engines.base import SamplingParams
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
 from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
+from branchline.runtime.request_fields import CONSTRAINT_FIELDS, SAMPLING_FIELDS
 from branchline.timelines.causes import Cause
 from branchline.tree.journal import Journal
 from branchline.tree.session import Session
@@ -33,10 +33,7 @@ from branchline.tree.tree import Delivered, TreeDelta, decode_array, encode_reco
 
 log = logging.getLogger("branchline.sessions")
 
-SESSION_SAMPLING_FIELDS = frozenset(
-    {field.name for field in fields(SamplingParams)} - {"stop_ids", "grammar", "extra", "flush_s"}
-    | {"n", "response_format", "stop"}
-)
+SESSION_SAMPLING_FIELDS = CONSTRAINT_FIELDS | {*SAMPLING_FIELDS, "max_tokens", "n", "stop"}
 """The fields that a session's `sampling` and `sampling_defaults` may have."""
 MAX_THREADS = 2
 """How many threads work for one session at the same time."""
