@@ -20,6 +20,7 @@ import pytest
 
 from branchline.core.errors import JournalError
 from branchline.tree import journal as journal_module
+from branchline.tree import journal_file
 from branchline.tree.journal import Durability, Journal
 
 LEVELS: list[Durability] = ["process", "disk"]
@@ -385,7 +386,7 @@ def test_a_wal_truncated_at_any_byte_opens_at_the_last_complete_commit(
     path: Path, fast_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small pages make small commits, so that every byte of the last ones can be tested.
-    monkeypatch.setattr(journal_module, "_SCHEMA", f"PRAGMA page_size = 512; {journal_module._SCHEMA}")
+    monkeypatch.setattr(journal_file, "SCHEMA", f"PRAGMA page_size = 512; {journal_file.SCHEMA}")
     records = [encode_index(index) * 20 for index in range(8)]
     sizes: list[int] = []
     crashed = crashed_copy(path, records, sizes)
@@ -500,6 +501,7 @@ def test_a_journal_of_the_version_before_media_is_upgraded(path: Path) -> None:
         journal.append("s", b"1")
     with closing(sqlite3.connect(path)) as older:
         older.execute("DROP TABLE media")
+        older.execute("ALTER TABLE records DROP COLUMN checksum")
         older.execute("PRAGMA user_version = 2")
     with Journal(path) as journal:
         journal.append("s", b"2", media={"d": b"image"}).result()
@@ -536,7 +538,7 @@ def test_another_version_is_rejected_unchanged(path: Path) -> None:
         newer.execute("PRAGMA user_version = 7")
     before = file_contents(path.parent)
     with pytest.raises(
-        JournalError, match=r"version 7, expected a journal with application_id .*, version 3"
+        JournalError, match=r"version 7, expected a journal with application_id .*, version 4"
     ):
         Journal(path)
     assert file_contents(path.parent) == before
