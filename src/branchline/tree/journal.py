@@ -46,7 +46,6 @@ from branchline.tree.journal_file import (
     SEED_MASK,
     VERSION,
     DamagedRecord,
-    Durability as Durability,
     check_header,
     initialize,
     is_busy_error,
@@ -57,6 +56,9 @@ from branchline.tree.journal_file import (
     repair_hint,
     report_dropped_tail,
     session_seed,
+)
+from branchline.tree.journal_file import (
+    Durability as Durability,
 )
 
 log = logging.getLogger("branchline.journal")
@@ -210,8 +212,8 @@ class Journal:
         Raises JournalError at a damaged record.
         """
         query = (
-            "SELECT seq, record, checksum FROM records JOIN sessions ON id = session WHERE name = ? "
-            "ORDER BY seq"
+            "SELECT seq, CAST(record AS BLOB), checksum FROM records JOIN sessions ON id = session "
+            "WHERE name = ? ORDER BY seq"
         )
         for seq, record, checksum in self._query(query, session):
             if not is_intact(session, seq, record, checksum):
@@ -221,12 +223,19 @@ class Journal:
     def replay(self) -> Iterator[tuple[str, bytes | DamagedRecord]]:
         """Yields every record with its session in order of append, from a snapshot taken at the first
         `next`."""
-        # CROSS JOIN fixes the order of the loops: records stream by seq and are never sorted in memory.
+        # A LEFT JOIN fixes the order of the loops: records stream by seq and are never sorted in memory.
         for session, seq, record, checksum in self._query(
-            "SELECT name, seq, record, checksum FROM records CROSS JOIN sessions ON id = session ORDER BY seq"
+            "SELECT name, seq, CAST(record AS BLOB), checksum FROM records "
+            "LEFT JOIN sessions ON id = session ORDER BY seq"
         ):
-            intact = is_intact(session, seq, record, checksum)
-            yield session, record if intact else DamagedRecord(seq, len(record))
+            if session is not None and is_intact(session, seq, record, checksum):
+                yield session, record
+                continue
+            # If only its session number is damaged, the record matches the name of its own session.
+            names = self._query("SELECT name FROM sessions")
+            owners = [name for (name,) in names if checksum and is_intact(name, seq, record, checksum)]
+            for name in {session or "", *owners}:
+                yield name, DamagedRecord(seq, len(record or b""))
 
     def read_media(self, digest: str) -> bytes | None:
         """Returns the payload with this digest, or None."""
@@ -248,7 +257,9 @@ class Journal:
 
     def _error(self, problem: str, cause: BaseException | None = None) -> JournalError:
         error = JournalError(
-            f"{self.path}: the journal {problem}" + (f": {cause}" if cause else "") + repair_hint(self.path, cause)
+            f"{self.path}: the journal {problem}"
+            + (f": {cause}" if cause else "")
+            + repair_hint(self.path, cause)
         )
         error.__cause__ = cause
         return error
@@ -263,6 +274,7 @@ class Journal:
         uri = f"{self._file.as_uri()}?mode=ro"
         try:
             with closing(sqlite3.connect(uri, uri=True, check_same_thread=False)) as db:
+                db.text_factory = lambda data: data.decode(errors="replace")  # a damaged name
                 yield from db.execute(query, values)
         except sqlite3.Error as error:
             raise self._error("cannot be read", error) from error

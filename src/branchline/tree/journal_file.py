@@ -79,10 +79,10 @@ def session_seed(session: str) -> int:
     return xxhash.xxh3_64_intdigest(session.encode())
 
 
-def is_intact(session: str, seq: int, record: bytes, checksum: int | None) -> bool:
+def is_intact(session: str, seq: int, record: bytes | None, checksum: int | None) -> bool:
     """Whether a record is what was written; True for a record of an older file, which has no checksum."""
-    if checksum is None:
-        return True
+    if checksum is None or record is None:
+        return record is not None
     return checksum == xxhash.xxh3_64_intdigest(record, (session_seed(session) + seq) & SEED_MASK) - (
         CHECKSUM_OFFSET
     )
