@@ -1,7 +1,8 @@
 """The `branchline` command: parses the options, runs one command and turns errors into exit codes.
 
 A command returns its output as one text, so after an error stdout is empty. Exit codes: 0 success,
-1 the doctor found the template unsafe or a check found damage, 2 bad input (with one sentence on stderr), 130 interrupted.
+1 the doctor found the template unsafe or a check found damage, 2 bad input (with one sentence on stderr),
+130 interrupted.
 """
 
 from __future__ import annotations
