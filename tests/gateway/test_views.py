@@ -140,7 +140,7 @@ def test_a_large_export_is_built_in_parts_while_the_event_loop_runs(
     monkeypatch.setattr(control_api, "_STREAM_BYTES", 1)
     threads: set[int] = set()
     built: list[int] = []
-    original = views.sample_to_json
+    original = sample_to_json
 
     def note(*args: Any, **options: Any) -> Any:
         threads.add(threading.get_ident())

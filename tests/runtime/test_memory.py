@@ -49,7 +49,8 @@ def test_a_tree_is_freed_with_its_last_reference() -> None:
                     turn, Generation(session.codec.encode("x"), message=Message("assistant", text))
                 )
             messages += [Message("assistant", "a"), Message("user", str(index))]
-        references = [weakref.ref(session), weakref.ref(session.tree), weakref.ref(session.snapshot())]
+        references: list[weakref.ref[Any]] = [weakref.ref(session), weakref.ref(session.tree)]
+        references.append(weakref.ref(session.snapshot()))
         assert alive(references) == 2  # the snapshot has gone
         report = classify_forks(session.tree)
         assert len(report.forks) == 20

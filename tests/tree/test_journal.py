@@ -697,9 +697,11 @@ def test_a_closed_journal_rejects_appends_and_reads(path: Path) -> None:
 
 @contextmanager
 def size_limit(path: Path, more_bytes: int) -> Iterator[None]:
-    """Lets no file grow beyond the size of the WAL now plus `more_bytes`: a write beyond it fails partway."""
+    """Lets no file grow beyond a size: that of the journal or its WAL plus `more_bytes`. A write beyond it
+    fails partway."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = Path(f"{path}-wal").stat().st_size + more_bytes
+    file = path if more_bytes % 2 else Path(f"{path}-wal")
+    limit = file.stat().st_size + more_bytes
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
@@ -724,9 +726,11 @@ def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("durability", LEVELS)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_disk_that_is_full_after_any_byte_and_has_space_again_loses_and_halves_no_record(
-    path: Path, durability: Durability, seed: int, fast_retries: None
+    path: Path, durability: Durability, seed: int, fast_retries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = Random(seed)
+    if seed % 2:
+        monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 20_000)
     acknowledged: list[bytes] = []
     applied: list[bytes] = []
     payloads: dict[str, bytes] = {}
@@ -792,6 +796,30 @@ def test_a_rejected_record_is_not_written_when_there_is_space_again(
         journal.append("s", b"after", media={"d": b"image"}).result()
         assert list(journal.read("s")) == [b"before", b"a note", b"after"]
         assert journal.read_media("d") == b"image"
+
+
+def test_records_are_written_once_if_the_checkpoint_after_them_finds_the_disk_full(
+    path: Path, fast_retries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_CHECKPOINT_BYTES", 1)
+    run_checkpoint, failures = Journal._run_checkpoint, iter(range(5))
+
+    def fail_first(journal: Journal) -> None:
+        if next(failures, None) is not None:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        run_checkpoint(journal)
+
+    monkeypatch.setattr(Journal, "_run_checkpoint", fail_first)
+    with Journal(path) as journal:
+        journal.append("s", b"first").result()
+        while journal.failure is None:
+            time.sleep(0.001)
+        journal.append("s", b"note", lazy=True, retain=True)
+        wait_for_recovery(journal)
+        journal.append("s", b"after").result()
+        assert list(journal.read("s")) == [b"first", b"note", b"after"]
 
 
 def test_another_failure_than_a_full_disk_is_final(path: Path, fast_retries: None) -> None:

@@ -373,6 +373,8 @@ class Journal:
             self._begin()
             self._db.execute(f"PRAGMA user_version = {VERSION}")  # writes a page also without records
             self._commit(batch)
+            _resolve(batch, self._last_seq)
+            written, batch = batch, []  # if the checkpoint fails, they are not written again
             if self._checkpoint_due:
                 self._run_checkpoint()
         except Exception as error:
@@ -380,8 +382,7 @@ class Journal:
             return
         with self._lock:
             self.failure, self._may_recover = None, False
-        _resolve(batch, self._last_seq)
-        log.warning("%s: the journal is written again; %d records were waiting", self.path, len(batch))
+        log.warning("%s: the journal is written again; %d records were waiting", self.path, len(written))
 
     def _begin(self) -> None:
         """Opens a transaction; waits while another program has one open."""
