@@ -24,8 +24,8 @@ def random_tree(rng: Random) -> Tree:
         messages = list(rng.choice(conversations))
         if messages and rng.random() < 0.4:
             del messages[rng.randrange(len(messages))]
-        for _ in range(rng.randint(1, 2)):
-            messages.append(Message(rng.choice(("user", "tool")), rng.choice(TEXTS)))
+        count = rng.randint(1, 2)
+        messages += [Message(rng.choice(("user", "tool")), rng.choice(TEXTS)) for _ in range(count)]
         answer = Message("assistant", rng.choice(TEXTS))
         turn = session.prepare(Request(tuple(messages)))
         session.commit(turn, Generation(codec.encode_reply(answer), message=answer))
