@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ablations warm-start example-tree example-long-document test check format coverage walk \
+.PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context \
 	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets \
 	test-templates clean
@@ -97,6 +97,10 @@ ablations: $(VENV)/.demo ## train the demo's task on exact and on inexact data; 
 warm-start: $(VENV)/.demo ## make the model that the demo starts from, in runs/warm-start (an hour or two on two cores)
 	$(BIN)/python -m branchline.train.demo.demonstrations runs/warm-start
 	$(BIN)/python -m branchline.train.demo.warm_start runs/warm-start
+
+train-smollm2: $(VENV)/.smollm2 $(VENV)/.demo ## train SmolLM2-135M to use two tools, on a GPU (minutes); writes runs/smollm2
+	$(BIN)/python -m examples.smollm2_gpu.train --out runs/smollm2
+	$(BIN)/python -m examples.smollm2_gpu.train --plot runs/smollm2
 
 example-tree: $(VENV)/.smollm2 ## run a scripted multi-agent episode, print its tree and causes; install a model for `serve`
 	$(BIN)/python examples/scripted_episode.py
