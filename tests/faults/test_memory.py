@@ -1,4 +1,7 @@
-"""A soak: sessions are opened, played, exported and finalized for SOAK_S seconds, and memory stays flat."""
+"""A soak: sessions are opened, played, exported and finalized for SOAK_S seconds, and memory stays flat.
+
+`make soak` runs it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ import pytest
 from tests.faults.conftest import FaultFigures
 from tests.faults.recorded_gateway import ADMIN, RecordedGateway
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.skipif("SOAK_S" not in os.environ, reason="takes ten minutes: make soak"),
+]
 
 _SOAK_S = float(os.environ.get("SOAK_S", "600"))
 _MAX_GROWTH = 0.05
