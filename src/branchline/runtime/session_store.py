@@ -138,7 +138,7 @@ class SessionStore:
         if managed is not None:
             return managed
         if self._journal is not None and _is_valid_id(session_id):
-            with suppress(JournalError):  # the first record is damaged, so nobody has its keys
+            with suppress(JournalError):  # the first record, which has its keys, is damaged
                 first = next(iter(self._journal.read(session_id)), None)
                 record = None if first is None else decode_session_record(first)
                 if isinstance(record, SessionOpened):

@@ -219,7 +219,7 @@ class WalFrame:
 
 @dataclass(frozen=True)
 class Wal:
-    """The frames of a WAL's last generation; older ones behind them are no part of the journal."""
+    """The frames of a WAL since it was last emptied; older ones after them are no part of the journal."""
 
     frames: tuple[WalFrame, ...]
     page_size: int

@@ -241,7 +241,7 @@ def _damaged_media(db: sqlite3.Connection) -> list[str]:
     ]
 
 
-# -- judging -------------------------------------------------------------------------------------------
+# -- checking ------------------------------------------------------------------------------------------
 
 
 def _find_damages(contents: _Contents) -> dict[int, JournalDamage]:
@@ -297,7 +297,7 @@ def _write_contents(file: Path, contents: _Contents, kept: list[int], source: Pa
         numbers = {contents.records[seq][0] for seq in kept}
         names = [(number, contents.sessions[number]) for number in sorted(numbers)]
         db.executemany("INSERT INTO sessions VALUES (?, ?)", names)
-        # Numbered anew, without gaps: a gap is a missing record.
+        # With new numbers, without gaps: a gap is a missing record.
         for seq, old_seq in enumerate(kept, 1):
             number, record, checksum = contents.records[old_seq]
             if checksum is not None:
