@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 
 from branchline import Journal, Message, ToolCall, ToyCodec
 from branchline.core.call import Delivery
-from branchline.core.errors import ContextLengthError, EngineError, JournalError, SessionError
+from branchline.core.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineOutputError,
+    JournalError,
+    SessionError,
+)
 from branchline.engines.base import BUFFERED_FLUSH_S, SamplingParams
 from branchline.engines.scripted import ScriptedEngine, replies
 from branchline.engines.vllm import VllmEngine
 from branchline.runtime.answer import AnswerDelta
 from branchline.runtime.call_record import CallResult
 from branchline.runtime.managed_session import ManagedSession
-from tests.engines.fake_servers import FakeVllm
+from tests.engines.fake_servers import FOREIGN_ID, FakeVllm, Lie
 from tests.gateway.harness import run
 from tests.runtime.harness import ANSWER, call_request, complete_call, open_session, start_call
 
@@ -308,5 +314,25 @@ def test_a_result_counts_what_was_encoded_and_what_was_recognised() -> None:
         assert [str(equivalence) for equivalence in second.equivalences] == ["arguments_reserialised"]
         assert second.reused_tokens == second.prompt_tokens - second.encoded_tokens > 0
         assert second.version_range == (0, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("lie", ["id", "logprob", "after_finish", "too_many", "index"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_output_that_cannot_be_right_fails_the_call_and_enters_no_tree(lie: Lie, stream: bool) -> None:
+    async def test() -> None:
+        async with FakeVllm() as server:
+            server.lie, server.lie_at = lie, 2
+            engine = VllmEngine(server.url)
+            managed = open_session(ToyCodec("toy", vocab_size=FOREIGN_ID))
+            request = call_request(params=SamplingParams(max_tokens=5), stream=stream)
+            with pytest.raises(EngineOutputError):
+                await complete_call(managed, engine, request)
+            assert _recorded(managed) == []
+            server.lie = None
+            _, result = await complete_call(managed, engine, request)
+            assert len(result.answers[0].ids) == 5
+            await engine.close()
 
     run(test)

@@ -18,6 +18,7 @@ from branchline.cli.engines import (
     OPENAI_KEY_ENV,
     UPSTREAM_KEY_ENV_PREFIX,
     add_template_options,
+    add_timeout_options,
     build_router,
 )
 from branchline.cli.observability import Observability, add_observability_options, configure_observability
@@ -115,6 +116,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tool-parser", metavar="NAME", help="format of tool calls (default: detected)")
     group.add_argument("--reasoning-parser", metavar="NAME", help="format of reasoning (default: detected)")
     add_template_options(group)
+    add_timeout_options(group)
     group.add_argument(
         "--allow-special-tokens",
         action="store_true",

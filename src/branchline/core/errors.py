@@ -10,6 +10,8 @@
     ├── TreeError               a commit does not fit its tree
     ├── EngineError             an engine failed; the call can be retried
     │   ├── EngineBusyError     the engine accepts no requests for now; may carry Retry-After
+    │   ├── EngineUnavailableError  its server cannot be reached, is silent, or closed the connection
+    │   ├── EngineOutputError   the engine returned tokens that cannot be right
     │   └── EngineInputError    the engine cannot do what was requested: unsupported, out of range
     │       └── ContextLengthError  the prompt exceeds the model's context
     ├── ToolError               a tool could not be set up, or its server is not reachable
@@ -97,11 +99,27 @@ class EngineError(BranchlineError):
 
 
 class EngineBusyError(EngineError):
-    """An engine accepts no requests for now; `retry_after` is its Retry-After value, or empty."""
+    """An engine accepts no requests for now; `retry_after` is its Retry-After value, or empty.
 
-    def __init__(self, message: str, retry_after: str = "") -> None:
+    `is_overloaded`: it accepts none from any client (503), not only none from this one (429).
+    """
+
+    def __init__(self, message: str, retry_after: str = "", *, is_overloaded: bool = False) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.is_overloaded = is_overloaded
+
+
+class EngineUnavailableError(EngineError):
+    """The server of an engine cannot be reached, closed the connection, or sent nothing in time."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class EngineOutputError(EngineError):
+    """An engine returned tokens that cannot be right. None of those that were not yielded yet is used."""
 
 
 class EngineInputError(EngineError):

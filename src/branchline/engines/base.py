@@ -49,6 +49,8 @@ class SamplingParams:
     """A `response_format`, for engines that support constrained decoding."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields for the request body of an HTTP engine."""
+    vocab_size: int | None = None
+    """Output ids must be below it; None: not checked."""
     flush_s: float = 0.0
     """Minimum time between two chunks. The first chunk and the end are yielded at once; each chunk in between
     holds all tokens that arrived meanwhile. 0: tokens are yielded as they arrive."""

@@ -43,6 +43,7 @@ class VllmLogprobs(Struct):
 
 
 class VllmChoice(Struct):
+    index: int = 0
     token_ids: list[TokenId] | None = None
     logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
@@ -86,6 +87,8 @@ class VllmRequest(EngineRequest):
                     raise EngineError(
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
+                if choice.index or (ids and self.finish_reason is not None):
+                    raise self.choice_error(choice.index, ids)
                 if choice.finish_reason is not None:
                     self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
                     if self.finish_reason is None:
@@ -104,6 +107,7 @@ class VllmTokenLogprobs(Struct):
 
 
 class VllmTokensChoice(Struct):
+    index: int = 0
     token_ids: list[TokenId] | None = None
     logprobs: VllmTokenLogprobs | None = None
     finish_reason: str | None = None
@@ -153,6 +157,8 @@ class VllmImagesRequest(EngineRequest):
                     raise EngineError(
                         f"{self.engine}: {len(ids)} ids with {len(logprobs)} logprobs, expected one each"
                     )
+                if choice.index or (ids and self.finish_reason is not None):
+                    raise self.choice_error(choice.index, ids)
                 if choice.finish_reason is not None:
                     self.finish_reason = FINISH_REASONS.get(choice.finish_reason)
                     if self.finish_reason is None:
@@ -227,8 +233,10 @@ class VllmEngine(HttpEngine):
             body["model"] = self.model
         if params.grammar is not None:
             body["response_format"] = dict(params.grammar)
-        response = self.client.request("POST", "/v1/completions", msgspec.json.encode(body))
-        return VllmRequest(self.name, response, self.version, prompt=prompt)
+        response = self.client.request(
+            "POST", "/v1/completions", msgspec.json.encode(body), is_generation=True
+        )
+        return VllmRequest(self.name, response, self.version, params, prompt=prompt)
 
     def _build_images_request(
         self, prompt_ids: Ids, params: SamplingParams, session: str, images: Sequence[ImageSpan]
@@ -247,8 +255,10 @@ class VllmEngine(HttpEngine):
         }
         if self.model:
             body["model"] = self.model
-        response = self.client.request("POST", "/inference/v1/generate", msgspec.json.encode(body))
-        return VllmImagesRequest(self.name, response, self.version, expected_prompt=prompt_ids)
+        response = self.client.request(
+            "POST", "/inference/v1/generate", msgspec.json.encode(body), is_generation=True
+        )
+        return VllmImagesRequest(self.name, response, self.version, params, expected_prompt=prompt_ids)
 
 
 def _sampling_params(params: SamplingParams, prompt_length: int) -> dict[str, Any]:

@@ -80,8 +80,10 @@ def to_error_info(error: BranchlineError) -> ErrorInfo:
     elif isinstance(error, JournalError):
         status = 503
     elif isinstance(error, EngineBusyError):
-        status = 429
-        headers = {"retry-after": error.retry_after} if error.retry_after else {}
+        status = 503 if error.is_overloaded else 429
+        # A 503 without Retry-After is one of the journal.
+        retry_after = error.retry_after or ("1" if error.is_overloaded else "")
+        headers = {"retry-after": retry_after} if retry_after else {}
     else:
         status = 502 if isinstance(error, EngineError) else 500
     param = error.field if isinstance(error, MessageError) else None

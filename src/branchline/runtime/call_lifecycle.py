@@ -321,6 +321,7 @@ def _engine_params(
         call_request.params,
         max_tokens=max_tokens,
         stop_ids=tuple(sorted(managed.session.codec.stop_ids)),
+        vocab_size=managed.session.codec.vocab_size,
         flush_s=flush_s if call_request.stream or may_end_early else BUFFERED_FLUSH_S,
     )
 
