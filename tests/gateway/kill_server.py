@@ -175,6 +175,7 @@ class Engine(ScriptedEngine):
         session: str = "",
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Chunk, None]:
+        self.received_prompts.clear()  # kept by the scripted engine for tests of prompts
         with self._phase_counts.count_during(Phase.SAMPLING):
             async for chunk in super().generate(prompt_ids, params, session=session, images=images):
                 yield chunk
