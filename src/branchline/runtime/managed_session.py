@@ -21,7 +21,7 @@ from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.core.sample import DropReason, ExportReport
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
-from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
+from branchline.export.samples import Export, ExportPolicy, SampleStream, export_nothing
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
@@ -338,6 +338,19 @@ class ManagedSession:
         calls that are exported although they were cancelled. Reads a snapshot of the tree, so it may run in a
         thread.
         """
+        stream = self.export_stream(policy, include_aborted=include_aborted, keep_calls=keep_calls)
+        if isinstance(stream, Export):
+            return stream
+        return Export(list(stream), stream.report, frozenset(stream.counts))
+
+    def export_stream(
+        self,
+        policy: ExportPolicy | None = None,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Iterable[str] = (),
+    ) -> SampleStream | Export:
+        """Does what `export` does, one sample at a time; an Export if there are none."""
         policy = policy or self.default_export_policy
         policy = replace(policy, keep_calls=policy.keep_calls.union(keep_calls))
         tree = self.session.snapshot()
@@ -348,13 +361,7 @@ class ManagedSession:
         if not tree.calls:
             return Export([], ExportReport(0, 0))
         rewards = self.rewards[:]
-        return export_samples(
-            tree,
-            policy,
-            session=self.id,
-            reward=session_reward(rewards),
-            rewards=rewards,
-        )
+        return SampleStream(tree, policy, session=self.id, reward=session_reward(rewards), rewards=rewards)
 
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None
