@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context \
 	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets \
-	test-templates clean
+	test-templates soak clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -156,6 +156,9 @@ test-datasets: $(READY) .cache/datasets/.ready ## load exported Parquet and JSON
 
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
+
+soak: $(READY)   ## play sessions for ten minutes (SOAK_S seconds) and check that memory stays flat
+	BRANCHLINE_FAULTS=1 SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -m '' tests/faults/test_memory.py
 
 test-templates: $(READY) .cache/templates/.ready ## play random conversations on 178 real chat templates; writes docs/templates.md
 	$(BIN)/python -m pytest -m slow tests/templates

@@ -11,7 +11,7 @@ from branchline.gateway.config import GatewayConfig
 
 OPERATIONS = (Path(__file__).parents[1] / "docs" / "operations.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (?:`(--[\w-]+)`)? ?\| (\S+) \|", re.MULTILINE)
-NOT_LIMITS = {"admin_key", "auth", "public_url", "image_urls", "explain_forks"}
+NOT_LIMITS = {"admin_key", "auth", "public_url", "image_urls", "explain_forks", "ignore_unknown_fields"}
 
 
 def test_the_table_has_every_limit_with_its_default() -> None:

@@ -48,7 +48,9 @@ class FaultyVllm(FakeVllm):
             yield event
             await asyncio.sleep(0.005)  # Later events arrive after earlier ones were read.
 
-    def _send_response(self, writer: asyncio.StreamWriter, path: str) -> None:
+    def _send_response(
+        self, writer: asyncio.StreamWriter, path: str, refusal: tuple[int, bytes] | None
+    ) -> None:
         if path == "/fault":
             self._fault = self.requests[-1][1]["kind"]
             self.refusal = (500, b"CUDA error: device-side assert") if self._fault == "fail" else None
@@ -58,7 +60,7 @@ class FaultyVllm(FakeVllm):
             self.json_by_path[path] = {}
         if path == "/counts":
             self.json_by_path[path] = sum(len(body["prompt"]) > 1 for body in self.bodies)
-        super()._send_response(writer, path)
+        super()._send_response(writer, path, refusal)
 
 
 @contextmanager

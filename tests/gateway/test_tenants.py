@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from branchline import ToyCodec
+from branchline.core.errors import BranchlineError
 from branchline.gateway.config import GatewayConfig
 from branchline.gateway.protocols import chat, messages, responses
 from branchline.runtime.limits import run_in_prepare_thread
@@ -76,6 +78,24 @@ def test_a_body_with_too_many_values_is_refused_undecoded() -> None:
         async with agent("x") as a:
             refused = await _post(a, "chat/completions", b'{"messages":[' + b"[]," * 400_000)
             assert "commas and opening brackets', expected at most 250000" in refused.text
+
+    run(test)
+
+
+def test_a_refused_body_is_freed_without_a_garbage_collection() -> None:
+    """Collections are rare in a gateway; bodies in reference cycles would fill its memory."""
+
+    async def test() -> None:
+        async with agent("x") as a:
+            gc.collect()
+            gc.disable()
+            try:
+                for endpoint in ("chat/completions", "messages/count_tokens"):
+                    assert (await _post(a, endpoint, b"[" * 2_000_000)).status_code == 400
+                    await asyncio.sleep(0)
+                assert not [one for one in gc.get_objects() if issubclass(type(one), BranchlineError)]
+            finally:
+                gc.enable()
 
     run(test)
 

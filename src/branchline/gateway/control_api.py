@@ -1,6 +1,7 @@
 """The control API: opens, reads, rewards and ends sessions; pauses the policy; adds and removes engines.
 
 POST|GET /sessions        GET|DELETE /sessions/{id}, GET …/tree /timelines /samples /report /snapshot /wait
+GET /sessions/{id}/samples?format=json|jsonl|tree, streamed
 POST /sessions/{id}/reward|complete|finalize|abort      (the session's api_key may complete it)
 POST /policy/pause · /policy/resume       GET|POST|DELETE /engines
 GET /healthz (alive) · /readyz (can take calls) · /metrics · /openapi.json
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match, Route
 
 from branchline.core.errors import BranchlineError, EngineError, MessageError
@@ -27,13 +28,19 @@ from branchline.engines.replicas import Replicas
 from branchline.gateway.access import AccessControl, ControlAction
 from branchline.gateway.asgi import ClientDisconnectedError, bearer_key, read_body, to_error_info
 from branchline.gateway.config import GatewayConfig
-from branchline.gateway.export_options import ExportOptions, read_export_policy, read_export_query
+from branchline.gateway.export_options import (
+    SampleFormat,
+    read_export_policy,
+    read_export_query,
+    read_sample_format,
+)
 from branchline.gateway.metrics import GatewayMetrics
 from branchline.gateway.openapi import build_document
 from branchline.gateway.protocols.base import ErrorInfo
 from branchline.gateway.protocols.chat import error_body
 from branchline.gateway.views import (
     report_view,
+    sample_parts,
     samples_view,
     session_view,
     timelines_view,
@@ -52,14 +59,12 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 SessionHandler = Callable[[HttpRequest, ManagedSession], Awaitable[Response]]
 View = Callable[[ManagedSession], dict[str, Any]]
 Made = TypeVar("Made")
-ExportView = Callable[[ManagedSession, ExportOptions], dict[str, Any]]
 
 _VIEWS: dict[str, View] = {
     "": session_view,
     "/tree": tree_view,
     "/timelines": timelines_view,
 }
-_EXPORT_VIEWS: dict[str, ExportView] = {"/samples": samples_view, "/report": report_view}
 _RETURNS = ("samples", "trajectory", "session")
 """What `finalize` may return next to the session."""
 _MAX_WAIT_S = 3600.0
@@ -70,6 +75,13 @@ _ENGINE_CHECK_S = 1.0
 _ENGINE_TIMEOUT_S = 2.0
 _view_threads = ThreadPoolExecutor(2, thread_name_prefix="branchline-control")
 """Few, and not those that prepare prompts: reading sessions must not delay calls."""
+_MEDIA_TYPES: dict[SampleFormat, str] = {
+    "json": "application/json",
+    "jsonl": "application/jsonl",
+    "tree": "application/jsonl",
+}
+_STREAM_BYTES = 256 * 1024
+"""How much of a streamed body is built at once."""
 
 
 class ControlApi:
@@ -108,7 +120,8 @@ class ControlApi:
             *(session("GET", path, _view_handler(view)) for path, view in _VIEWS.items()),
             session("GET", "/wait", self._wait),
             session("GET", "/snapshot", _snapshot),
-            *(session("GET", path, _export_handler(view)) for path, view in _EXPORT_VIEWS.items()),
+            session("GET", "/samples", _samples),
+            session("GET", "/report", _report),
             session("POST", "/reward", self._reward, "reward"),
             session("POST", "/complete", self._end_handler("completed"), "complete"),
             session("POST", "/abort", self._end_handler("aborted")),
@@ -339,12 +352,38 @@ async def _snapshot(_http: HttpRequest, managed: ManagedSession) -> Response:
     return Response(content, media_type=_SNAPSHOT_TYPE)
 
 
-def _export_handler(view: ExportView) -> SessionHandler:
-    async def show(http: HttpRequest, managed: ManagedSession) -> Response:
-        options = read_export_query(http.query_params.multi_items())
-        return await _in_view_thread(lambda: _json(view(managed, options)))
+async def _report(http: HttpRequest, managed: ManagedSession) -> Response:
+    options = read_export_query(http.query_params.multi_items())
+    return await _in_view_thread(lambda: _json(report_view(managed, options)))
 
-    return show
+
+async def _samples(http: HttpRequest, managed: ManagedSession) -> Response:
+    """Streams the samples. They are built in a thread, as fast as the client reads them."""
+    params = http.query_params.multi_items()
+    format = read_sample_format(params, http.headers.get("accept", ""))
+    options = read_export_query([(name, value) for name, value in params if name != "format"])
+    parts = sample_parts(managed, options, format)
+    first = await _in_view_thread(lambda: _next_bytes(parts))  # an error is still a response of its own
+
+    async def body() -> AsyncIterator[bytes]:
+        data = first
+        while data:
+            yield data
+            data = await _in_view_thread(lambda: _next_bytes(parts))
+
+    return StreamingResponse(body(), media_type=_MEDIA_TYPES[format])
+
+
+def _next_bytes(parts: Iterator[bytes]) -> bytes:
+    """The next parts together, up to about 256 kB; empty at the end."""
+    taken: list[bytes] = []
+    size = 0
+    for part in parts:
+        taken.append(part)
+        size += len(part)
+        if size >= _STREAM_BYTES:
+            break
+    return b"".join(taken)
 
 
 def _with_error_responses(handler: Handler) -> Handler:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -29,6 +29,7 @@ from branchline.gateway.control_types import (
     TimelineList,
     TreeView,
 )
+from branchline.gateway.export_options import SampleFormat
 from branchline.gateway.model_api import COUNT_PROTOCOLS, PROTOCOLS
 from branchline.runtime.headers import IDEMPOTENCY_HEADER
 from branchline.runtime.managed_session import SessionOptions
@@ -104,6 +105,11 @@ def type_schemas(*types: type) -> dict[str, Schema]:
 _EXPORT_PARAMETERS = tuple(
     _parameter(name, schema, "A field of ExportPolicy; without it, the session's default.")
     for name, schema in policy_properties().items()
+)
+_FORMAT = _parameter(
+    "format",
+    {"enum": list(get_args(SampleFormat))},
+    "One object, a line for each sample, or a line for each node with shared prefixes once.",
 )
 _REWARD: Schema = {
     "anyOf": [
@@ -192,7 +198,8 @@ CONTROL_OPERATIONS = (
         "The samples of the session as it is now, and the report on every sampled token.",
         _CONTROL,
         SAMPLES_SCHEMA,
-        parameters=_EXPORT_PARAMETERS,
+        parameters=(_FORMAT, *_EXPORT_PARAMETERS),
+        media_types=("application/json", "application/jsonl"),
     ),
     Operation(
         "readReport",

@@ -138,6 +138,8 @@ class Gateway:
     async def start(self) -> None:
         """Starts to listen; when this returns, the port is known and requests are answered."""
         try:
+            if self._journal is not None:
+                await self.app.router.restore(self._journal, self.sessions.max_version)
             await self._listen()
         except BaseException:
             await self.stop()

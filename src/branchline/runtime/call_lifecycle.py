@@ -220,15 +220,18 @@ async def commit_call(
     """
     managed.require_open()
     committed = managed.session.commit(turn, *generations, call_id=record.call_id)
-    if committed.durable is not None and not committed.durable.done():
+    durable = committed.durable
+    if durable is not None and (not durable.done() or durable.exception() is not None):
         try:
-            await asyncio.wrap_future(committed.durable)
+            await asyncio.wrap_future(durable)
         except asyncio.CancelledError:
             # The journal will have the call, but its caller has gone.
             record_delivery(managed, committed.call, Delivery.LOST)
             raise
         except JournalError:
-            # The journal does not have the call and its caller will not get it: it must not be trained.
+            # Its caller will not get it, so it must not be trained: neither now nor, if the journal recovers
+            # and has the call after all, after a restart.
+            record_delivery(managed, committed.call, Delivery.LOST)
             managed.session.tree.apply(Delivered(committed.call.index, Delivery.LOST))
             raise
     managed.last_used = time.monotonic()

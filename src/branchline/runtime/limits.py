@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 THREAD_BODY_BYTES = 100_000
 """Bodies of this size and more are parsed in a thread, so that the event loop is not blocked."""
 
+_COUNT_BYTES = 1 << 18
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _prepare_threads = ThreadPoolExecutor(2 * MAX_THREADS, thread_name_prefix="branchline-prepare")
 
@@ -39,7 +40,10 @@ async def run_in_prepare_thread(managed: ManagedSession, function: Callable[[], 
     await managed.thread_slots.acquire()
     work = asyncio.get_running_loop().run_in_executor(_prepare_threads, function)
     work.add_done_callback(lambda _: managed.thread_slots.release())
-    return await asyncio.shield(work)
+    try:
+        return await asyncio.shield(work)
+    finally:
+        del work  # has the error whose traceback has this frame: such a cycle would keep a body in memory
 
 
 @contextmanager
@@ -101,9 +105,13 @@ def _tokens_to_reserve(
 
 def check_json_values(data: bytes, limit: int) -> None:
     """Raises MessageError if a body may have more JSON values than this; nothing is decoded."""
-    count = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if count > limit:
-        raise MessageError("body", f"{count} commas and opening brackets", f"at most {limit}")
+    count = 0
+    for start in range(0, len(data), _COUNT_BYTES):  # in parts, so that the event loop can run in between
+        end = start + _COUNT_BYTES
+        count += data.count(b",", start, end) + data.count(b"[", start, end) + data.count(b"{", start, end)
+        if count > limit:
+            problem = f"more than {limit} commas and opening brackets"
+            raise MessageError("body", problem, f"at most {limit}")
 
 
 def check_item_counts(fields: Mapping[str, Any], max_messages: int, max_tools: int) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from branchline.chat.base import HistoryPolicy
 from branchline.core.errors import InputError, JournalError, MessageError, SessionError
 from branchline.export.rewards import check_reward_part, session_reward, validate_reward
-from branchline.export.samples import Export, ExportPolicy
+from branchline.export.samples import Export, ExportPolicy, SampleStream
 from branchline.export.trajectory import Trajectory
 from branchline.runtime.compaction import CompactedPrefix, CompactionOptions, SessionCompactions
 from branchline.runtime.message_cache import MessageCache
@@ -366,6 +366,16 @@ class ManagedSession:
     ) -> Export:
         """Exports the samples of the session as of now, with the report on every sampled token."""
         return self.snapshot().export(policy, include_aborted=include_aborted, keep_calls=keep_calls)
+
+    def export_stream(
+        self,
+        policy: ExportPolicy | None = None,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Iterable[str] = (),
+    ) -> SampleStream | Export:
+        """Does what `export` does, one sample at a time; an Export if there are none."""
+        return self.snapshot().export_stream(policy, include_aborted=include_aborted, keep_calls=keep_calls)
 
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None

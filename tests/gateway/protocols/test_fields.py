@@ -218,7 +218,10 @@ def test_no_field_is_answered_without_effect_or_record() -> None:
         if name in STOPS:
             is_recorded = name in record
         is_default = value in ("", [], {}, False, 0, {"type": "text"}) and name in CONSTRAINT_FIELDS
-        is_neutral = any(type(value) is type(neutral) and value == neutral for neutral in neutrals(name))
+        is_flag = isinstance(value, bool)  # True equals 1, but does not mean it.
+        is_neutral = any(
+            isinstance(neutral, bool) == is_flag and value == neutral for neutral in neutrals(name)
+        )
         assert is_recorded or is_default or is_neutral, (protocol, name, value)
 
     def neutrals(name: str) -> tuple[Any, ...]:
