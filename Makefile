@@ -9,8 +9,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help demo ablations warm-start train-smollm2 example-tree example-long-document test check format coverage walk \
 	bench bench-codec bench-gateway bench-export bench-loop bench-context \
-	test-hf test-vllm test-kill test-mlflow test-clients test-art test-datasets \
-	test-templates clean
+	test-hf test-vllm test-kill test-faults test-mlflow test-clients test-art test-datasets \
+	test-templates soak clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18
@@ -142,6 +142,9 @@ test-vllm: $(VENV)/.smollm2 .cache/vllm/.ready ## test with a real vLLM server o
 test-kill: $(READY) ## kill a gateway under load fifty times; no acknowledged call may be lost
 	$(BIN)/python -m pytest -m slow -s tests/gateway/test_kill.py
 
+test-faults: $(READY) .cache/tokenizers/.ready ## slow and huge clients, hostile tenants, failing replicas and disks, with real processes (minutes)
+	BRANCHLINE_FAULTS=1 $(BIN)/python -m pytest -m '' tests/faults
+
 test-mlflow: $(READY) .cache/mlflow/.ready ## send the spans of a session to a real mlflow server
 	$(BIN)/python -m pytest -m slow -s tests/mlflow
 
@@ -153,6 +156,9 @@ test-datasets: $(READY) .cache/datasets/.ready ## load exported Parquet and JSON
 
 test-clients: .cache/clients/.ready .cache/tokenizers/.ready ## run real command-line agents with the gateway (installs them: 1.3 GB)
 	$(BIN)/python -m pytest -m slow -s tests/clients
+
+soak: $(READY)   ## play sessions for ten minutes (SOAK_S seconds) and check that memory stays flat
+	BRANCHLINE_FAULTS=1 SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -m '' tests/faults/test_memory.py
 
 test-templates: $(READY) .cache/templates/.ready ## play random conversations on 178 real chat templates; writes docs/templates.md
 	$(BIN)/python -m pytest -m slow tests/templates

@@ -202,8 +202,10 @@ def test_policy_and_engines(kind: str) -> None:
                 [first] = await client.engines()
                 assert (await client.health()).status == "ok"
                 assert len(await client.add_engine(two.url, 0)) == 2
+                assert (await client.ready()).status == "ready"
                 assert (await client.pause()).paused
                 assert (await client.policy()).paused
+                assert (await client.ready()).checks["policy"] == "paused"
                 resumed = await client.resume(3)
                 assert (resumed.paused, resumed.version, router.version) == (False, 3, 3)
                 [second] = await client.remove_engine(first.name)

@@ -45,7 +45,7 @@ def test_the_programs_of_the_guide_run(
     printed = capsys.readouterr().out
     assert printed.count(" 1 True\n") == 2
     assert "[0.5, 0.5]" in printed
-    assert "PolicyState(paused=False, version=4)" in printed
+    assert "PolicyView(paused=False, version=4)" in printed
     assert printed.endswith("ok\naborted\n")
 
 

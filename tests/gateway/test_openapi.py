@@ -89,9 +89,9 @@ def test_path_parameters_are_declared_and_no_others() -> None:
 
 
 def test_the_parameters_of_samples_are_those_that_the_gateway_reads() -> None:
-    for path in ("/sessions/{id}/samples", "/sessions/{id}/report"):
-        parameters = operations(DOCUMENT)["GET", path]["parameters"]
-        assert {parameter["name"] for parameter in parameters} == set(export_options._FIELDS)
+    for name, more in (("samples", {"format"}), ("report", set())):
+        parameters = operations(DOCUMENT)["GET", f"/sessions/{{id}}/{name}"]["parameters"]
+        assert {parameter["name"] for parameter in parameters} == set(export_options._FIELDS) | more
     policy = DOCUMENT["components"]["schemas"]["FinalizeRequest"]["properties"]["policy"]
     assert set(policy["properties"]) == set(export_options._FIELDS)
 
@@ -231,6 +231,8 @@ def test_the_answer_of_every_operation_fits_its_schema() -> None:
             for name in ("", "/tree", "/timelines", "/report", "/snapshot"):
                 await expect(a, "GET", session + name)
             await expect(a, "GET", f"{session}/samples", shares="first", drop=["retry", "edit"])
+            for format in ("json", "jsonl", "tree"):
+                await expect(a, "GET", f"{session}/samples", format=format)
             await expect(a, "GET", f"{session}/wait", timeout_s="0")
             await expect(a, "POST", f"{session}/complete", {"reason": "done"}, key=key)
             await expect(a, "POST", f"{session}/complete", {"reason": "done"})
@@ -238,7 +240,9 @@ def test_the_answer_of_every_operation_fits_its_schema() -> None:
                 await expect(a, "POST", f"{session}/finalize", {"return": returned, "policy": {"seed": 1}})
             for path in ("/healthz", "/metrics", "/engines", "/openapi.json"):
                 await expect(a, "GET", path)
+            await expect(a, "GET", "/readyz")
             await expect(a, "POST", "/policy/pause")
+            await expect(a, "GET", "/readyz", status=503)
             await expect(a, "POST", "/policy/resume", {"version": 1})
             await expect(a, "DELETE", session, status=204)
         async with agent("x") as a:

@@ -25,7 +25,8 @@ from branchline.gateway.control_types import (
     EngineState,
     HealthState,
     OpenedSession,
-    PolicyState,
+    PolicyView,
+    ReadyState,
     SessionList,
     SessionStateView,
     SessionView,
@@ -82,7 +83,7 @@ class AsyncClient:
     async def open_session(self, **options: Any) -> AsyncClientSession:
         """Opens a session; `options` are those of `POST /sessions`: `id`, `group`, `sampling`, `limits`, …"""
         opened = await self._connection.send("POST", "/sessions", OpenedSession, body=options)
-        return AsyncClientSession(self._connection, opened)
+        return AsyncClientSession(self._connection, opened, key="")
 
     def session(self, session_id: str, *, control_key: str = "", api_key: str = "") -> AsyncClientSession:
         """Returns an existing session, without a request. `control_key` replaces the admin key."""
@@ -95,7 +96,7 @@ class AsyncClient:
             api_key=api_key,
             control_key=control_key,
         )
-        return AsyncClientSession(self._connection, opened)
+        return AsyncClientSession(self._connection, opened, key=control_key)
 
     async def sessions(
         self, *, state: SessionState | None = None, group: str | None = None
@@ -106,7 +107,8 @@ class AsyncClient:
         return (await self._connection.send("GET", path, SessionList)).sessions
 
     async def trajectory_group(self, group: str, policy: ExportPolicy | None = None) -> TrajectoryGroup:
-        """Returns the trajectories of a group's sessions that are no longer open, oldest first."""
+        """Returns the trajectories of a group's sessions that are in the gateway's memory and no longer open,
+        oldest first. With a journal a gateway keeps the last 1,000 closed sessions in memory."""
         limit = asyncio.Semaphore(_CONCURRENT_READS)
 
         async def read(view: SessionView) -> Trajectory:
@@ -118,18 +120,18 @@ class AsyncClient:
 
     # -- policy and engines --------------------------------------------------------------------------
 
-    async def pause(self) -> PolicyState:
+    async def pause(self) -> PolicyView:
         """Pauses generation for a weight update; calls wait, and continue after `resume`."""
-        return await self._connection.send("POST", "/policy/pause", PolicyState)
+        return await self._connection.send("POST", "/policy/pause", PolicyView)
 
-    async def resume(self, version: int | None = None) -> PolicyState:
+    async def resume(self, version: int | None = None) -> PolicyView:
         """Resumes generation. `version` is that of the new weights; None: the weights are the old ones."""
         body = {} if version is None else {"version": version}
-        return await self._connection.send("POST", "/policy/resume", PolicyState, body=body)
+        return await self._connection.send("POST", "/policy/resume", PolicyView, body=body)
 
-    async def policy(self) -> PolicyState:
+    async def policy(self) -> PolicyView:
         """Returns the version of the policy, and whether it is paused."""
-        return await self._connection.send("GET", "/engines", PolicyState)
+        return await self._connection.send("GET", "/engines", PolicyView)
 
     async def engines(self) -> list[EngineState]:
         return (await self._connection.send("GET", "/engines", EngineList)).engines
@@ -146,6 +148,10 @@ class AsyncClient:
     async def health(self) -> HealthState:
         """Returns what `/healthz` says; needs no key."""
         return await self._connection.send("GET", "/healthz", HealthState)
+
+    async def ready(self) -> ReadyState:
+        """Returns what `/readyz` says: whether the gateway would take a call now; needs no key."""
+        return await self._connection.send("GET", "/readyz", ReadyState, accepted=503)
 
 
 class SessionAddress:
@@ -184,14 +190,16 @@ class SessionAddress:
 class AsyncClientSession(SessionAddress):
     """A session of a gateway, for a program in another process."""
 
-    def __init__(self, connection: GatewayConnection, opened: OpenedSession) -> None:
+    def __init__(self, connection: GatewayConnection, opened: OpenedSession, *, key: str) -> None:
+        """`key` opens the session; empty: the admin key does."""
         super().__init__(opened)
         self._connection = connection
+        self._key = key
         self._path = f"/sessions/{quote(opened.id, safe='')}"
 
     async def view(self) -> SessionView:
         """Returns options, state and counts of the session."""
-        return await self._connection.send("GET", self._path, SessionView, key=self.control_key)
+        return await self._connection.send("GET", self._path, SessionView, key=self._key)
 
     async def reward(self, score: float, **extras: Any) -> None:
         """Posts a reward; `extras` are stored with it. `call`, `turn`, `timeline` and `tool` name the part of
@@ -201,7 +209,7 @@ class AsyncClientSession(SessionAddress):
     async def post_rewards(self, rewards: Sequence[float | Mapping[str, Any]]) -> None:
         """Posts several rewards, numbers or objects with a score, in one request."""
         path, body = f"{self._path}/reward", list(rewards)
-        await self._connection.send("POST", path, SessionStateView, body=body, key=self.control_key)
+        await self._connection.send("POST", path, SessionStateView, body=body, key=self._key)
 
     async def complete(self, reason: str = "") -> None:
         """Marks the agent as done; later rewards and calls are still accepted."""
@@ -220,7 +228,7 @@ class AsyncClientSession(SessionAddress):
         """Sets the state and returns the session. A session that has the state keeps its reason."""
         body = {"reason": reason, **({"return": "session"} if state == "finalized" else {})}
         path = f"{self._path}/{_END_ACTIONS[state]}"
-        return await self._connection.send("POST", path, SessionView, body=body, key=self.control_key)
+        return await self._connection.send("POST", path, SessionView, body=body, key=self._key)
 
     async def wait(self, timeout_s: float | None = None) -> SessionState:
         """Waits until the session is no longer open, at most `timeout_s`; returns its state."""
@@ -234,7 +242,7 @@ class AsyncClientSession(SessionAddress):
                 "GET",
                 path,
                 SessionView,
-                key=self.control_key,
+                key=self._key,
                 retry_timeout_s=None if deadline is None else left_s,
             )
             if view.state != "open" or (deadline is not None and now() >= deadline):
@@ -244,7 +252,7 @@ class AsyncClientSession(SessionAddress):
 
     async def snapshot(self) -> SessionSnapshot:
         """Returns the session as it is now: tree, rewards, state."""
-        content = await self._connection.send("GET", f"{self._path}/snapshot", bytes, key=self.control_key)
+        content = await self._connection.send("GET", f"{self._path}/snapshot", bytes, key=self._key)
         return await asyncio.to_thread(SessionSnapshot.decode, content)
 
     async def tree(self) -> Tree:
@@ -265,7 +273,7 @@ class AsyncClientSession(SessionAddress):
         """Removes a closed session from the gateway's memory; its journal keeps it. Does nothing if the
         gateway does not have the session: an earlier attempt may have deleted it."""
         try:
-            await self._connection.send("DELETE", self._path, bytes, key=self.control_key)
+            await self._connection.send("DELETE", self._path, bytes, key=self._key)
         except SessionError as error:
             if error.kind != "unknown":
                 raise

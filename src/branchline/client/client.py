@@ -28,12 +28,7 @@ from branchline.client.async_client import (
 from branchline.core.errors import InputError
 from branchline.export.samples import Export, ExportPolicy
 from branchline.export.trajectory import Trajectory, TrajectoryGroup
-from branchline.gateway.control_types import (
-    EngineState,
-    HealthState,
-    PolicyState,
-    SessionView,
-)
+from branchline.gateway.control_types import EngineState, HealthState, PolicyView, ReadyState, SessionView
 from branchline.runtime.managed_session import SessionState
 from branchline.runtime.session_snapshot import SessionSnapshot
 from branchline.tree.tree import Tree
@@ -155,20 +150,21 @@ class Client:
         return self._thread.run(self._client.sessions(state=state, group=group))
 
     def trajectory_group(self, group: str, policy: ExportPolicy | None = None) -> TrajectoryGroup:
-        """Returns the trajectories of a group's sessions that are no longer open, oldest first."""
+        """Returns the trajectories of a group's sessions that are in the gateway's memory and no longer open,
+        oldest first. With a journal a gateway keeps the last 1,000 closed sessions in memory."""
         return self._thread.run(self._client.trajectory_group(group, policy))
 
     # -- policy and engines --------------------------------------------------------------------------
 
-    def pause(self) -> PolicyState:
+    def pause(self) -> PolicyView:
         """Pauses generation for a weight update; calls wait, and continue after `resume`."""
         return self._thread.run(self._client.pause())
 
-    def resume(self, version: int | None = None) -> PolicyState:
+    def resume(self, version: int | None = None) -> PolicyView:
         """Resumes generation. `version` is that of the new weights; None: the weights are the old ones."""
         return self._thread.run(self._client.resume(version))
 
-    def policy(self) -> PolicyState:
+    def policy(self) -> PolicyView:
         """Returns the version of the policy, and whether it is paused."""
         return self._thread.run(self._client.policy())
 
@@ -186,6 +182,10 @@ class Client:
     def health(self) -> HealthState:
         """Returns what `/healthz` says; needs no key."""
         return self._thread.run(self._client.health())
+
+    def ready(self) -> ReadyState:
+        """Returns what `/readyz` says: whether the gateway would take a call now; needs no key."""
+        return self._thread.run(self._client.ready())
 
 
 class ClientSession(SessionAddress):

@@ -52,11 +52,12 @@ class GatewayConnection:
         body: Any = None,
         key: str = "",
         retry_timeout_s: float | None = None,
+        accepted: int = 200,
     ) -> T:
         """Returns the answer, decoded; the plain content if `kind` is bytes.
 
-        `key` replaces the admin key; `retry_timeout_s` can shorten the time for attempts. Raises the error
-        that the gateway reported, or GatewayError.
+        `key` replaces the admin key; `retry_timeout_s` can shorten the time for attempts; `accepted` is a
+        status that is an answer too. Raises the error that the gateway reported, or GatewayError.
         """
         headers = {} if method == "GET" else {IDEMPOTENCY_HEADER: secrets.token_urlsafe(24)}
         if key or self._admin_key:
@@ -80,17 +81,17 @@ class GatewayConnection:
                 continue
             finally:
                 await response.close()
-            if status // 100 == 2:
+            if status // 100 == 2 or status == accepted:
                 return _decode(answer, kind, request)
-            is_gateway = _is_gateway_error(answer)
-            is_temporary = status == 429 or not is_gateway or bool(response.retry_after)
-            if status in _TEMPORARY_STATUSES and is_temporary and await retry.wait(response.retry_after):
+            retry_after, is_gateway = response.headers.get("retry-after", ""), _is_gateway_error(answer)
+            is_temporary = status == 429 or not is_gateway or bool(retry_after)
+            if status in _TEMPORARY_STATUSES and is_temporary and await retry.wait(retry_after):
                 is_repeated = True
                 continue
             if not is_gateway:
                 text = answer[:200].decode(errors="replace") or "no content"
                 raise GatewayError(f"{request}: status {status}: not a gateway's response: {text}", status)
-            raise error_from_response(status, answer, response.retry_after, request)
+            raise error_from_response(status, answer, retry_after, request)
 
 
 def _decode(answer: bytes, kind: type[T], request: str) -> T:

@@ -65,7 +65,7 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[SessionView]
 
 
-class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
     """The policy: whether it is paused for a weight update, and its version."""
 
     paused: bool
@@ -96,11 +96,18 @@ class HealthState(msgspec.Struct, frozen=True, kw_only=True):
     """A gateway that answers."""
 
     status: str
-    engine: str
     paused: bool
     version: int
     sessions: int
     """Sessions in memory."""
+
+
+class ReadyState(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a gateway would take a call now, and what each check found."""
+
+    status: Literal["ready", "not ready"]
+    checks: dict[str, str]
+    """`ok`, or what is wrong, for the journal, the engine and the policy."""
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,10 +130,19 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """The node that it repeats as context."""
 
 
+class CallView(msgspec.Struct, frozen=True, kw_only=True):
+    """A call: who made it, and how its answers were sampled."""
+
+    id: str
+    agent: str
+    sampling: dict[str, Any]
+
+
 class TreeView(msgspec.Struct, frozen=True, kw_only=True):
-    """Every node of a session."""
+    """Every node and every call of a session."""
 
     nodes: list[NodeView]
+    calls: list[CallView]
 
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ from branchline.gateway.openapi_operations import (
 
 API_VERSION = "1"
 """The version of the API, which is not that of the library."""
+_LINE_TYPES = ("text/event-stream", "application/jsonl")
+"""Bodies whose lines are JSON."""
 _KEYS: dict[KeyName, str] = {
     "adminKey": "The gateway's admin key opens everything.",
     "controlKey": "The control key of a session reads, rewards and ends it.",
@@ -93,7 +95,7 @@ def _operation_json(operation: Operation) -> Schema:
     answer: Schema = {"description": operation.summary}
     if operation.answer is not None:
         schemas = {
-            kind: TEXT if kind == "text/event-stream" else _schema_of(operation.answer)
+            kind: TEXT if kind in _LINE_TYPES else _schema_of(operation.answer)
             for kind in operation.media_types
         }
         answer["content"] = {kind: {"schema": schema} for kind, schema in schemas.items()}
@@ -103,7 +105,7 @@ def _operation_json(operation: Operation) -> Schema:
         "summary": operation.summary,
         "security": [{name: []} for name in operation.keys],
         "responses": {
-            str(operation.status): answer,
+            **{str(status): answer for status in (operation.status, *operation.other_statuses)},
             "default": {"$ref": f"#/components/responses/{operation.error}"},
         },
     }

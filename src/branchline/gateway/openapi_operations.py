@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -20,7 +20,8 @@ from branchline.gateway.control_types import (
     HealthState,
     ModelSession,
     OpenedSession,
-    PolicyState,
+    PolicyView,
+    ReadyState,
     RemoveEngineRequest,
     ResumeRequest,
     SessionList,
@@ -28,6 +29,7 @@ from branchline.gateway.control_types import (
     TimelineList,
     TreeView,
 )
+from branchline.gateway.export_options import SampleFormat
 from branchline.gateway.model_api import COUNT_PROTOCOLS, PROTOCOLS
 from branchline.runtime.headers import IDEMPOTENCY_HEADER
 from branchline.runtime.managed_session import SessionOptions
@@ -61,6 +63,8 @@ class Operation:
     media_types: tuple[str, ...] = ("application/json",)
     error: str = "Error"
     needs_body: bool = False
+    other_statuses: tuple[int, ...] = ()
+    """Further statuses with the same answer."""
     tag: str = "control"
 
 
@@ -102,6 +106,11 @@ _EXPORT_PARAMETERS = tuple(
     _parameter(name, schema, "A field of ExportPolicy; without it, the session's default.")
     for name, schema in policy_properties().items()
 )
+_FORMAT = _parameter(
+    "format",
+    {"enum": list(get_args(SampleFormat))},
+    "One object, a line for each sample, or a line for each node with shared prefixes once.",
+)
 _REWARD: Schema = {
     "anyOf": [
         {"type": "number"},
@@ -134,6 +143,15 @@ SAMPLES_SCHEMA: Schema = {
 _S = "/sessions/{id}"
 CONTROL_OPERATIONS = (
     Operation("health", "GET", "/healthz", "Says that the gateway is alive.", (), HealthState),
+    Operation(
+        "ready",
+        "GET",
+        "/readyz",
+        "Says whether a call would be taken now; 503 if not.",
+        (),
+        ReadyState,
+        other_statuses=(503,),
+    ),
     Operation("metrics", "GET", "/metrics", "Prometheus metrics.", (), TEXT, media_types=("text/plain",)),
     Operation("openapi", "GET", "/openapi.json", "This document.", (), {"type": "object"}),
     Operation(
@@ -180,7 +198,8 @@ CONTROL_OPERATIONS = (
         "The samples of the session as it is now, and the report on every sampled token.",
         _CONTROL,
         SAMPLES_SCHEMA,
-        parameters=_EXPORT_PARAMETERS,
+        parameters=(_FORMAT, *_EXPORT_PARAMETERS),
+        media_types=("application/json", "application/jsonl"),
     ),
     Operation(
         "readReport",
@@ -250,7 +269,7 @@ CONTROL_OPERATIONS = (
         body=schema_ref("FinalizeRequest"),
     ),
     Operation(
-        "pausePolicy", "POST", "/policy/pause", "Pauses generation for a weight update.", _ADMIN, PolicyState
+        "pausePolicy", "POST", "/policy/pause", "Pauses generation for a weight update.", _ADMIN, PolicyView
     ),
     Operation(
         "resumePolicy",
@@ -258,7 +277,7 @@ CONTROL_OPERATIONS = (
         "/policy/resume",
         "Resumes generation with new weights or the old ones.",
         _ADMIN,
-        PolicyState,
+        PolicyView,
         body=ResumeRequest,
     ),
     Operation("listEngines", "GET", "/engines", "The policy and its engines.", _ADMIN, EngineList),

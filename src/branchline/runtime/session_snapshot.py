@@ -17,7 +17,7 @@ from branchline.core.call import Delivery
 from branchline.core.errors import InputError, TreeError
 from branchline.core.sample import DropReason, ExportReport
 from branchline.export.rewards import session_reward
-from branchline.export.samples import Export, ExportPolicy, export_nothing, export_samples
+from branchline.export.samples import Export, ExportPolicy, SampleStream, export_nothing
 from branchline.export.trajectory import Trajectory
 from branchline.tree.media import detach_payloads, restore_payloads
 from branchline.tree.tree import (
@@ -69,6 +69,19 @@ class SessionSnapshot:
         Evaluation sessions export no samples, aborted ones only with `include_aborted`. `keep_calls` are
         calls that are exported although they were cancelled.
         """
+        stream = self.export_stream(policy, include_aborted=include_aborted, keep_calls=keep_calls)
+        if isinstance(stream, Export):
+            return stream
+        return Export(list(stream), stream.report, frozenset(stream.counts))
+
+    def export_stream(
+        self,
+        policy: ExportPolicy | None = None,
+        *,
+        include_aborted: bool = False,
+        keep_calls: Iterable[str] = (),
+    ) -> SampleStream | Export:
+        """Does what `export` does, one sample at a time; an Export if there are none."""
         policy = policy or self.export_policy
         policy = replace(policy, keep_calls=policy.keep_calls.union(keep_calls))
         if self.is_eval:
@@ -77,7 +90,7 @@ class SessionSnapshot:
             return export_nothing(self.tree, DropReason.ABORTED)
         if not self.tree.calls:
             return Export([], ExportReport(0, 0))
-        return export_samples(self.tree, policy, session=self.id, reward=self.reward, rewards=self.rewards)
+        return SampleStream(self.tree, policy, session=self.id, reward=self.reward, rewards=self.rewards)
 
     def trajectory(
         self, policy: ExportPolicy | None = None, *, metrics: Mapping[str, float] | None = None
