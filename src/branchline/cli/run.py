@@ -31,7 +31,7 @@ from branchline.core.errors import InputError
 from branchline.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:  # imported late below: they need packages of the `serve` extra
-    from branchline.rollout.rollout import Rollout
+    from branchline.rollout.rollout import Rollout, RolloutConfig
     from branchline.rollout.run_folder import RunFolder
     from branchline.rollout.stats import RolloutStats
     from branchline.rollout.tasks import RolloutTask
@@ -147,10 +147,11 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     if reward is not None and judge is not None:
         raise InputError("--judge-url: got a judge and a reward, expected one of them")
     _check_names(runners, tasks)
+    config = _config(options)
     codec, router = build_router(options)
     folder = RunFolder.create(options.out, tasks, options.n, resume=options.resume)
     try:
-        stats = run_server(_run(options, tasks, (runners, reward, judge), folder, codec, router))
+        stats = run_server(_run(options, config, tasks, (runners, reward, judge), folder, codec, router))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"interrupted; continue with: branchline run … --out {options.out} --resume", file=sys.stderr)
         raise KeyboardInterrupt from None
@@ -171,23 +172,10 @@ def _check_names(runners: Any, tasks: list[RolloutTask]) -> None:
             raise InputError(f"tasks[{index}].{error}") from error
 
 
-async def _run(
-    options: argparse.Namespace,
-    tasks: list[RolloutTask],
-    agents: tuple[Any, Any, Any],
-    folder: RunFolder,
-    codec: Any,
-    router: Any,
-) -> RolloutStats:
-    from branchline.gateway.server import Gateway
-    from branchline.rollout.rollout import Rollout, RolloutConfig
+def _config(options: argparse.Namespace) -> RolloutConfig:
+    from branchline.rollout.rollout import RolloutConfig
 
-    main = asyncio.current_task()
-    assert main is not None
-    with suppress(NotImplementedError):  # on Windows
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
-    runners, reward, judge = agents
-    config = RolloutConfig(
+    return RolloutConfig(
         n=options.n,
         concurrency=options.concurrency,
         runner_concurrency=dict(options.agent_concurrency),
@@ -199,6 +187,25 @@ async def _run(
         reward_workers=options.reward_workers,
         session={"agent_reward": options.agent_reward, **options.session_options},
     )
+
+
+async def _run(
+    options: argparse.Namespace,
+    config: RolloutConfig,
+    tasks: list[RolloutTask],
+    agents: tuple[Any, Any, Any],
+    folder: RunFolder,
+    codec: Any,
+    router: Any,
+) -> RolloutStats:
+    from branchline.gateway.server import Gateway
+    from branchline.rollout.rollout import Rollout
+
+    main = asyncio.current_task()
+    assert main is not None
+    with suppress(NotImplementedError):  # on Windows
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    runners, reward, judge = agents
     await router.check_ready()
     gateway = Gateway(
         engine=router,
